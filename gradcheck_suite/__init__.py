@@ -1,0 +1,66 @@
+"""gradcheck-suite: does this training loop hand its optimizer the gradient it should?
+
+Importing this package imports neither torch nor jax: what needs them is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradcheck_suite.case import Case, case_from_json
+from gradcheck_suite.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
+from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError
+from gradcheck_suite.plan import Plan
+from gradcheck_suite.records import Result, Verdict, Violation
+from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+
+if TYPE_CHECKING:
+    from gradcheck_suite.check import check
+    from gradcheck_suite.strategies import cases, plans, problems
+    from gradcheck_suite.verification import verify
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "cases": "strategies",
+    "check": "check",
+    "plans": "strategies",
+    "problems": "strategies",
+    "verify": "verification",
+}
+
+__all__ = [
+    "ASSUMPTIONS",
+    "CannotRunHere",
+    "Case",
+    "GradcheckSuiteError",
+    "Input",
+    "Layer",
+    "Loss",
+    "Plan",
+    "Problem",
+    "ProblemSpec",
+    "Result",
+    "TrainingRun",
+    "UsageError",
+    "Verdict",
+    "Violation",
+    "case_from_json",
+    "cases",
+    "check",
+    "plans",
+    "problems",
+    "training_loop",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"gradcheck_suite.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,100 @@
+"""The catalogue: every kind of input, layer and loss, with its torch meaning and its JAX meaning.
+
+To add a kind, add its record to a family's `KINDS`; to add a family, add its module to the lists below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Protocol, TypeVar
+
+from gradcheck_suite.catalogue import activations, composites, embeddings, inputs, linear, readout
+from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Signal
+from gradcheck_suite.catalogue.losses import regression
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec, Reduction
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_KindT = TypeVar("_KindT", bound=_Named)
+
+
+def _table(*families: Iterable[_KindT]) -> Mapping[str, _KindT]:
+    return {kind.name: kind for family in families for kind in family}
+
+
+INPUTS: Mapping[str, InputKind] = _table(inputs.KINDS)
+LAYERS: Mapping[str, LayerKind] = _table(
+    linear.KINDS, embeddings.KINDS, activations.KINDS, composites.KINDS, readout.LAYERS
+)
+LOSSES: Mapping[str, LossKind] = _table(regression.KINDS, readout.LOSSES)
+
+
+def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
+    try:
+        return table[name]
+    except KeyError:
+        raise UsageError(f"{what} kind must be one of {', '.join(sorted(table))}; got {name!r}") from None
+
+
+def input_kind(spec: Input) -> InputKind:
+    """Return the kind of an input; `UsageError` when there is none of that name."""
+    return _look_up(INPUTS, "input", spec.kind)
+
+
+def layer_kind(spec: Layer) -> LayerKind:
+    """Return the kind of a layer; `UsageError` when there is none of that name."""
+    return _look_up(LAYERS, "layer", spec.kind)
+
+
+def loss_kind(spec: Loss) -> LossKind:
+    """Return the kind of a loss; `UsageError` when there is none of that name."""
+    return _look_up(LOSSES, "loss", spec.kind)
+
+
+@cache
+def out_signal(layer: Layer, signal: Signal) -> Signal:
+    """Return what comes out of a layer; `UsageError` where its options or its input do not fit."""
+    kind = layer_kind(layer)
+    if kind.wraps is None and layer.layers:
+        raise UsageError(f"layer {layer.kind!r}: expected no inner layers, got {len(layer.layers)}")
+    if kind.wraps is not None:
+        if not layer.layers:
+            raise UsageError(f"layer {layer.kind!r}: expected at least one inner layer, got none")
+        inner = chain_signal(layer.layers, signal)
+        if inner != signal:
+            raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
+    try:
+        return kind.out(signal, layer.o)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
+
+
+def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
+    """Return what comes out of a chain of layers."""
+    for layer in layers:
+        signal = out_signal(layer, signal)
+    return signal
+
+
+def input_signal(spec: Input) -> Signal:
+    """Return what the first layer receives."""
+    kind = input_kind(spec)
+    if dict(spec.o).keys() != kind.variants[0].keys():
+        raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
+    return kind.signal(spec.o)
+
+
+def output_signal(problem: ProblemSpec) -> Signal:
+    """Return what the loss receives."""
+    return chain_signal(problem.layers, input_signal(problem.input))
+
+
+def reduction_of(problem: ProblemSpec) -> Reduction:
+    """Return how the problem's loss is reduced."""
+    return problem.loss.reduction

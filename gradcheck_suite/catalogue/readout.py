@@ -1,0 +1,72 @@
+"""The weight read-out probe's parts: one parameter entry per item, whose loss is that entry.
+
+The gradient that a loop accumulates on it *is* the vector of weights which the loop gives to each item.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.catalogue.kinds import (
+    Arguments,
+    Arrays,
+    LayerKind,
+    LossKind,
+    Options,
+    Signal,
+    Tensors,
+    expect,
+    vector,
+)
+
+
+class Readout(torch.nn.Module):
+    """A vector of which an item's index picks one entry."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(items))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[x]
+
+
+def _never(signal: Signal) -> tuple[Options, ...]:
+    return ()
+
+
+def _out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form == "tokens" and signal.size == (1,), "readout", "the index of an item", signal)
+    return vector(1)
+
+
+def _entry(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    return params["weight"][x]
+
+
+def _targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: npt.NDArray[np.bool_]) -> Arrays:
+    return {"target": np.ones(len(ignored))}
+
+
+def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return out.mean() if reduction == "mean" else out.sum()
+
+
+def _count(options: Options, batch: Tensors) -> torch.Tensor:
+    return batch["target"].sum()
+
+
+def _items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    return out[:, 0]
+
+
+def _counts(options: Options, batch: Arguments) -> jax.Array:
+    return jnp.ones_like(batch["target"])
+
+
+LAYERS = (LayerKind("readout", _never, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),)
+LOSSES = (LossKind("identity", _never, _targets, _identity, _count, _items, _counts),)

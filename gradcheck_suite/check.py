@@ -1,0 +1,141 @@
+"""check(loop, case) -> Verdict: run the loop, hold every gradient that reached its optimizer against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradcheck_suite.case import Case
+from gradcheck_suite.contract import Loop, Problem
+from gradcheck_suite.explain import explain_gradient, explain_steps
+from gradcheck_suite.numerics.compare import Difference
+from gradcheck_suite.observer import Observation
+from gradcheck_suite.optimizers import OPTIMIZERS
+from gradcheck_suite.records import Verdict, Violation
+from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.subject import DEFAULT_TIME_LIMIT, Outcome, run_loop
+
+
+def check(
+    loop: Loop, case: Case, *, problem: Problem | None = None, time_limit_s: float | None = DEFAULT_TIME_LIMIT
+) -> Verdict:
+    """Run a loop on a case and judge it.
+
+    Args:
+        loop: the subject.
+        case: what it trains.
+        problem: the user's problem that `case.problem` names, if it is not a generated one.
+        time_limit_s: seconds after which the loop is stopped and counts as `raised`.
+
+    Raises:
+        UsageError: the case cannot be brought to life.
+    """
+    try:
+        reference = REFERENCES.get(case, problem)
+        if reference.finding:
+            return Verdict(case, finding=reference.finding)
+        outcome = run_loop(loop, reference.trial, time_limit_s=time_limit_s)
+        return _judge(loop, reference, outcome)
+    except CannotJudgeError as error:
+        return Verdict(case, skipped=str(error))
+
+
+def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:
+    case = reference.trial.case
+    if outcome.raised is not None:
+        trace = tuple(outcome.trace.rstrip().splitlines())
+        explanation = f"the loop failed: {outcome.raised}"
+        return Verdict(case, Violation("raised", "raised", explanation, case, details=trace))
+    if outcome.structure:
+        explanation = f"the loop changed the model's parameters: {outcome.structure}"
+        return Verdict(case, Violation("parameters", "changed-model", explanation, case))
+    if outcome.endless or len(outcome.observations) != case.plan.steps:
+        return Verdict(case, explain_steps(loop, reference, outcome))
+    ratio, per_epoch = 0.0, len(case.plan.windows)
+    for step, observation in enumerate(outcome.observations):
+        epoch, index = divmod(step, per_epoch)
+        window = reference.window(index, observation.parameters or None)
+        difference = window.compare(reference.flat(observation.gradients))
+        if difference.ratio > 1:
+            return Verdict(case, _gradient_violation(loop, reference, window, observation, difference, epoch))
+        ratio = max(ratio, difference.ratio)
+    violation = _parameters_violation(reference, outcome)
+    return Verdict(case, violation, ratio=ratio)
+
+
+def _gradient_violation(
+    loop: Loop,
+    reference: Reference,
+    window: Window,
+    observation: Observation,
+    difference: Difference,
+    epoch: int,
+) -> Violation:
+    parameter, _ = reference.layout.place(difference.index)
+    seen = observation.gradients[parameter]
+    if seen is None:
+        kind, diagnosis = "none-pattern", "missing-gradient"
+        explanation = f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
+        details: tuple[str, ...] = ()
+    elif not bool(torch.isfinite(seen).all()) and bool(
+        np.isfinite(reference.layout.part(window.expected, parameter)).all()
+    ):
+        kind = "non-finite"
+        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
+        explanation = f"{parameter}.grad is not finite at the step, the right gradient is. {explanation}"
+    else:
+        kind = "gradient"
+        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
+    return Violation(
+        kind,  # type: ignore[arg-type]
+        diagnosis,
+        explanation,
+        reference.trial.case,
+        parameter=parameter,
+        epoch=epoch,
+        window=window.index,
+        error=difference.error,
+        allowed=difference.allowed,
+        details=details,
+    )
+
+
+def _parameters_violation(reference: Reference, outcome: Outcome) -> Violation | None:
+    """Hold the parameters against a replay: the same optimizer, stepped on the gradients that were observed."""
+    case = reference.trial.case
+    expected = _replay(case, outcome)
+    for name, value in outcome.parameters.items():
+        want = expected[name]
+        error = (value.to(torch.float64) - want.to(torch.float64)).abs()
+        scale = max(1.0, float(want.to(torch.float64).abs().max())) if want.numel() else 1.0
+        allowed = 64 * torch.finfo(value.dtype).eps * scale * case.plan.steps
+        if want.numel() and not bool((error <= allowed).all()):
+            explanation = (
+                f"{name} ends up elsewhere than {case.optimizer or 'a step that changes nothing'} takes it "
+                "on the very gradients that were observed: something else than the step changed it"
+            )
+            return Violation(
+                "parameters",
+                "parameter-drift",
+                explanation,
+                case,
+                parameter=name,
+                error=float(error.max()),
+                allowed=allowed,
+            )
+    return None
+
+
+def _replay(case: Case, outcome: Outcome) -> dict[str, torch.Tensor]:
+    if case.optimizer is None:
+        return outcome.start
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in outcome.start.items()}
+    optimizer = OPTIMIZERS[case.optimizer](list(parameters.values()))
+    for observation in outcome.observations:
+        for name, p in parameters.items():
+            seen = observation.gradients[name]
+            p.grad = None if seen is None else seen.clone()
+        for group, settings in zip(optimizer.param_groups, observation.settings, strict=False):
+            group.update(settings)
+        optimizer.step()
+    return {name: p.detach() for name, p in parameters.items()}

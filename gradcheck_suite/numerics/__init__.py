@@ -1,0 +1,1 @@
+"""When two gradients are equal, and what an unequal one says. numpy only."""

@@ -1,0 +1,92 @@
+"""Comparing vectors of gradients, element by element, against what rounding allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each parameter's elements lie in a flat vector of all of them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [int(np.prod(shape, dtype=int)) for shape in self.shapes]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Index of each parameter's first element."""
+        return [0, *np.cumsum(self.sizes)[:-1].tolist()]
+
+    def place(self, index: int) -> tuple[str, tuple[int, ...]]:
+        """Return the parameter and the index within it of a flat index."""
+        which = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        where = np.unravel_index(index - self.offsets[which], self.shapes[which])
+        return self.names[which], tuple(int(i) for i in where)
+
+    def part(self, vector: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+        """Return one parameter's elements, in its shape."""
+        which = self.names.index(name)
+        start = self.offsets[which]
+        return vector[start : start + self.sizes[which]].reshape(self.shapes[which])
+
+    def spread(self, vector: Vector) -> Vector:
+        """Return, at every element, the largest value among the elements of the same parameter."""
+        if not len(vector):
+            return vector
+        offsets = [o for o, size in zip(self.offsets, self.sizes, strict=True) if size]
+        return np.repeat(np.maximum.reduceat(vector, offsets), [s for s in self.sizes if s])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The worst difference between two vectors.
+
+    Attributes:
+        index: flat index of the element with the largest error over allowed.
+        error: |observed - expected| there; infinite where exactly one of them is NaN.
+        allowed: what rounding allows there.
+        count: how many elements differ by more than is allowed.
+    """
+
+    index: int
+    error: float
+    allowed: float
+    count: int
+
+    @property
+    def ratio(self) -> float:
+        """Error over allowed; above 1 is a difference that rounding does not explain."""
+        if self.error <= self.allowed:
+            return self.error / self.allowed if self.allowed > 0 else 0.0
+        return self.error / self.allowed if self.allowed > 0 else float("inf")
+
+
+def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Difference:
+    """Compare two vectors. Equal values, infinities and NaN at the same place among them, differ by nothing.
+
+    Args:
+        observed: (P,).
+        expected: (P,).
+        allowed: (P,), at least 0.
+    """
+    if not len(observed):
+        return Difference(0, 0.0, 0.0, 0)
+    with np.errstate(invalid="ignore"):
+        error = np.abs(observed - expected)
+    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    error = np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(error == 0, 0.0, error / allowed)
+    index = int(np.argmax(ratio))
+    return Difference(index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed)))

@@ -1,0 +1,152 @@
+"""Reading a wrong gradient: which weight each micro-batch was given, and what fault gives such weights.
+
+Accumulation is linear: observed = sum over micro-batches j of weight[j] * S[j], with S[j] the gradient of micro-batch
+j's summed loss. The weights are read off exactly by the weight read-out probe, or solved for by least squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+TOLERANCE = 1e-6
+"""Relative; weights are read in float64, where rounding is 1e-15 and faults are ratios of small integers."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What one step gave each micro-batch of an epoch.
+
+    Attributes:
+        observed: (B,), weight of each micro-batch's summed loss.
+        counts: (B,), what each micro-batch's mean divides by.
+        window: indices of the micro-batches that this step should have.
+        accumulation_steps: K.
+        epoch: of the step, from 0.
+        reduction: `"mean"` or `"sum"`.
+    """
+
+    observed: npt.NDArray[np.float64]
+    counts: tuple[float, ...]
+    window: tuple[int, ...]
+    accumulation_steps: int
+    epoch: int
+    reduction: str
+
+    @property
+    def expected(self) -> float:
+        """The weight that each micro-batch of the window should have."""
+        return 1.0 if self.reduction == "sum" else 1.0 / sum(self.counts[j] for j in self.window)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A fault's name, and one sentence that says what the weights show and what to do."""
+
+    name: str
+    sentence: str
+
+
+def _close(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
+    return bool(np.allclose(a, b, rtol=TOLERANCE, atol=0.0))
+
+
+def _named_factor(factor: float, weights: Weights) -> str:
+    short, k = len(weights.window), weights.accumulation_steps
+    total = sum(weights.counts[j] for j in weights.window)
+    names = [
+        (short, f"the window's {short} micro-batches"),
+        (1 / short, f"1/{short}, one over the window's micro-batches"),
+        (k, f"accumulation_steps = {k}"),
+        (1 / k, f"1/accumulation_steps = 1/{k}"),
+        (short / k, f"{short}/{k}, the short window's micro-batches over accumulation_steps"),
+        (k / short, f"{k}/{short}, accumulation_steps over the short window's micro-batches"),
+        (total, f"{total:g}, the window's count"),
+        (1 / total, f"1/{total:g}, one over the window's count"),
+    ]
+    return next((name for value, name in names if _close(factor, value)), f"{factor:.6g}")
+
+
+def diagnose(weights: Weights) -> Diagnosis:
+    """Name the fault that gives such weights; `unrecognised-weights` where no known one does."""
+    inside = [j for j in weights.window if weights.counts[j] > 0]
+    ratio = weights.observed[inside] / weights.expected
+    counts = np.array([weights.counts[j] for j in inside])
+    outside = [j for j in range(len(weights.counts)) if j not in weights.window and weights.counts[j] > 0]
+    foreign = [j for j in outside if abs(weights.observed[j]) > TOLERANCE * weights.expected]
+    if foreign:
+        return Diagnosis(
+            "stale-window",
+            f"micro-batches {foreign} belong to other windows and are still in the gradient: "
+            "reset the gradients once after every step, the short last window's too",
+        )
+    if weights.epoch and _close(ratio, weights.epoch + 1):
+        return Diagnosis(
+            "stale-window",
+            "the same window's gradient from earlier epochs is still in it: reset the gradients once after every step",
+        )
+    return _diagnose_window(ratio, counts, inside, weights)
+
+
+def _diagnose_window(
+    ratio: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], inside: Sequence[int], weights: Weights
+) -> Diagnosis:
+    short, k = len(inside), weights.accumulation_steps
+    if np.all(ratio == 0):
+        return Diagnosis("no-gradient", "nothing of the window is in the gradient: it was reset before the step")
+    present = np.flatnonzero(np.abs(ratio) > TOLERANCE)
+    if len(inside) > 1 and len(present) == 1:
+        which = int(present[0])
+        if which == len(inside) - 1:
+            return Diagnosis(
+                "reset-inside-window",
+                "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch",
+            )
+        if which == 0:
+            return Diagnosis("first-only", "only the window's first micro-batch is in the gradient")
+    if len(present) < len(inside):
+        missing = [inside[i] for i in range(len(inside)) if i not in present]
+        return Diagnosis("dropped-micro-batch", f"micro-batches {missing} of the window are not in the gradient")
+    if _close(ratio, ratio[0]):
+        return Diagnosis(
+            "wrong-scale",
+            f"every item of the window weighs {ratio[0]:.6g} times what it should, "
+            f"which is {_named_factor(float(ratio[0]), weights)}",
+        )
+    per_mean = weights.observed[list(inside)] * counts
+    if weights.reduction == "mean" and _close(per_mean, per_mean[0]):
+        return _mean_of_means(float(per_mean[0]), short, k)
+    twice = [inside[i] for i in range(len(inside)) if _close(ratio[i], 2.0)]
+    if twice and _close([r for r in ratio if not _close(r, 2.0)], 1.0):
+        return Diagnosis("repeated-micro-batch", f"micro-batches {twice} of the window are in the gradient twice")
+    for values in (ratio, per_mean):
+        if len(values) > 2 and _close(values[1:-1] / values[:-2], values[2:] / values[1:-1]):
+            return Diagnosis(
+                "rescaled-accumulator",
+                f"each micro-batch weighs {values[1] / values[0]:.6g} times the one before it: "
+                "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
+            )
+    shown = ", ".join(f"{w:.6g}" for w in weights.observed[list(inside)])
+    return Diagnosis(
+        "unrecognised-weights",
+        f"the window's micro-batches weigh {shown} per count, where {weights.expected:.6g} is right for each",
+    )
+
+
+def _mean_of_means(weight: float, short: int, k: int) -> Diagnosis:
+    cure = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
+    if _close(weight, 1 / short):
+        return Diagnosis("mean-of-means", f"each micro-batch's mean weighs 1/{short} whatever its count: {cure}")
+    if _close(weight, 1 / k):
+        return Diagnosis(
+            "mean-of-means",
+            f"each micro-batch's mean weighs 1/{k} whatever its count, in a window of {short}: {cure}",
+        )
+    if _close(weight, 1.0):
+        return Diagnosis(
+            "wrong-scale", f"each micro-batch's mean has weight 1, {short} times the mean of means: {cure}"
+        )
+    return Diagnosis("mean-of-means", f"each micro-batch's mean weighs {weight:.6g} whatever its count: {cure}")

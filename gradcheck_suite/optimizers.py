@@ -1,0 +1,52 @@
+"""The optimizers a loop is handed: one that leaves the parameters as they are, or a real one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from gradcheck_suite.errors import UsageError
+
+
+class HoldStill(torch.optim.Optimizer):
+    """An optimizer whose step changes nothing, so that every window is judged at the same point."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"foreach": None, "fused": None})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any, and return what it returns."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+
+_Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, _Factory] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+TAKES_SPARSE = frozenset({"sgd", "momentum", "adagrad"})
+
+
+def checked_optimizer(name: str) -> str:
+    """Return the name; `UsageError` when there is no optimizer of that name."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {name!r}")
+    return name
+
+
+def make_optimizer(name: str | None, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the named optimizer over a model's trainable parameters, or `HoldStill` for None."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise UsageError("the model has no parameter with requires_grad=True: there is no gradient to check")
+    return HoldStill(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)

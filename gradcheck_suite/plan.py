@@ -1,0 +1,119 @@
+"""How one run is cut up: micro-batches, windows, epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cut of one run.
+
+    Attributes:
+        micro_batches: items in each micro-batch of one epoch, in order; each at least 1.
+        accumulation_steps: micro-batches in a window (K), at least 1. The last window of an epoch is shorter
+            when K does not divide the number of micro-batches.
+        epochs: passes over the same items, at least 1.
+        masked: indices of micro-batches that count nothing (all their targets ignored).
+
+    Raises:
+        UsageError: a value is out of range, or a window would count nothing.
+    """
+
+    micro_batches: tuple[int, ...]
+    accumulation_steps: int
+    epochs: int = 1
+    masked: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
+        object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
+        if not self.micro_batches or not all(_is_int(n) and n >= 1 for n in self.micro_batches):
+            raise UsageError(f"Plan: micro_batches must be positive integers, at least one, got {self.micro_batches}")
+        for name in ("accumulation_steps", "epochs"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise UsageError(f"Plan: {name} must be a positive integer, got {value!r}")
+        if not all(_is_int(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
+            raise UsageError(
+                f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)}, got {self.masked}"
+            )
+        for w, window in enumerate(self.windows):
+            if set(window) <= set(self.masked):
+                raise UsageError(f"Plan: window {w} counts nothing, since all its micro-batches {window} are masked")
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the micro-batches of each window of one epoch."""
+        count, k = len(self.micro_batches), self.accumulation_steps
+        return tuple(tuple(range(i, min(i + k, count))) for i in range(0, count, k))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Index of the first item of each micro-batch."""
+        starts, total = [], 0
+        for n in self.micro_batches:
+            starts.append(total)
+            total += n
+        return tuple(starts)
+
+    def items(self, micro_batch: int) -> range:
+        """Indices of the items of a micro-batch."""
+        return range(self.starts[micro_batch], self.starts[micro_batch] + self.micro_batches[micro_batch])
+
+    def window_items(self, window: int) -> range:
+        """Indices of the items of a window."""
+        members = self.windows[window]
+        return range(self.items(members[0]).start, self.items(members[-1]).stop)
+
+    @property
+    def total_items(self) -> int:
+        """Items in one epoch."""
+        return sum(self.micro_batches)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps a loop must take: one per window of every epoch."""
+        return self.epochs * len(self.windows)
+
+    @property
+    def has_short_window(self) -> bool:
+        """Whether the last window of an epoch has fewer than `accumulation_steps` micro-batches."""
+        return len(self.windows[-1]) < self.accumulation_steps
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data."""
+        return {
+            "micro_batches": list(self.micro_batches),
+            "accumulation_steps": self.accumulation_steps,
+            "epochs": self.epochs,
+            "masked": list(self.masked),
+        }
+
+
+def plan_from_json(data: Any) -> Plan:
+    """Read a plan; `UsageError` says what is wrong with it."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"plan: expected an object, got {data!r}")
+    missing = {"micro_batches", "accumulation_steps"} - data.keys()
+    unknown = data.keys() - {"micro_batches", "accumulation_steps", "epochs", "masked"}
+    if missing or unknown:
+        raise UsageError(f"plan: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    for name in ("micro_batches", "masked"):
+        if not isinstance(data.get(name, []), list):
+            raise UsageError(f"plan: {name} must be a list, got {data[name]!r}")
+    return Plan(
+        micro_batches=tuple(data["micro_batches"]),
+        accumulation_steps=data["accumulation_steps"],
+        epochs=data.get("epochs", 1),
+        masked=tuple(data.get("masked", ())),
+    )

@@ -1,0 +1,1 @@
+"""The single-large-batch references: torch and JAX, each by itself."""

@@ -1,0 +1,185 @@
+"""What each window's gradient should be: by torch and by JAX, and what rounding may do to it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from gradcheck_suite.case import Case
+from gradcheck_suite.contract import Problem
+from gradcheck_suite.numerics.bounds import low_precision_bound, measured_bound, quick_bound
+from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
+from gradcheck_suite.references.jax_reference import large_batch_gradient
+from gradcheck_suite.references.torch_reference import Gradients, gradients_of
+from gradcheck_suite.spec import ProblemSpec
+from gradcheck_suite.trial import Trial, generated_trial, user_trial
+
+MAX_REFERENCES = 512
+Parameters = dict[str, torch.Tensor]
+
+
+class CannotJudgeError(Exception):
+    """The case itself cannot run here: the plain large batch fails before any loop is involved."""
+
+
+class Reference:
+    """The references of one case. Windows are computed once: with parameters held still, every epoch has the same."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._model64 = trial.model(torch.float64)
+        trainable = {n: p for n, p in self._model64.named_parameters() if p.requires_grad}
+        self.layout = Layout(tuple(trainable), tuple(tuple(p.shape) for p in trainable.values()))
+        self._windows: dict[int, Window] = {}
+
+    def window(self, index: int, parameters: Parameters | None = None) -> Window:
+        """Return a window's reference, at the drawn parameters or at given ones."""
+        if parameters is not None:
+            return Window(self, index, parameters)
+        if index not in self._windows:
+            self._windows[index] = Window(self, index, None)
+        return self._windows[index]
+
+    def flat(self, gradients: Gradients) -> Vector:
+        """Return gradients as one float64 vector, zeros in place of None."""
+        parts = [
+            torch.zeros(shape).reshape(-1) if (g := gradients[name]) is None else g.reshape(-1)
+            for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
+        ]
+        flat: Vector = torch.cat([p.to("cpu", torch.float64) for p in parts]).numpy()
+        return flat
+
+    def model(self, dtype: torch.dtype | None, parameters: Parameters | None) -> torch.nn.Module:
+        """Return a model in `dtype` at given parameters or at the drawn ones."""
+        if dtype is torch.float64 and parameters is None:
+            return self._model64
+        model = self.trial.model(dtype)
+        if parameters is not None:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if name in parameters:
+                        p.copy_(parameters[name])
+        return model
+
+    @cached_property
+    def finding(self) -> str | None:
+        """What torch and JAX disagree about on this case, or None. No loop is involved."""
+        for index in range(len(self.trial.case.plan.windows)):
+            if text := self.window(index).disagreement():
+                return text
+        return None
+
+
+class Window:
+    """One window's gradient by each reference, flat, in float64."""
+
+    def __init__(self, reference: Reference, index: int, parameters: Parameters | None) -> None:
+        self._reference, self._parameters = reference, parameters
+        plan = reference.trial.case.plan
+        self.index, self.members, self.items = index, plan.windows[index], plan.window_items(index)
+        model = reference.model(torch.float64, parameters)
+        try:
+            gradients = gradients_of(reference.trial, model, self.items, dtype=torch.float64)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
+        self.reached = frozenset(name for name, g in gradients.items() if g is not None)
+        self.torch = reference.flat(gradients)
+        self.jax = self._jax(model)
+
+    def _jax(self, model: torch.nn.Module) -> Vector | None:
+        trial, spec = self._reference.trial, self._reference.trial.case.problem
+        if trial.arrays is None:
+            return None
+        assert isinstance(spec, ProblemSpec)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        values = {n: t.detach().cpu().numpy() for n, t in tensors if t.is_floating_point()}
+        window = slice(self.items.start, self.items.stop)
+        _, gradient = large_batch_gradient(spec, values, {n: a[window] for n, a in trial.arrays.items()})
+        return np.concatenate([gradient[name].reshape(-1) for name in self._reference.layout.names])
+
+    @property
+    def expected(self) -> Vector:
+        """The float64 gradient that loops are held to: JAX's where there is one."""
+        return self.torch if self.jax is None else self.jax
+
+    def compare(self, observed: Vector) -> Difference:
+        """Compare a gradient with the expected one, within what rounding in the case's dtype allows."""
+        expected, terms = self.expected, len(self.members)
+        if self._reference.trial.case.dtype != "float64":
+            return worst_difference(observed, expected, self._low_precision)
+        quick = worst_difference(observed, expected, quick_bound(expected, terms))
+        if quick.ratio <= 1:
+            return quick
+        return worst_difference(observed, expected, self._measured)
+
+    @cached_property
+    def _measured(self) -> Vector:
+        expected, terms = self.expected, len(self.members)
+        try:
+            in_float32 = self._in(torch.float32, self.items)
+        except (RuntimeError, NotImplementedError):
+            return 1024 * quick_bound(expected, terms)
+        return measured_bound(expected, in_float32, terms, self._reference.layout)
+
+    @cached_property
+    def _low_precision(self) -> Vector:
+        trial = self._reference.trial
+        plan, dtype = trial.case.plan, trial.dtype
+        try:
+            large = self._in(dtype, self.items)
+            parts = []
+            share = 1.0
+            if trial.problem.reduction == "mean":
+                share = 1.0 / float(trial.count(trial.batch(self.items)))
+            for j in self.members:
+                low = self._in(dtype, plan.items(j), summed=True) * share
+                high = self._in(torch.float64, plan.items(j), summed=True) * share
+                parts.append((low, high))
+        except (RuntimeError, NotImplementedError) as error:
+            raise CannotJudgeError(f"the plain large batch fails in {trial.case.dtype}: {error}") from error
+        return low_precision_bound(self.expected, large, parts, self._reference.layout, trial.case.dtype)
+
+    def _in(self, dtype: torch.dtype, items: range, *, summed: bool = False) -> Vector:
+        model = self._reference.model(dtype, self._parameters)
+        return self._reference.flat(gradients_of(self._reference.trial, model, items, summed=summed, dtype=dtype))
+
+    def disagreement(self) -> str | None:
+        """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do."""
+        if self.jax is None:
+            return None
+        quick = worst_difference(self.torch, self.jax, quick_bound(self.jax, 1))
+        if quick.ratio <= 1:
+            return None
+        worst = worst_difference(self.torch, self.jax, self._measured)
+        if worst.ratio <= 1:
+            return None
+        parameter, _ = self._reference.layout.place(worst.index)
+        return (
+            f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
+            f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case {self._reference.trial.case.digest}"
+        )
+
+
+class References:
+    """References by case, the latest `MAX_REFERENCES` of them, so that several loops judged on one case share them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int], Reference] = OrderedDict()
+
+    def get(self, case: Case, problem: Problem | None) -> Reference:
+        """Return the reference of a case."""
+        key = (case.digest, id(problem))
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        trial = generated_trial(case) if problem is None else user_trial(case, problem)
+        reference = self._kept[key] = Reference(trial)
+        if len(self._kept) > MAX_REFERENCES:
+            self._kept.popitem(last=False)
+        return reference
+
+
+REFERENCES = References()

@@ -1,0 +1,152 @@
+"""What is trained, as data: an input, a chain of layers, a loss.
+
+Specs shrink, print, compare and travel through JSON; they never hold a module or a tensor.
+Their meaning in torch and in JAX lives in the catalogue, one floor up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from gradcheck_suite.errors import UsageError
+
+Scalar = bool | int | float | str | None
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+
+
+def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar], ...]:
+    for name, value in options.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise UsageError(
+                f"{where}: option {name!r} must be a bool, int, float, str or None, got {type(value).__name__}"
+            )
+    return tuple(sorted(options.items()))
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class _Spec:
+    """A kind and its options. Not public: use `Input`, `Layer` and `Loss`."""
+
+    kind: str
+    options: tuple[tuple[str, Scalar], ...]
+
+    def __init__(self, kind: str, /, **options: Scalar) -> None:
+        if not isinstance(kind, str):
+            raise UsageError(f"{type(self).__name__}: kind must be a string, got {type(kind).__name__}")
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "options", _freeze(options, f"{type(self).__name__}({kind!r})"))
+
+    @property
+    def o(self) -> Mapping[str, Any]:
+        """The options by name."""
+        return MappingProxyType(dict(self.options))
+
+    def _arguments(self) -> list[str]:
+        return [repr(self.kind), *(f"{name}={value!r}" for name, value in self.options)]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._arguments())})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as JSON-ready data."""
+        return {"kind": self.kind, **dict(self.options)}
+
+
+class Input(_Spec):
+    """Where items come from: `Input("vector", size=3)`, `Input("tokens", length=3, vocabulary=5)`..."""
+
+
+class Loss(_Spec):
+    """A loss and its options, `reduction` among them: `Loss("cross_entropy", reduction="mean")`."""
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the item losses are reduced: `"mean"` or `"sum"`."""
+        reduction: Reduction = self.o.get("reduction", "mean")
+        return reduction
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layer(_Spec):
+    """A layer: a kind, its options, and for kinds that wrap others the layers inside.
+
+    `Layer("linear", features=2)`, `Layer("residual", Layer("tanh"))`.
+    """
+
+    layers: tuple[Layer, ...]
+
+    def __init__(self, kind: str, /, *layers: Layer, **options: Scalar) -> None:
+        super().__init__(kind, **options)
+        for layer in layers:
+            if not isinstance(layer, Layer):
+                raise UsageError(f"Layer({kind!r}): inner layers must be Layer, got {type(layer).__name__}")
+        object.__setattr__(self, "layers", tuple(layers))
+
+    def _arguments(self) -> list[str]:
+        kind, *options = super()._arguments()
+        return [kind, *(repr(layer) for layer in self.layers), *options]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layer, with the layers inside it, as JSON-ready data."""
+        inner = {"layers": [layer.to_json() for layer in self.layers]} if self.layers else {}
+        return {**super().to_json(), **inner}
+
+
+@dataclass(frozen=True)
+class ProblemSpec:
+    """A generated problem: items of `input` flow through `layers` into `loss`."""
+
+    input: Input
+    layers: tuple[Layer, ...]
+    loss: Loss
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not isinstance(self.input, Input) or not isinstance(self.loss, Loss):
+            raise UsageError("ProblemSpec: expected an Input, a sequence of Layer and a Loss")
+        for layer in self.layers:
+            if not isinstance(layer, Layer):
+                raise UsageError(f"ProblemSpec: layers must be Layer, got {type(layer).__name__}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the problem as JSON-ready data."""
+        return {
+            "input": self.input.to_json(),
+            "layers": [layer.to_json() for layer in self.layers],
+            "loss": self.loss.to_json(),
+        }
+
+
+def _kind_and_options(data: Any, where: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
+        raise UsageError(f"{where}: expected an object with a string 'kind', got {data!r}")
+    options = {str(name): value for name, value in data.items() if name not in ("kind", "layers")}
+    return data["kind"], options
+
+
+def layer_from_json(data: Any) -> Layer:
+    """Read one layer; `UsageError` says what is wrong with it."""
+    kind, options = _kind_and_options(data, "layer")
+    inner = data.get("layers", [])
+    if not isinstance(inner, Sequence) or isinstance(inner, str):
+        raise UsageError(f"layer {kind!r}: 'layers' must be a list, got {inner!r}")
+    return Layer(kind, *map(layer_from_json, inner), **options)
+
+
+def problem_from_json(data: Any) -> ProblemSpec:
+    """Read a problem; `UsageError` says what is wrong with it."""
+    if not isinstance(data, Mapping) or not {"input", "layers", "loss"} <= data.keys():
+        raise UsageError("problem: expected an object with 'input', 'layers' and 'loss'")
+    input_kind, input_options = _kind_and_options(data["input"], "input")
+    loss_kind, loss_options = _kind_and_options(data["loss"], "loss")
+    if not isinstance(data["layers"], Sequence) or isinstance(data["layers"], str):
+        raise UsageError(f"problem: 'layers' must be a list, got {data['layers']!r}")
+    return ProblemSpec(
+        input=Input(input_kind, **input_options),
+        layers=tuple(map(layer_from_json, data["layers"])),
+        loss=Loss(loss_kind, **loss_options),
+    )

@@ -1,0 +1,230 @@
+"""Hypothesis strategies for problems, plans and cases.
+
+They return specs, which shrink and print; never modules or tensors. Everything shrinks to the smallest model, the
+fewest windows, the fewest and smallest micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite.case import DEVICES, DTYPES, MAX_SEED, Case
+from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, loss_kind, out_signal, output_signal
+from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal
+from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, checked_assumptions
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.optimizers import TAKES_SPARSE, checked_optimizer
+from gradcheck_suite.plan import Plan
+from gradcheck_suite.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec
+
+ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
+SIZES = (1, 2, 3, 4, 5, 8)
+MAX_MICRO_BATCHES = 24
+MAX_INNER_LAYERS = 2
+
+
+def _checked_range(low: Any, high: Any, name: str) -> None:
+    if not isinstance(low, int) or not isinstance(high, int) or not 1 <= low <= high:
+        raise InvalidArgument(f"expected 1 <= min_{name} <= max_{name}, got {low!r} and {high!r}")
+
+
+def _assumptions(assumes: Iterable[str]) -> frozenset[str]:
+    try:
+        return checked_assumptions(assumes)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    *,
+    min_epochs: int = 1,
+    max_epochs: int = 3,
+    min_windows: int = 1,
+    max_windows: int = 4,
+    min_accumulation_steps: int = 1,
+    max_accumulation_steps: int = max(ACCUMULATION_STEPS),
+    max_items: int = max(SIZES),
+    maskable: bool = False,
+    assumes: Iterable[str] = (),
+) -> Plan:
+    """Draw plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, several epochs.
+
+    Args:
+        draw: given by Hypothesis.
+        min_epochs: fewest passes.
+        max_epochs: most passes.
+        min_windows: fewest windows in an epoch.
+        max_windows: most windows in an epoch; fewer where K is so large that an epoch would pass 24 micro-batches.
+        min_accumulation_steps: smallest K.
+        max_accumulation_steps: largest K.
+        max_items: most items in a micro-batch.
+        maskable: whether some micro-batches may count nothing, which only some losses can take.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+    """
+    _checked_range(min_epochs, max_epochs, "epochs")
+    _checked_range(min_windows, max_windows, "windows")
+    _checked_range(min_accumulation_steps, max_accumulation_steps, "accumulation_steps")
+    _checked_range(1, max_items, "items")
+    chosen = _assumptions(assumes)
+    epochs = draw(st.integers(min_epochs, max_epochs))
+    steps = sorted({min_accumulation_steps, max_accumulation_steps, *ACCUMULATION_STEPS})
+    k = draw(st.sampled_from([k for k in steps if min_accumulation_steps <= k <= max_accumulation_steps]))
+    most = max(min_windows, min(max_windows, MAX_MICRO_BATCHES // k))
+    windows = draw(st.integers(min_windows, most))
+    missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(st.integers(0, k - 1))
+    count = windows * k - missing
+    sizes = st.sampled_from([n for n in SIZES if n <= max_items])
+    if EQUAL_MICRO_BATCHES in chosen:
+        per_window = draw(st.lists(sizes, min_size=windows, max_size=windows))
+        return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
+    micro_batches = tuple(draw(st.lists(sizes, min_size=count, max_size=count)))
+    masked: tuple[int, ...] = ()
+    if maskable and draw(st.booleans()):
+        plan = Plan(micro_batches, k, epochs)
+        # one member of each chosen window stays: a window that counts nothing is outside the contract
+        spared = {window[draw(st.integers(0, len(window) - 1))] for window in plan.windows}
+        masked = tuple(j for j in range(count) if j not in spared and draw(st.booleans()))
+    return Plan(micro_batches, k, epochs, masked)
+
+
+@cache
+def _layers(
+    signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool
+) -> list[tuple[LayerKind, list[Options]]]:
+    """Return the kinds that take a signal, each with its fitting variants."""
+    found = []
+    for kind in LAYERS.values():
+        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
+            continue
+        variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
+        if keeps_shape:
+            variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
+        if variants:
+            found.append((kind, variants))
+    return found
+
+
+@st.composite
+def _layer(
+    draw: st.DrawFn, signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool
+) -> Layer:
+    choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
+    kind, variants = draw(st.sampled_from(choices))
+    inner: list[Layer] = []
+    if kind.wraps:
+        count = draw(st.integers(1, MAX_INNER_LAYERS))
+        inner = [draw(_layer(signal, keeps_shape=True, sparse=sparse)) for _ in range(count)]
+    return Layer(kind.name, *inner, **draw(st.sampled_from(variants)))
+
+
+@cache
+def _losses(signal: Signal, *, uniform: bool) -> list[tuple[str, list[Options]]]:
+    found = []
+    for kind in LOSSES.values():
+        variants = [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)]
+        if variants:
+            found.append((kind.name, variants))
+    return found
+
+
+@cache
+def _inputs() -> list[tuple[str, Sequence[Options]]]:
+    return [(kind.name, kind.variants) for kind in INPUTS.values() if kind.drawn]
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    min_layers: int = 1,
+    max_layers: int = 5,
+    sparse: bool = True,
+    assumes: Iterable[str] = (),
+) -> ProblemSpec:
+    """Draw problems: an input, a chain of layers of which the last is trainable, a loss that takes its output.
+
+    Args:
+        draw: given by Hypothesis.
+        min_layers: fewest layers in the chain.
+        max_layers: most layers in the chain.
+        sparse: whether embeddings may have sparse gradients, which some optimizers do not take.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+    """
+    _checked_range(min_layers, max_layers, "layers")
+    chosen = _assumptions(assumes)
+    name, variants = draw(st.sampled_from(_inputs()))
+    source = Input(name, **draw(st.sampled_from(variants)))
+    signal = input_signal(source)
+    layers = []
+    for _ in range(draw(st.integers(min_layers, max_layers)) - 1):
+        layers.append(draw(_layer(signal, sparse=sparse)))
+        signal = out_signal(layers[-1], signal)
+    layers.append(draw(_layer(signal, trainable=True, sparse=sparse)))
+    signal = out_signal(layers[-1], signal)
+    loss, options = draw(st.sampled_from(_losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen)))
+    reduction = "sum" if SUM_REDUCTION in chosen else draw(st.sampled_from(REDUCTIONS))
+    return ProblemSpec(source, tuple(layers), Loss(loss, **draw(st.sampled_from(options)), reduction=reduction))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    problem: st.SearchStrategy[ProblemSpec] | str | None = None,
+    plan: st.SearchStrategy[Plan] | None = None,
+    dtype: str = "float64",
+    device: str = "cpu",
+    optimizer: str | None = None,
+    assumes: Iterable[str] = (),
+) -> Case:
+    """Draw cases.
+
+    Args:
+        draw: given by Hypothesis.
+        problem: in place of `problems()`: another strategy, or the `FILE.py:NAME` of a user's problem.
+        plan: in place of `plans()`.
+        dtype: of every case, one of `DTYPES`.
+        device: of every case, `"cpu"` or `"cuda"`.
+        optimizer: of every case; None for one whose step changes nothing.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if device not in DEVICES:
+        raise InvalidArgument(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
+    try:
+        sparse = optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+    chosen = tuple(sorted(_assumptions(assumes)))
+    if problem is None:
+        problem = problems(sparse=sparse, assumes=chosen)
+    spec = problem if isinstance(problem, str) else draw(problem)
+    if plan is None:
+        maskable = isinstance(spec, ProblemSpec) and loss_kind(spec.loss).maskable(spec.loss.o)
+        plan = plans(assumes=chosen, maskable=maskable)
+    seed = draw(st.integers(0, MAX_SEED))
+    return Case(spec, draw(plan), dtype=dtype, device=device, seed=seed, optimizer=optimizer)
+
+
+def size_of(case: Case) -> tuple[int, ...]:
+    """Return how large a case is, for choosing the smaller of two: layers, micro-batches, windows, items, features."""
+    plan = case.plan
+    shape: tuple[int, ...] = (0, 0)
+    if isinstance(case.problem, ProblemSpec):
+        signal, out = input_signal(case.problem.input), output_signal(case.problem)
+        shape = (_depth(case.problem.layers), sum(signal.size) + sum(out.size))
+    layers, features = shape
+    options = len(repr(case.problem))
+    return layers, len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items, features, options
+
+
+def _depth(layers: Sequence[Layer]) -> int:
+    return sum(1 + _depth(layer.layers) for layer in layers)

@@ -1,0 +1,188 @@
+"""verify(loop) -> Result: many drawn cases, and the smallest one that shows a violation."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import HypothesisException
+
+from gradcheck_suite.case import Case
+from gradcheck_suite.check import check
+from gradcheck_suite.contract import (
+    EQUAL_MICRO_BATCHES,
+    SUM_REDUCTION,
+    WHOLE_WINDOWS,
+    Loop,
+    Problem,
+    assumptions_of,
+    checked_assumptions,
+)
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.plan import Plan
+from gradcheck_suite.probe import probe_case
+from gradcheck_suite.records import Result, Verdict, Violation
+from gradcheck_suite.spec import REDUCTIONS
+from gradcheck_suite.strategies import cases, size_of
+from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
+
+DEFAULT_EXAMPLES = 200
+SHRINK_SECONDS = 30.0
+Progress = Callable[[Verdict], None]
+
+
+class _ViolatedError(Exception):
+    """Raised to Hypothesis, at one place, so that it shrinks one fault and not several."""
+
+
+class _Search:
+    """What is kept while Hypothesis draws and shrinks."""
+
+    def __init__(
+        self, loop: Loop, problem: Problem | None, time_limit_s: float | None, progress: Progress | None
+    ) -> None:
+        self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
+        self.cases = 0
+        self.ratio = 0.0
+        self.findings: dict[str, None] = {}
+        self.skipped: Counter[str] = Counter()
+        self.smallest: Violation | None = None
+        self.found_after: int | None = None
+        self._found_at = 0.0
+
+    def judge(self, case: Case) -> None:
+        """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
+        searching = self.smallest is None
+        if not searching and time.perf_counter() - self._found_at > SHRINK_SECONDS:
+            return
+        verdict = check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s)
+        if searching:
+            self.cases += 1
+            self._note(verdict)
+        if verdict.violation is not None and self._is_the_fault(verdict.violation):
+            raise _ViolatedError
+
+    def _note(self, verdict: Verdict) -> None:
+        self.ratio = max(self.ratio, verdict.ratio)
+        if verdict.finding:
+            self.findings[verdict.finding] = None
+        if verdict.skipped:
+            self.skipped[verdict.skipped] += 1
+        if self._progress is not None:
+            self._progress(verdict)
+
+    def _is_the_fault(self, violation: Violation) -> bool:
+        if self.smallest is None:
+            self.found_after, self._found_at = self.cases, time.perf_counter()
+        elif (violation.kind, violation.diagnosis) != (self.smallest.kind, self.smallest.diagnosis):
+            return False
+        if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
+            self.smallest = violation
+        return True
+
+
+def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
+    """Yield the read-out probes that every loop is tried on first, within what it assumes."""
+    sizes = ((2, 2), (1, 1)) if EQUAL_MICRO_BATCHES in assumes else ((1, 3), (2, 2))
+    tail = () if WHOLE_WINDOWS in assumes else (4,)
+    for reduction in REDUCTIONS:
+        if reduction == "sum" or SUM_REDUCTION not in assumes:
+            yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
+
+
+def verify(
+    loop: Loop,
+    *,
+    name: str | None = None,
+    problem: Problem | None = None,
+    problem_name: str = "problem",
+    examples: int = DEFAULT_EXAMPLES,
+    seed_value: int = 0,
+    dtype: str = "float64",
+    device: str = "cpu",
+    optimizer: str | None = None,
+    assumes: Iterable[str] = (),
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    progress: Progress | None = None,
+) -> Result:
+    """Verify a loop on drawn cases.
+
+    Args:
+        loop: the subject, a callable that takes a `TrainingRun`.
+        name: how the result calls it.
+        problem: in place of random ones; then only plans are drawn.
+        problem_name: what cases call that problem, such as `"model.py:PROBLEM"`.
+        examples: how many cases to draw.
+        seed_value: same seed and versions, same cases.
+        dtype: of parameters and data.
+        device: `"cpu"` or `"cuda"`.
+        optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
+        assumes: what the loop relies on, beside what it states itself.
+        time_limit_s: seconds per case.
+        progress: called with every verdict.
+
+    Raises:
+        UsageError: an argument is wrong, or the problem breaks its contract.
+    """
+    if not isinstance(examples, int) or examples < 1:
+        raise UsageError(f"examples must be a positive integer, got {examples!r}")
+    if not callable(loop):
+        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    chosen = checked_assumptions(assumes) | assumptions_of(loop)
+    if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
+        raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
+    drawn = cases(
+        problem=None if problem is None else problem_name,
+        dtype=dtype,
+        device=device,
+        optimizer=optimizer,
+        assumes=tuple(sorted(chosen)),
+    )
+    search = _Search(loop, problem, time_limit_s, progress)
+    started = time.perf_counter()
+    interrupted = False
+    try:
+        _run(search, drawn, examples, seed_value)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Result(
+        loop=name or str(getattr(loop, "__name__", repr(loop))),
+        cases=search.cases,
+        seconds=time.perf_counter() - started,
+        violation=search.smallest,
+        found_after=search.found_after,
+        assumes=tuple(sorted(chosen)),
+        ratio=search.ratio,
+        findings=tuple(search.findings),
+        skipped=dict(search.skipped),
+        interrupted=interrupted,
+    )
+
+
+def _run(search: _Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
+    @seed(seed_value)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn)
+    def judge(case: Case) -> None:
+        search.judge(case)
+
+    try:
+        judge()
+    except _ViolatedError:
+        pass
+    except HypothesisException:
+        # a loop that fails on a case and passes on the same one next time: what was seen stands
+        if search.smallest is None:
+            raise
