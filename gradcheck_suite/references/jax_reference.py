@@ -150,8 +150,15 @@ class _Walk:
         return cotangent
 
 
-def _objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
-    """Return (sum of the item losses) / (sum of the counts), or the sum alone; items weighted by `weight`."""
+def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
+    """Return (sum of the item losses) / (sum of the counts), or the sum alone.
+
+    Args:
+        loss: which loss and reduction.
+        out: output of the model, (n, *size).
+        batch: the arrays the loss reads.
+        weight: (n,), 1.0 for an item and 0.0 for padding.
+    """
     kind = loss_kind(loss)
     total = jnp.sum(weight * kind.jax_items(loss.o, out, batch))
     if loss.reduction == "sum":
@@ -183,7 +190,7 @@ def large_batch_gradient(
     weight = (np.arange(rows) < items).astype(np.float64)
     value, cotangent = PROGRAMS.call(
         ("loss", loss.kind, loss.options),
-        jax.value_and_grad(lambda out, targets, weight: _objective(loss, out, targets, weight)),
+        jax.value_and_grad(lambda out, targets, weight: objective(loss, out, targets, weight)),
         out,
         targets,
         weight,

@@ -77,26 +77,29 @@ class Programs:
         self.compiled = 0
         self.loaded = 0
 
-    def call(self, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> Tree:
+    def call(self, key: Hashable, function: Callable[..., Tree], *arguments: Tree, store: bool = True) -> Tree:
         """Run `function` on trees of numpy arrays, compiled once for `key` and the arguments' shapes.
 
         Args:
             key: names what `function` computes; its repr must be the same in every process.
             function: pure; traced only when no compiled program is at hand.
             arguments: trees of float64, integer or boolean numpy arrays.
+            store: whether the program is worth keeping on disk.
         """
         full_key = (key, _shapes(arguments))
         program = self._programs.get(full_key)
         if program is None:
-            program = self._programs[full_key] = self._load(full_key, function, arguments)
+            program = self._programs[full_key] = self._load(full_key, function, arguments, store)
             if len(self._programs) > self._maximum:
                 self._programs.popitem(last=False)
         else:
             self._programs.move_to_end(full_key)
         return jax.tree.map(np.asarray, program(*arguments))
 
-    def _load(self, key: Hashable, function: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Callable[..., Any]:
-        directory = cache_directory()
+    def _load(
+        self, key: Hashable, function: Callable[..., Tree], arguments: tuple[Tree, ...], store: bool
+    ) -> Callable[..., Any]:
+        directory = cache_directory() if store else None
         path = directory and directory / _environment_key()[:16] / f"{hashlib.sha256(repr(key).encode()).hexdigest()}"
         if path is not None and path.exists():
             try:

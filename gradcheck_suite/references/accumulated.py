@@ -1,0 +1,105 @@
+"""Further opinions from JAX: the whole model differentiated in one piece, and micro-batches accumulated by `lax.scan`.
+
+Both compile the whole model, half a second each, so they are asked when two references disagree and by a sample of the
+properties, not for every case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcheck_suite.catalogue import input_signal, layer_kind, loss_kind, out_signal
+from gradcheck_suite.catalogue.build import extra_keys
+from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
+from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
+from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.spec import Layer, ProblemSpec
+
+
+def _apply(
+    layers: Iterable[Layer], signal: Signal, values: Arguments, x: jax.Array, batch: Arguments, path: str = ""
+) -> jax.Array:
+    for i, layer in enumerate(layers):
+        kind, name = layer_kind(layer), f"{path}{i}"
+        if kind.wraps == "residual":
+            x = x + _apply(layer.layers, signal, values, x, batch, f"{name}.")
+        elif kind.wraps == "shared":
+            for _ in range(2):
+                x = _apply(layer.layers, signal, values, x, batch, f"{name}.")
+        else:
+            assert kind.jax_apply is not None
+            prefix = f"{name}."
+            params = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
+            extras = {k: batch[key] for k, key in extra_keys(layer, signal, name).items()}
+            x = kind.jax_apply(layer.o, params, x, extras)
+        signal = out_signal(layer, signal)
+    return x
+
+
+def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
+    return _apply(problem.layers, input_signal(problem.input), values, batch["x"], batch)
+
+
+def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
+    """Return what `large_batch_gradient` does, from one `jax.value_and_grad` of the whole model.
+
+    Args:
+        problem: what is trained.
+        values: parameters and floating buffers by name, float64.
+        data: the batch's arrays, each with leading dimension items.
+    """
+    items = len(data["x"])
+    rows = padded_rows(items)
+    batch = {name: pad_rows(array, rows) for name, array in data.items()}
+    weight = (np.arange(rows) < items).astype(np.float64)
+
+    def value(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
+        return objective(problem.loss, _output(problem, values, batch), batch, weight)
+
+    found, gradient = PROGRAMS.call(("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False)
+    return float(found), gradient
+
+
+def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, sizes: Sequence[int]) -> Arrays:
+    """Return a window's gradient accumulated in JAX: sums and counts over its micro-batches, divided at the end.
+
+    Args:
+        problem: what is trained.
+        values: parameters and floating buffers by name, float64.
+        data: the window's arrays, each with leading dimension items.
+        sizes: items in each micro-batch, adding up to all of them.
+
+    Returns:
+        For every name in `values`, an array of its shape.
+    """
+    rows = padded_rows(max(sizes))
+    starts = np.cumsum([0, *sizes])
+    cuts = [slice(starts[j], starts[j + 1]) for j in range(len(sizes))]
+    stacked = {name: np.stack([pad_rows(array[cut], rows) for cut in cuts]) for name, array in data.items()}
+    weights = np.stack([(np.arange(rows) < n).astype(np.float64) for n in sizes])
+    loss = loss_kind(problem.loss)
+
+    def total(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
+        return jnp.sum(weight * loss.jax_items(problem.loss.o, _output(problem, values, batch), batch))
+
+    def accumulate(values: Arguments, stacked: Arguments, weights: jax.Array) -> Any:
+        def add(carry: Any, micro_batch: Any) -> Any:
+            gradient, count = carry
+            batch, weight = micro_batch
+            part = jax.grad(total)(values, batch, weight)
+            count = count + jnp.sum(weight * loss.jax_counts(problem.loss.o, batch))
+            return (jax.tree.map(jnp.add, gradient, part), count), None
+
+        start = (jax.tree.map(jnp.zeros_like, values), jnp.zeros(()))
+        (gradient, count), _ = jax.lax.scan(add, start, (stacked, weights))
+        if problem.loss.reduction == "sum":
+            return gradient
+        return jax.tree.map(lambda g: g / count, gradient)
+
+    accumulated: Arrays = PROGRAMS.call(("scan", problem), accumulate, values, stacked, weights, store=False)
+    return accumulated
