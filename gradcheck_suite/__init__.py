@@ -16,7 +16,7 @@ from gradcheck_suite.records import Result, Verdict, Violation
 from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
 
 if TYPE_CHECKING:
-    from gradcheck_suite.check import check
+    from gradcheck_suite.checking import check
     from gradcheck_suite.strategies import cases, plans, problems
     from gradcheck_suite.verification import verify
 
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "cases": "strategies",
-    "check": "check",
+    "check": "checking",
     "plans": "strategies",
     "problems": "strategies",
     "verify": "verification",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 
 from gradcheck_suite.case import Case
-from gradcheck_suite.check import check
+from gradcheck_suite.checking import check
 from gradcheck_suite.contract import (
     EQUAL_MICRO_BATCHES,
     SUM_REDUCTION,

@@ -12,6 +12,7 @@ import hashlib
 import os
 import pickle
 import platform
+import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -29,6 +30,7 @@ jax.config.update("jax_enable_x64", True)
 
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 MAX_PROGRAMS = 2048
+KEPT_ENVIRONMENTS = 4
 Tree = Any
 
 
@@ -114,6 +116,7 @@ class Programs:
         compiled = jax.jit(function).lower(*shapes).compile()
         self.compiled += 1
         if path is not None:
+            _forget_others(path.parent)
             _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
         return compiled
 
@@ -125,6 +128,15 @@ def _shapes(tree: Tree) -> Hashable:
         return tuple(map(_shapes, tree))
     array: npt.NDArray[Any] = tree
     return array.shape, array.dtype.str
+
+
+def _forget_others(folder: Path) -> None:
+    """Before the first program of a new environment is stored, drop those of all but the latest few others."""
+    if folder.exists() or not folder.parent.exists():
+        return
+    others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
+    for old in others[: -KEPT_ENVIRONMENTS or None]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _store(path: Path, payload: bytes) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from gradcheck_suite.case import Case
+from gradcheck_suite.catalogue.kinds import Arrays
 from gradcheck_suite.contract import Problem
 from gradcheck_suite.numerics.bounds import low_precision_bound, measured_bound, quick_bound
 from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
+from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
 from gradcheck_suite.references.torch_reference import Gradients, gradients_of
 from gradcheck_suite.spec import ProblemSpec
@@ -52,6 +54,10 @@ class Reference:
         flat: Vector = torch.cat([p.to("cpu", torch.float64) for p in parts]).numpy()
         return flat
 
+    def join(self, arrays: Arrays) -> Vector:
+        """Return gradients in numpy as one vector."""
+        return np.concatenate([arrays[name].reshape(-1) for name in self.layout.names])
+
     def model(self, dtype: torch.dtype | None, parameters: Parameters | None) -> torch.nn.Module:
         """Return a model in `dtype` at given parameters or at the drawn ones."""
         if dtype is torch.float64 and parameters is None:
@@ -90,15 +96,11 @@ class Window:
         self.jax = self._jax(model)
 
     def _jax(self, model: torch.nn.Module) -> Vector | None:
-        trial, spec = self._reference.trial, self._reference.trial.case.problem
-        if trial.arrays is None:
+        spec = self._reference.trial.case.problem
+        if not isinstance(spec, ProblemSpec):
             return None
-        assert isinstance(spec, ProblemSpec)
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        values = {n: t.detach().cpu().numpy() for n, t in tensors if t.is_floating_point()}
-        window = slice(self.items.start, self.items.stop)
-        _, gradient = large_batch_gradient(spec, values, {n: a[window] for n, a in trial.arrays.items()})
-        return np.concatenate([gradient[name].reshape(-1) for name in self._reference.layout.names])
+        _, gradient = large_batch_gradient(spec, _values(model), self._arrays())
+        return self._reference.join(gradient)
 
     @property
     def expected(self) -> Vector:
@@ -159,8 +161,62 @@ class Window:
         parameter, _ = self._reference.layout.place(worst.index)
         return (
             f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
-            f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case {self._reference.trial.case.digest}"
+            f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case "
+            f"{self._reference.trial.case.digest}: {blame(self.opinions(), self._measured)}; no loop is to blame"
         )
+
+    def opinions(self) -> dict[str, Vector]:
+        """Return this window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
+        reference = self._reference
+        trial, spec = reference.trial, reference.trial.case.problem
+        assert isinstance(spec, ProblemSpec)
+        assert self.jax is not None
+        model = reference.model(torch.float64, self._parameters)
+        arrays, values = self._arrays(), _values(model)
+        sizes = [trial.case.plan.micro_batches[j] for j in self.members]
+        _, whole = whole_gradient(spec, values, arrays)
+        return {
+            "torch large batch": self.torch,
+            "torch accumulated": self._accumulated(model),
+            "JAX large batch": self.jax,
+            "JAX large batch in one piece": reference.join(whole),
+            "JAX accumulated": reference.join(accumulated_gradient(spec, values, arrays, sizes)),
+        }
+
+    def _accumulated(self, model: torch.nn.Module) -> Vector:
+        trial = self._reference.trial
+        plan, total = trial.case.plan, np.zeros_like(self.torch)
+        for j in self.members:
+            part = gradients_of(trial, model, plan.items(j), summed=True, dtype=torch.float64)
+            total += self._reference.flat(part)
+        if trial.problem.reduction == "mean":
+            total /= float(trial.count(trial.batch(self.items)))
+        return total
+
+    def _arrays(self) -> Arrays:
+        arrays = self._reference.trial.arrays
+        assert arrays is not None
+        return {name: array[self.items.start : self.items.stop] for name, array in arrays.items()}
+
+
+def _values(model: torch.nn.Module) -> Arrays:
+    """Return parameters and floating buffers by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {n: t.detach().cpu().numpy() for n, t in tensors if t.is_floating_point()}
+
+
+def blame(opinions: dict[str, Vector], allowed: Vector) -> str:
+    """Say which opinions agree with each other, the largest group first: who stands alone is to be looked at."""
+    groups: list[list[str]] = []
+    for name, gradient in opinions.items():
+        for group in groups:
+            if worst_difference(gradient, opinions[group[0]], allowed).ratio <= 1:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    groups.sort(key=len, reverse=True)
+    return " against ".join(" = ".join(group) for group in groups)
 
 
 class References:
