@@ -5,12 +5,12 @@ To add a kind, add its record to a family's `KINDS`; to add a family, add its mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
 from gradcheck_suite.catalogue import activations, composites, embeddings, inputs, linear, readout
-from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Signal
+from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
 from gradcheck_suite.catalogue.losses import regression
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec, Reduction
@@ -57,6 +57,20 @@ def loss_kind(spec: Loss) -> LossKind:
     return _look_up(LOSSES, "loss", spec.kind)
 
 
+def _check_options(layer: Layer, variants: Sequence[Options]) -> None:
+    """Hold a layer's options to the names and types of its kind's variants, where it has some for its input."""
+    fitting = [v for v in variants if v.keys() == layer.o.keys()]
+    if not fitting:
+        if names := [sorted(v) for v in variants]:
+            raise UsageError(f"layer {layer.kind!r}: expected options {names[0]}, got {sorted(layer.o)}")
+        return
+    for name, value in layer.options:
+        types = {type(v[name]) for v in fitting}
+        if type(value) not in types and not (type(value) is int and float in types):
+            expected = " or ".join(sorted(t.__name__ for t in types))
+            raise UsageError(f"layer {layer.kind!r}: expected option {name!r} of type {expected}, got {value!r}")
+
+
 @cache
 def out_signal(layer: Layer, signal: Signal) -> Signal:
     """Return what comes out of a layer; `UsageError` where its options or its input do not fit."""
@@ -69,10 +83,14 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
         inner = chain_signal(layer.layers, signal)
         if inner != signal:
             raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
+    _check_options(layer, kind.variants(signal))
     try:
-        return kind.out(signal, layer.o)
+        out = kind.out(signal, layer.o)
     except (KeyError, TypeError) as error:
         raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
+    if out.form == "tokens":
+        raise UsageError(f"layer {layer.kind!r}: expected floating values, got {signal}: embed tokens first")
+    return out
 
 
 def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:

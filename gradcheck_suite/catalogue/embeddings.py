@@ -22,6 +22,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
 
 def _out(signal: Signal, options: Options) -> Signal:
     expect(signal.form == "tokens", "embedding", "tokens", signal)
+    expect(options["features"] >= 1, "embedding", "features of at least 1", options["features"])
     return Signal("sequence", (*signal.size, options["features"]), signal.padded)
 
 

@@ -39,6 +39,10 @@ def _never(signal: Signal) -> tuple[Options, ...]:
     return ()
 
 
+def _index(signal: Signal) -> tuple[Options, ...]:
+    return ({},) if signal.form == "tokens" and signal.size == (1,) else ()
+
+
 def _out(signal: Signal, options: Options) -> Signal:
     expect(signal.form == "tokens" and signal.size == (1,), "readout", "the index of an item", signal)
     return vector(1)
@@ -68,5 +72,5 @@ def _counts(options: Options, batch: Arguments) -> jax.Array:
     return jnp.ones_like(batch["target"])
 
 
-LAYERS = (LayerKind("readout", _never, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),)
+LAYERS = (LayerKind("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),)
 LOSSES = (LossKind("identity", _never, _targets, _identity, _count, _items, _counts),)

@@ -1,0 +1,340 @@
+"""Every layer alone: torch against JAX, against finite differences, and against its own shape rule.
+
+Generic over the catalogue: a new kind is tested by being registered.
+
+Two tensors agree when no element differs by more than 1e-12 times the larger of 1 and the largest entry of either.
+Inputs, parameters and cotangents are drawn at a size of about 1, and so are the terms that a gradient sums: a gradient
+that nearly cancels, as through the normalisation of two numbers, is as inexact as its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from zlib import crc32
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
+from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
+from gradcheck_suite.catalogue.kinds import LayerKind, Signal, no_extras
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.spec import Layer
+
+RELATIVE = 1e-12
+PLAIN_ITEMS = 3
+KINDS = {name: kind for name, kind in LAYERS.items() if kind.wraps is None}
+
+
+# Which signals, which variants
+
+
+def _simplest(signal: Signal):
+    return len(signal.size), int(np.prod(signal.size)), signal.size, signal.padded, signal.vocabulary
+
+
+@cache
+def reachable_signals() -> tuple[Signal, ...]:
+    """Return what the first two layers of a drawn model can receive, simplest first."""
+    first = {kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants}
+    second = {out_signal(Layer(k.name, **o), s) for k in KINDS.values() for s in first for o in k.variants(s)}
+    return tuple(sorted(first | second, key=_simplest))
+
+
+@cache
+def cases_of(name: str) -> tuple[tuple[Layer, Signal], ...]:
+    """Return a kind's layers, each with a signal: every variant that some signal of each form admits, padded or not.
+
+    Of the many sizes that admit a variant, the first and the last stand for all.
+    """
+    if name == "readout":  # takes the index of an item, which no drawn input gives
+        return ((Layer("readout"), Signal("tokens", (1,), vocabulary=4)),)
+    admitting: dict[tuple[object, ...], list[Signal]] = {}
+    for signal in reachable_signals():
+        for options in KINDS[name].variants(signal):
+            admitting.setdefault((Layer(name, **options), signal.form, signal.padded), []).append(signal)
+    return tuple(
+        (layer, signal)
+        for (layer, *_), signals in admitting.items()
+        for signal in dict.fromkeys((signals[0], signals[-1]))
+    )
+
+
+def _identifier(case: tuple[Layer, Signal]) -> str:
+    layer, signal = case
+    size = "x".join(map(str, signal.size))
+    return f"{layer!r}-{signal.form}-{size}{'-padded' * signal.padded}".replace(" ", "")
+
+
+ALL_CASES = [pytest.param(*case, id=_identifier(case)) for name in KINDS for case in cases_of(name)]
+
+
+# Running one layer in both frameworks
+
+
+def draw(layer: Layer, signal: Signal, items: int) -> dict[str, np.ndarray]:
+    """Draw a batch: `x`, `mask` for a padded signal, and the layer's extras under the names its place gives them.
+
+    After the first `PLAIN_ITEMS`, items hold what earlier layers leave behind: zeros, ties, values cut at 1.
+    """
+    rng = np.random.default_rng(crc32(_identifier((layer, signal)).encode()))
+    batch = {}
+    if signal.form == "tokens":
+        batch["x"] = rng.integers(0, signal.vocabulary, (items, *signal.size))
+    else:
+        batch["x"] = rng.standard_normal((items, *signal.size))
+        special = batch["x"][PLAIN_ITEMS:]
+        special[0:1] = np.maximum(special[0:1], 0.0)
+        special[1:2] = 0.0
+        special[2:3] = np.clip(5 * special[2:3], -1.0, 1.0)
+    if signal.padded:
+        lengths = 1 + np.arange(items) % signal.size[0]
+        batch["mask"] = np.arange(signal.size[0]) < lengths[:, None]
+        if signal.form == "tokens":
+            batch["x"] = np.where(batch["mask"], np.maximum(batch["x"], 1), 0)
+    extras = KINDS[layer.kind].extras(signal, layer.o, rng, items)
+    return batch | {f"0.{name}": array for name, array in extras.items()}
+
+
+def torch_model(layer: Layer, signal: Signal) -> Chain:
+    model = Chain((layer,), signal)
+    fill(model, seed=crc32(_identifier((layer, signal)).encode()))
+    return model.to(torch.float64)
+
+
+def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray | None = None):
+    """Return the output, and by name the gradient of every trainable parameter and of a floating input `x`."""
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    x = tensors["x"]
+    inputs = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if x.is_floating_point():
+        inputs["x"] = x.requires_grad_()
+    y = model(x, tensors)
+    gradients = {}
+    if cotangent is not None and inputs and y.requires_grad:
+        found = torch.autograd.grad(y, list(inputs.values()), torch.from_numpy(cotangent), allow_unused=True)
+        for (name, tensor), gradient in zip(inputs.items(), found, strict=True):
+            gradient = torch.zeros_like(tensor) if gradient is None else gradient
+            gradients[name] = (gradient.to_dense() if gradient.is_sparse else gradient).numpy()
+    return y.detach().numpy(), gradients
+
+
+def jax_run(kind: LayerKind, layer: Layer, signal: Signal, model: Chain, batch, cotangent):
+    """Return the same from `jax.vjp` of the kind's JAX meaning, folded over the axes that the kind does not mix."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    values = {n.removeprefix("0."): t.detach().numpy() for n, t in named if t.is_floating_point()}
+    extras = {name: batch[key] for name, key in extra_keys(layer, signal, "0").items()}
+    x, shape = batch["x"], cotangent.shape
+    if kind.axes is not None:
+        x = x.reshape(-1, *x.shape[x.ndim - kind.axes :])
+        cotangent = cotangent.reshape(-1, *shape[len(shape) - kind.axes :])
+        # one compiled program serves every size whose trailing axes are the same
+        rows, most = len(x), 1024
+        assert rows <= most
+        x = np.concatenate([x, np.broadcast_to(x[:1], (most - rows, *x.shape[1:]))])
+        cotangent = np.concatenate([cotangent, np.zeros((most - rows, *cotangent.shape[1:]))])
+
+    def both(params, x, extras, cotangent):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            y, pullback = jax.vjp(lambda p: kind.jax_apply(layer.o, p, x, extras), params)
+            return y, *pullback(cotangent)
+        y, pullback = jax.vjp(lambda p, x: kind.jax_apply(layer.o, p, x, extras), params, x)
+        return y, *pullback(cotangent)
+
+    if KINDS[layer.kind] is kind:
+        result = PROGRAMS.call(("test of one layer", layer.kind, layer.options), both, values, x, extras, cotangent)
+    else:  # a planted fault: neither to be kept nor to be found among what was kept
+        result = jax.tree.map(np.asarray, both(values, x, extras, cotangent))
+    y, into_params, *into_x = result
+    gradients = {f"0.{name}": gradient for name, gradient in into_params.items()}
+    if into_x:
+        gradients["x"] = into_x[0].reshape(-1)[: batch["x"].size].reshape(batch["x"].shape)
+    return y.reshape(-1)[: int(np.prod(shape))].reshape(shape), gradients
+
+
+def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
+    __tracebackhide__ = True
+    assert observed.shape == expected.shape, f"{what}: shape {observed.shape}, but should be {expected.shape}"
+    assert np.isfinite(expected).all(), f"{what}: not finite"
+    largest = max(1.0, np.abs(expected).max(initial=0.0), np.abs(observed).max(initial=0.0))
+    error = np.abs(observed - expected)
+    worst = np.unravel_index(np.argmax(error), error.shape) if error.size else ()
+    assert (error <= RELATIVE * largest).all(), (
+        f"{what}: {float(observed[worst])}, but should be {float(expected[worst])} at {tuple(map(int, worst))}; "
+        f"{np.count_nonzero(~(error <= RELATIVE * largest))} of {error.size} elements differ"
+    )
+
+
+def assert_frameworks_agree(kind: LayerKind, layer: Layer, signal: Signal) -> None:
+    """Compare value and gradients of a kind's two meanings on one layer."""
+    __tracebackhide__ = True
+    batch = draw(layer, signal, PLAIN_ITEMS + 3)
+    model = torch_model(layer, signal)
+    size = out_signal(layer, signal).size
+    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *size))
+    shape = torch_run(model, batch)[0].shape
+    assert shape == cotangent.shape, f"out() says {size}, torch gives {shape[1:]}"
+    value, gradients = torch_run(model, batch, cotangent)
+    jax_value, jax_gradients = jax_run(kind, layer, signal, model, batch, cotangent)
+    assert_same("value", jax_value, value)
+    for name, gradient in gradients.items():
+        assert_same(f"gradient of {name}", jax_gradients[name], gradient)
+
+
+# What holds of every layer
+
+
+@pytest.mark.parametrize(("layer", "signal"), ALL_CASES)
+def test_torch_and_jax_agree(layer, signal):
+    assert_frameworks_agree(KINDS[layer.kind], layer, signal)
+
+
+@pytest.mark.parametrize(("layer", "signal"), ALL_CASES)
+def test_items_are_independent(layer, signal):
+    """Otherwise the objective would be no sum over items, and no accumulation could equal the large batch."""
+    batch = draw(layer, signal, PLAIN_ITEMS + 3)
+    model = torch_model(layer, signal)
+    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *out_signal(layer, signal).size))
+    value, gradients = torch_run(model, batch, cotangent)
+    for which in ([5, 2, 0, 4, 1, 3], [1, 2], [0]):
+        part, part_gradients = torch_run(model, {n: a[which] for n, a in batch.items()}, cotangent[which])
+        assert_same("output", part, value[which])
+        if "x" in gradients:
+            assert_same("gradient of x", part_gradients["x"], gradients["x"][which])
+
+
+@pytest.mark.parametrize(("layer", "signal"), [c for c in ALL_CASES if KINDS[c.values[0].kind].trainable])
+def test_items_reach_a_parameter_of_every_variant_of_a_trainable_kind(layer, signal):
+    batch = draw(layer, signal, PLAIN_ITEMS)
+    cotangent = np.random.default_rng(1).standard_normal((PLAIN_ITEMS, *out_signal(layer, signal).size))
+    _, gradients = torch_run(torch_model(layer, signal), batch, cotangent)
+    assert any(np.any(gradient) for name, gradient in gradients.items() if name != "x")
+
+
+def _one_case_per_form() -> Iterator[object]:
+    for name in KINDS:
+        for case in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():
+            yield pytest.param(*case, id=_identifier(case))
+
+
+@pytest.mark.parametrize(("layer", "signal"), list(_one_case_per_form()))
+def test_gradient_is_the_central_difference(layer, signal):
+    """Only at plain items: at a kink or a tie there is no derivative to approximate."""
+    model = torch_model(layer, signal)
+    tensors = {name: torch.from_numpy(array) for name, array in draw(layer, signal, 2).items()}
+    inputs = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    x = tensors["x"].is_floating_point()
+    if x:
+        inputs["x"] = tensors["x"]
+
+    def value(*arguments):
+        named = dict(zip(inputs, arguments, strict=True))
+        x = named.pop("x", tensors["x"])
+        return torch.func.functional_call(model, named, (x, tensors))
+
+    assert torch.autograd.gradcheck(value, tuple(t.requires_grad_() for t in inputs.values()), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_some_drawn_model_can_hold_the_layer(name):
+    assert cases_of(name)
+
+
+# Shape rules and options
+
+
+def _refused() -> Iterator[object]:
+    for name, kind in KINDS.items():
+        taken = {signal.form for _, signal in cases_of(name)}
+        for signal in {s.form: s for s in reversed(reachable_signals())}.values():
+            if signal.form not in taken:
+                yield pytest.param(cases_of(name)[0][0], signal, id=f"{kind.name}-{signal.form}")
+
+
+@pytest.mark.parametrize(("layer", "signal"), list(_refused()))
+def test_signal_of_a_form_that_the_kind_does_not_take_is_refused(layer, signal):
+    with pytest.raises(UsageError, match=rf"layer '{layer.kind}'.*expected.*got"):
+        out_signal(layer, signal)
+
+
+def _wrong_options() -> Iterator[object]:
+    for name in KINDS:
+        # of variants that leave an option out, the one with the most options shows the most faults
+        layer, signal = max(cases_of(name), key=lambda case: len(case[0].options))
+        for option, value in layer.options:
+            others = {n: v for n, v in layer.options if n != option}
+            wrong = [("missing", {}), ("ill-typed", {option: "no such value"})]
+            if isinstance(value, int) and not isinstance(value, bool):
+                wrong.append(("negative", {option: -1}))
+            for what, change in wrong:
+                yield pytest.param(Layer(name, **others, **change), signal, id=f"{name}-{option}-{what}")
+        yield pytest.param(Layer(name, **dict(layer.options), foreign=1), signal, id=f"{name}-foreign")
+
+
+@pytest.mark.parametrize(("layer", "signal"), list(_wrong_options()))
+def test_wrong_option_is_refused(layer, signal):
+    with pytest.raises(UsageError, match=rf"layer '{layer.kind}'"):
+        out_signal(layer, signal)
+
+
+# The comparison itself, on planted faults
+
+LINEAR = Layer("linear", features=2, bias=True)
+
+
+def _off(options, params, x, extras):
+    """Off by one part in 10^9 in the value, and so in every gradient."""
+    return (x @ params["weight"].T) * (1 + 1e-9) + params["bias"]
+
+
+def _stopped(options, params, x, extras):
+    """Right in value, with a bias that is never learned."""
+    return x @ params["weight"].T + jax.lax.stop_gradient(params["bias"])
+
+
+def _stopped_input(options, params, x, extras):
+    """Right in value and in every parameter's gradient, but not in the input's."""
+    return jax.lax.stop_gradient(x) @ params["weight"].T + params["bias"]
+
+
+def _nan(options, params, x, extras):
+    return (x @ params["weight"].T + params["bias"]) * jnp.nan
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_off, "value"),
+        (_stopped, "gradient of 0.bias"),
+        (_stopped_input, "gradient of x"),
+        (_nan, "value: nan"),
+    ],
+)
+def test_planted_fault_in_a_jax_meaning_is_found(fault, message):
+    faulty = replace(KINDS["linear"], jax_apply=fault)
+    with pytest.raises(AssertionError, match=message):
+        assert_frameworks_agree(faulty, LINEAR, Signal("vector", (3,)))
+
+
+def test_planted_fault_in_a_shape_rule_is_found(monkeypatch):
+    module = KINDS["linear"].torch_module
+    wider = replace(KINDS["linear"], torch_module=lambda signal, o: module(signal, {**o, "features": 5}))
+    monkeypatch.setitem(LAYERS, "linear", wider)
+    with pytest.raises(AssertionError, match=r"out\(\) says \(2,\), torch gives \(5,\)"):
+        assert_frameworks_agree(wider, LINEAR, Signal("vector", (3,)))
+
+
+def test_extras_are_handed_over_by_their_place_in_the_model():
+    for name, kind in KINDS.items():
+        if kind.extras is no_extras:
+            continue
+        layer, signal = cases_of(name)[0]
+        drawn = kind.extras(signal, layer.o, np.random.default_rng(0), 4)
+        assert set(drawn) <= set(extra_keys(layer, signal, "0"))
+        assert all(len(array) == 4 for array in drawn.values())
