@@ -15,7 +15,7 @@ from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.case import DEVICES, DTYPES, MAX_SEED, Case
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, loss_kind, out_signal, output_signal
-from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal
+from gradcheck_suite.catalogue.kinds import Options, Signal
 from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, checked_assumptions
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.optimizers import TAKES_SPARSE, checked_optimizer
@@ -28,6 +28,10 @@ MAX_MICRO_BATCHES = 24
 MAX_INNER_LAYERS = 2
 
 
+Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
+"""Kinds, each with a strategy for its options."""
+
+
 def _checked_range(low: Any, high: Any, name: str) -> None:
     if not isinstance(low, int) or not isinstance(high, int) or not 1 <= low <= high:
         raise InvalidArgument(f"expected 1 <= min_{name} <= max_{name}, got {low!r} and {high!r}")
@@ -38,6 +42,12 @@ def _assumptions(assumes: Iterable[str]) -> frozenset[str]:
         return checked_assumptions(assumes)
     except UsageError as error:
         raise InvalidArgument(str(error)) from None
+
+
+@cache
+def _sampled(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    """Return one and the same strategy for the same choices: making one costs Hypothesis more than drawing from it."""
+    return st.sampled_from(choices)
 
 
 @st.composite
@@ -75,16 +85,16 @@ def plans(
     chosen = _assumptions(assumes)
     epochs = draw(st.integers(min_epochs, max_epochs))
     steps = sorted({min_accumulation_steps, max_accumulation_steps, *ACCUMULATION_STEPS})
-    k = draw(st.sampled_from([k for k in steps if min_accumulation_steps <= k <= max_accumulation_steps]))
+    k = draw(_sampled(tuple(k for k in steps if min_accumulation_steps <= k <= max_accumulation_steps)))
     most = max(min_windows, min(max_windows, MAX_MICRO_BATCHES // k))
     windows = draw(st.integers(min_windows, most))
     missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(st.integers(0, k - 1))
     count = windows * k - missing
-    sizes = st.sampled_from([n for n in SIZES if n <= max_items])
+    sizes = _sampled(tuple(n for n in SIZES if n <= max_items))
     if EQUAL_MICRO_BATCHES in chosen:
-        per_window = draw(st.lists(sizes, min_size=windows, max_size=windows))
+        per_window = [draw(sizes) for _ in range(windows)]
         return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
-    micro_batches = tuple(draw(st.lists(sizes, min_size=count, max_size=count)))
+    micro_batches = tuple(draw(sizes) for _ in range(count))
     masked: tuple[int, ...] = ()
     if maskable and draw(st.booleans()):
         plan = Plan(micro_batches, k, epochs)
@@ -94,11 +104,17 @@ def plans(
     return Plan(micro_batches, k, epochs, masked)
 
 
+def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
+    """Return a strategy over the kinds that have variants, each with a strategy over those; None for no kind."""
+    kinds = [(kind, st.sampled_from(variants)) for kind, variants in found if variants]
+    return st.sampled_from(kinds) if kinds else None
+
+
 @cache
 def _layers(
-    signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool
-) -> list[tuple[LayerKind, list[Options]]]:
-    """Return the kinds that take a signal, each with its fitting variants."""
+    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+) -> Choices | None:
+    """Return a strategy over the layer kinds that take a signal."""
     found = []
     for kind in LAYERS.values():
         if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
@@ -106,37 +122,46 @@ def _layers(
         variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
         if keeps_shape:
             variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
-        if variants:
-            found.append((kind, variants))
-    return found
+        found.append((kind, variants))
+    return _choices(found)
 
 
-@st.composite
 def _layer(
     draw: st.DrawFn, signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool
 ) -> Layer:
     choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
-    kind, variants = draw(st.sampled_from(choices))
+    assert choices is not None, f"no layer takes {signal}"
+    kind, variants = draw(choices)
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(st.integers(1, MAX_INNER_LAYERS))
-        inner = [draw(_layer(signal, keeps_shape=True, sparse=sparse)) for _ in range(count)]
-    return Layer(kind.name, *inner, **draw(st.sampled_from(variants)))
+        inner = [_layer(draw, signal, keeps_shape=True, sparse=sparse) for _ in range(count)]
+    return Layer(kind.name, *inner, **draw(variants))
 
 
 @cache
-def _losses(signal: Signal, *, uniform: bool) -> list[tuple[str, list[Options]]]:
-    found = []
-    for kind in LOSSES.values():
-        variants = [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)]
-        if variants:
-            found.append((kind.name, variants))
-    return found
+def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
+    """Return a strategy over the losses that take a signal."""
+    return _choices(
+        (kind.name, [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)])
+        for kind in LOSSES.values()
+    )
 
 
 @cache
-def _inputs() -> list[tuple[str, Sequence[Options]]]:
-    return [(kind.name, kind.variants) for kind in INPUTS.values() if kind.drawn]
+def _inputs() -> Choices | None:
+    """Return a strategy over the inputs that some trainable layer takes."""
+    return _choices(
+        (kind.name, [o for o in kind.variants if _layers(kind.signal(o), trainable=True) is not None])
+        for kind in INPUTS.values()
+        if kind.drawn
+    )
+
+
+def _drawn(draw: st.DrawFn, choices: Choices | None, what: str) -> tuple[Any, Options]:
+    assert choices is not None, what
+    kind, variants = draw(choices)
+    return kind, draw(variants)
 
 
 @st.composite
@@ -159,18 +184,16 @@ def problems(
     """
     _checked_range(min_layers, max_layers, "layers")
     chosen = _assumptions(assumes)
-    name, variants = draw(st.sampled_from(_inputs()))
-    source = Input(name, **draw(st.sampled_from(variants)))
+    name, options = _drawn(draw, _inputs(), "no input")
+    source = Input(name, **options)
     signal = input_signal(source)
     layers = []
-    for _ in range(draw(st.integers(min_layers, max_layers)) - 1):
-        layers.append(draw(_layer(signal, sparse=sparse)))
+    for left in reversed(range(draw(st.integers(min_layers, max_layers)))):
+        layers.append(_layer(draw, signal, trainable=left == 0, sparse=sparse))
         signal = out_signal(layers[-1], signal)
-    layers.append(draw(_layer(signal, trainable=True, sparse=sparse)))
-    signal = out_signal(layers[-1], signal)
-    loss, options = draw(st.sampled_from(_losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen)))
-    reduction = "sum" if SUM_REDUCTION in chosen else draw(st.sampled_from(REDUCTIONS))
-    return ProblemSpec(source, tuple(layers), Loss(loss, **draw(st.sampled_from(options)), reduction=reduction))
+    loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
+    reduction = "sum" if SUM_REDUCTION in chosen else draw(_sampled(REDUCTIONS))
+    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=reduction))
 
 
 @st.composite
