@@ -1,0 +1,196 @@
+"""How fast the suite is, against the plain way and against the floor, over the same drawn cases.
+
+Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`.
+
+- suite: `verify` as a user calls it, drawing and judging included; with its cache of compiled programs empty (cold),
+  filled (warm), and with everything in memory (steady).
+- plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
+- floor: the bare torch loop on a model just built, and the whole model's gradient already compiled; nothing compared.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from gradcheck_suite import Case, ProblemSpec, checking
+from gradcheck_suite.contract import TrainingRun
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.optimizers import make_optimizer
+from gradcheck_suite.references import accumulated, jax_reference, programs
+from gradcheck_suite.references.reference import References
+from gradcheck_suite.strategies import cases
+from gradcheck_suite.trial import Trial, generated_trial
+from gradcheck_suite.verification import verify
+
+CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
+LOOP = MODES["set_to_none"]
+SECONDS: dict[str, float] = {}
+
+
+def drawn(count: int) -> list[Case]:
+    """Return the cases that `verify` draws for seed 0."""
+    kept: list[Case] = []
+
+    @seed(0)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def keep(case: Case) -> None:
+        kept.append(case)
+
+    keep()
+    return kept
+
+
+@pytest.fixture(scope="module")
+def same_cases() -> list[Case]:
+    return drawn(CASES)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    """Forget everything in memory; keep what is stored."""
+    jax.clear_caches()
+    monkeypatch.setenv(programs.CACHE_VARIABLE, str(store))
+    fresh = programs.Programs()
+    for module in (programs, jax_reference, accumulated):
+        monkeypatch.setattr(module, "PROGRAMS", fresh)
+    monkeypatch.setattr(checking, "REFERENCES", References())
+
+
+def _suite() -> None:
+    result = verify(LOOP, examples=CASES)
+    assert result.holds
+    assert result.cases == CASES
+
+
+def _record(benchmark: Any, name: str) -> None:
+    SECONDS[name] = statistics.median(benchmark.stats.stats.data)
+    benchmark.extra_info["milliseconds per case"] = round(1e3 * SECONDS[name] / CASES, 2)
+
+
+def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    benchmark.pedantic(_suite, setup=lambda: _fresh(monkeypatch, store), rounds=1)
+    _record(benchmark, "suite, cold")
+
+
+def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    benchmark.pedantic(_suite, setup=lambda: _fresh(monkeypatch, store), rounds=3)
+    _record(benchmark, "suite, warm")
+
+
+def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    _fresh(monkeypatch, store)
+    _suite()
+    forget = lambda: monkeypatch.setattr(checking, "REFERENCES", References())  # noqa: E731 - pedantic's setup
+    benchmark.pedantic(_suite, setup=forget, rounds=3)
+    _record(benchmark, "suite, steady")
+
+
+def _values(model: torch.nn.Module) -> dict[str, Any]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {n: t.detach().numpy() for n, t in tensors if t.is_floating_point()}
+
+
+def _whole(spec: ProblemSpec) -> Any:
+    """Return the gradient of the whole model's loss, to be compiled."""
+
+    def value(values: Any, batch: Any) -> Any:
+        out = accumulated._output(spec, values, batch)
+        return jax_reference.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
+
+    return jax.grad(value)
+
+
+def _windows(trial: Trial) -> list[dict[str, Any]]:
+    assert trial.arrays is not None
+    plan = trial.case.plan
+    spans = [plan.window_items(w) for w in range(len(plan.windows))]
+    return [{name: a[span.start : span.stop] for name, a in trial.arrays.items()} for span in spans]
+
+
+def _train(trial: Trial) -> torch.nn.Module:
+    model = trial.model()
+    plan = trial.case.plan
+    LOOP(
+        TrainingRun(
+            model=model,
+            optimizer=make_optimizer(None, model),
+            loader=trial.loader(),
+            loss=trial.problem.loss,
+            count=trial.count,
+            accumulation_steps=plan.accumulation_steps,
+            epochs=plan.epochs,
+            reduction=trial.problem.reduction,
+            device=trial.device,
+            dtype=trial.dtype,
+        )
+    )
+    return model
+
+
+def test_floor(benchmark: Any, same_cases: list[Case]) -> None:
+    prepared = []
+    for case in same_cases:
+        trial = generated_trial(case)
+        values = _values(trial.model())
+        compiled = jax.jit(_whole(case.problem))  # type: ignore[arg-type]
+        programs_by_window = [(compiled.lower(values, batch).compile(), batch) for batch in _windows(trial)]
+        prepared.append((trial, values, programs_by_window))
+
+    def floor() -> None:
+        for trial, values, programs_by_window in prepared:
+            _train(trial)
+            for compiled, batch in programs_by_window:
+                jax.block_until_ready(compiled(values, batch))
+
+    benchmark.pedantic(floor, rounds=3)
+    _record(benchmark, "floor")
+
+
+def test_plain(benchmark: Any, same_cases: list[Case]) -> None:
+    def plain() -> None:
+        for case in same_cases:
+            trial = generated_trial(case)
+            model = _train(trial)
+            compiled, values = jax.jit(_whole(case.problem)), _values(model)  # type: ignore[arg-type]
+            for batch in _windows(trial):
+                jax.block_until_ready(compiled(values, batch))
+
+    benchmark.pedantic(plain, rounds=1)
+    _record(benchmark, "plain")
+
+
+def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the table, and what the cases were like."""
+    layers = Counter(layer.kind for case in same_cases for layer in case.problem.layers)  # type: ignore[union-attr]
+    depth = Counter(len(case.problem.layers) for case in same_cases)  # type: ignore[union-attr]
+    micro = Counter(len(case.plan.micro_batches) for case in same_cases)
+    with capsys.disabled():
+        print(f"\n{len(same_cases)} cases; layers: {dict(layers.most_common())}")
+        print(f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}")
+        for name, seconds in SECONDS.items():
+            print(f"{name:>14}: {seconds:8.2f} s, {1e3 * seconds / CASES:8.2f} ms per case")
+        for a, b in (("plain", "suite, warm"), ("plain", "suite, cold"), ("suite, steady", "floor")):
+            if a in SECONDS and b in SECONDS:
+                print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f}")
