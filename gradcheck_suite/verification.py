@@ -52,6 +52,13 @@ class _Search:
         self.smallest: Violation | None = None
         self.found_after: int | None = None
         self._found_at = 0.0
+        self.on_probe: Violation | None = None
+
+    def probe(self, cases: Iterable[Case]) -> None:
+        """Check the read-out probes; what they show stands only if no drawn case shows a fault more plainly."""
+        for case in cases:
+            verdict = check(self._loop, case, time_limit_s=self._time_limit_s)
+            self.on_probe = self.on_probe or verdict.violation
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
@@ -145,6 +152,8 @@ def verify(
     started = time.perf_counter()
     interrupted = False
     try:
+        if problem is None:
+            search.probe(probe_cases(chosen, device))
         _run(search, drawn, examples, seed_value)
     except KeyboardInterrupt:
         interrupted = True
@@ -152,7 +161,7 @@ def verify(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
         seconds=time.perf_counter() - started,
-        violation=search.smallest,
+        violation=search.smallest or search.on_probe,
         found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         ratio=search.ratio,
