@@ -1,0 +1,24 @@
+"""The entry of `gradcheck-suite` and of `python -m gradcheck_suite`, which behave the same.
+
+Nothing heavy is imported here: `--help` and bad usage answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: the arguments after the program's name; those of this process when None.
+    """
+    from gradcheck_suite.cli import run
+
+    return run(sys.argv[1:] if argv is None else list(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The command line: arguments in, words and an exit status out. What the words say is decided on the floors below.
+
+Every command is a module with `add_arguments(parser)` and `run(arguments) -> int`; a new one is one row in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+
+from gradcheck_suite.cli import statuses
+from gradcheck_suite.cli.parsers import BadUsageError, Parser, top_parser
+from gradcheck_suite.errors import UsageError
+
+PROGRAM = "gradcheck-suite"
+COMMANDS = {
+    "verify": "verify loops on random cases; without one, every built-in reset mode",
+    "replay": "run one stored case again",
+    "doctor": "say what is installed and what can run here",
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit status; nothing but a bug leaves this as an exception."""
+    program = PROGRAM
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                # torch and jax warn about themselves, which tells the user nothing about a loop
+                warnings.simplefilter("ignore")
+            command, rest = _command(argv)
+            program = f"{PROGRAM} {command}"
+            module = import_module(f"gradcheck_suite.cli.{command}")
+            parser = Parser(prog=program, description=module.__doc__, epilog=statuses.EPILOG)
+            module.add_arguments(parser)
+            status: int = module.run(parser.parse_intermixed_args(rest))
+            sys.stdout.flush()
+            return status
+    except (BadUsageError, UsageError) as error:
+        return _fail(program, str(error))
+    except SystemExit as error:  # --help and --version
+        return error.code if isinstance(error.code, int) else statuses.HOLDS
+    except KeyboardInterrupt:
+        return _fail(program, "interrupted", statuses.INTERRUPTED)
+    except BrokenPipeError:
+        # the reader went away, as `| head` does: leave nothing that Python would try to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return statuses.BAD_USAGE
+    except Exception:
+        traceback.print_exc()
+        return _fail(program, "this is a bug in gradcheck-suite; please report it", statuses.BUG)
+
+
+def _command(argv: Sequence[str]) -> tuple[str, list[str]]:
+    if argv and argv[0] in COMMANDS:
+        return argv[0], list(argv[1:])
+    parser = top_parser(PROGRAM, COMMANDS)
+    parser.parse_args(list(argv))
+    raise BadUsageError(f"expected a command, one of {', '.join(COMMANDS)}")
+
+
+def _fail(program: str, message: str, status: int = statuses.BAD_USAGE) -> int:
+    sys.stdout.flush()
+    line = " ".join(message.split())
+    print(f"{program}: error: {line}", file=sys.stderr, flush=True)
+    return status

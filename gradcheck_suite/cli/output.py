@@ -1,0 +1,96 @@
+"""What `verify` and `replay` print on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.cli.parsers import DEFAULT_TIME_LIMIT
+from gradcheck_suite.describe import describe_violation, example_text
+from gradcheck_suite.records import Result, Violation
+
+NO_SECOND_OPINION = (
+    "the problem is a user's: torch's large batch in float64 is the reference, and in this version JAX gives no "
+    "second opinion on it"
+)
+
+
+def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
+    """Return what a run of `verify` is about to do."""
+    versions, flags = about["versions"], about["precision"]
+    optimizer = "" if arguments.optimizer is None else f", optimizer {arguments.optimizer}"
+    lines = [
+        f"gradcheck-suite {versions['gradcheck-suite']}, torch {versions['torch']}, jax {versions['jax']}: "
+        f"{_cases(arguments.examples)} per loop, seed {arguments.seed}, "
+        f"{arguments.dtype} on {arguments.device}{optimizer}",
+        f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
+        f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
+        f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
+        f"jax {flags.get('jax_default_matmul_precision')}",
+    ]
+    if arguments.problem is not None:
+        lines += [f"problem {arguments.problem}: only plans are drawn", NO_SECOND_OPINION]
+    return "\n".join(lines)
+
+
+def result_lines(result: Result, stored: Path | None, arguments: argparse.Namespace) -> list[str]:
+    """Return one line about a loop, and below it what there is to say about it."""
+    lines = [_one_line(result)]
+    if result.assumes:
+        lines.append(f"    assumes {', '.join(result.assumes)}: nothing else was tried")
+    lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
+    lines += [
+        f"    {_cases(count)} could not be judged here: {' '.join(reason.split())}"
+        for reason, count in result.skipped.items()
+    ]
+    if result.violation is not None:
+        lines += violation_lines(result.violation)
+        found = f"found after {_cases(result.found_after or result.cases)}, then made as small as it would get"
+        lines.append(f"    {found}")
+    if stored is not None:
+        limit = "" if arguments.time_limit == DEFAULT_TIME_LIMIT else f" --time-limit {arguments.time_limit:g}"
+        lines += [f"    stored  {stored}", f"    replay  gradcheck-suite replay {shlex.quote(str(stored))}{limit}"]
+    return lines
+
+
+def violation_lines(violation: Violation) -> list[str]:
+    """Return a violation in words, indented, with the decorator that pins its case."""
+    return [f"    {line}".rstrip() for line in (*describe_violation(violation), example_text(violation.case))]
+
+
+def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
+    """Return the last line: how many loops hold."""
+    violated = [result.loop for result in results if not result.holds]
+    complete = [result for result in results if not result.interrupted]
+    if violated:
+        text = f"{len(violated)} of {_loops(asked)} violated: {', '.join(violated)}"
+    elif interrupted:
+        text = f"no violation so far in {_loops(asked)}"
+    else:
+        text = f"{_loops(asked)} hold" if asked > 1 else "the loop holds"
+    if interrupted:
+        text += f"; interrupted, {len(complete)} of {_loops(asked)} went to the end"
+    return text
+
+
+def _one_line(result: Result) -> str:
+    verdict = "holds" if result.holds else "VIOLATED"
+    if result.interrupted and result.holds:
+        verdict = "holds so far (interrupted)"
+    worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds else ""
+    return f"{result.loop:<20}  {verdict:<8}  {_cases(result.cases):>9}  {result.seconds:6.1f} s  {worst}".rstrip()
+
+
+def _cases(count: int) -> str:
+    return "1 case" if count == 1 else f"{count} cases"
+
+
+def _loops(count: int) -> str:
+    return "1 loop" if count == 1 else f"{count} loops"
+
+
+def _on(flag: Any) -> str:
+    return ("on" if flag else "off") if isinstance(flag, bool) else str(flag)

@@ -1,0 +1,60 @@
+"""Progress on a terminal; nothing at all where standard error is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from gradcheck_suite.records import Verdict
+
+
+class Progress:
+    """One bar on standard error for the loop at work; gone once its line is printed."""
+
+    def __init__(self, *, examples: int) -> None:
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._examples = examples
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, name: str) -> None:
+        """Show a fresh bar for a loop."""
+        self.stop()
+        if not sys.stderr.isatty():
+            return
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            # what a loop prints goes where it prints it; only on a terminal is it kept clear of the bar
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=True,
+        )
+        self._task = self._bar.add_task(name, total=self._examples)
+        self._bar.start()
+        self._name = name
+
+    def advance(self, verdict: Verdict) -> None:
+        """Count a case."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)
+            if not verdict.holds:
+                self._bar.update(self._task, description=f"{self._name}: violated, looking for a smaller case")
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None

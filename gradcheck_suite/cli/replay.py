@@ -1,0 +1,75 @@
+"""Run one stored case again: a counterexample's file, a bare case, or a `--json` result with one violation."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gradcheck_suite import environment
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.contract import Loop, Problem
+from gradcheck_suite.counterexamples import Stored, read_case_file
+from gradcheck_suite.errors import CannotRunHere, UsageError
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("case", type=Path, metavar="CASE.json", help="the file that holds the case")
+    parser.add_argument(
+        "loop",
+        nargs="?",
+        metavar="LOOP",
+        help="FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the file names)",
+    )
+    parsers.add_problem(parser)
+    parsers.add_time_limit(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the stored case and print what it says."""
+    stored = read_case_file(arguments.case)
+    name = arguments.loop or stored.loop
+    if name is None:
+        raise UsageError(f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it")
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    environment.prepare()
+    environment.set_precision()
+    loop, problem = _subjects(arguments, stored, name)
+
+    from gradcheck_suite.checking import check
+    from gradcheck_suite.cli import output
+    from gradcheck_suite.describe import describe_case
+
+    case = stored.case
+    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit)
+    if verdict.skipped:
+        raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
+    print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
+    if problem is not None:
+        print(f"    {output.NO_SECOND_OPINION}")
+    if verdict.finding:
+        print(f"    finding, for which no loop is to blame: {verdict.finding}")
+    if verdict.violation is not None:
+        print("\n".join(output.violation_lines(verdict.violation)))
+        return statuses.VIOLATED
+    if not verdict.finding:
+        print(f"    worst error {verdict.ratio:.2g} of what is allowed")
+    print("\n".join(f"    {line}" for line in describe_case(case)))
+    return statuses.HOLDS
+
+
+def _subjects(arguments: argparse.Namespace, stored: Stored, name: str) -> tuple[Loop, Problem | None]:
+    from gradcheck_suite.loading import resolve_loop, resolve_problem
+
+    asked, named = arguments.problem, stored.case.problem
+    if asked is not None and not isinstance(named, str):
+        raise UsageError(f"--problem {asked}: case {stored.case.digest} brings its own generated problem; drop it")
+    try:
+        loop = resolve_loop(name)
+        problem = resolve_problem(asked or named) if isinstance(named, str) else None
+    except UsageError as error:
+        if asked is None or arguments.loop is None:
+            raise UsageError(f"{error} ({arguments.case} names it; LOOP and --problem say otherwise)") from None
+        raise
+    return loop, problem

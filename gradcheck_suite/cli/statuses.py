@@ -1,0 +1,16 @@
+"""The exit statuses, in one place."""
+
+from __future__ import annotations
+
+HOLDS = 0
+VIOLATED = 1
+BAD_USAGE = 2
+BUG = 70
+"""A bug in the suite itself, as `sysexits.h` numbers it: never to be taken for a violation."""
+INTERRUPTED = 130
+"""Stopped by Ctrl-C with no violation found so far; with one, the status is `VIOLATED`."""
+
+EPILOG = (
+    "Exit status: 0 everything holds; 1 some loop is violated (doctor: the main job cannot run here); 2 bad usage or "
+    "input, or nothing could be judged; 70 a bug in gradcheck-suite; 130 interrupted before any violation was found."
+)

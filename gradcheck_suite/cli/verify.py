@@ -1,0 +1,275 @@
+"""Verify loops: each trains random models on random splits, and every gradient that reaches its optimizer is judged."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradcheck_suite import environment
+from gradcheck_suite.case import DEVICES, DTYPES
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.contract import (
+    ASSUMPTIONS,
+    SUM_REDUCTION,
+    Loop,
+    Problem,
+    assumptions_of,
+    checked_assumptions,
+)
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.files import expect_writable_folder, write_json
+from gradcheck_suite.records import Result, Verdict, results_to_json
+
+if TYPE_CHECKING:
+    from gradcheck_suite.cli.progress import Progress
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "loops",
+        nargs="*",
+        metavar="LOOP",
+        help="FILE.py:NAME, package.module:NAME or a built-in's name; without one, every built-in reset mode",
+    )
+    parser.add_argument("--list", action="store_true", help="print the built-in loops and stop")
+    parsers.add_problem(parser)
+    parser.add_argument(
+        "--examples",
+        type=parsers.positive_integer,
+        default=200,
+        metavar="N",
+        help="cases drawn for each loop (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=parsers.seed,
+        default=0,
+        metavar="S",
+        help="same seed and same versions, same cases (default %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=parsers.one_of(DTYPES),
+        default="float64",
+        metavar="DTYPE",
+        help=f"of parameters and data: {', '.join(DTYPES)} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        type=parsers.one_of(DEVICES),
+        default="cpu",
+        metavar="DEVICE",
+        help=f"{' or '.join(DEVICES)} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        type=parsers.one_of(parsers.OPTIMIZER_NAMES),
+        metavar="NAME",
+        help="a real optimizer, so that parameters move and their path is judged too: "
+        f"{', '.join(parsers.OPTIMIZER_NAMES)} (default: one whose step changes nothing)",
+    )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        type=parsers.one_of(ASSUMPTIONS),
+        metavar="NAME",
+        help="what the loops rely on, so that only such cases are drawn; repeatable: "
+        + "; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
+    )
+    parsers.add_time_limit(parser)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="DIR",
+        help="counterexamples go to DIR/counterexamples (default %(default)s)",
+    )
+
+
+@dataclass
+class _Judged:
+    """How many cases were judged at all, of one loop."""
+
+    count: int = 0
+    reasons: Counter[str] | None = None
+
+    def note(self, verdict: Verdict) -> None:
+        reason = verdict.skipped or verdict.finding
+        if reason is None:
+            self.count += 1
+        else:
+            self.reasons = self.reasons or Counter()
+            self.reasons[reason] += 1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify the loops that the arguments name; print and store what comes out."""
+    if arguments.list:
+        return _list()
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    _expect_places(arguments)
+    environment.prepare()
+    environment.set_precision()
+    loops, problem = _subjects(arguments)
+
+    from gradcheck_suite.cli import output
+    from gradcheck_suite.cli.progress import Progress
+    from gradcheck_suite.devices import checked_device
+
+    checked_device(arguments.device)
+    about = environment.environment()
+    print(output.header(arguments, about), flush=True)
+    results: list[Result] = []
+    unjudged: list[str] = []
+    interrupted = False
+    with Progress(examples=arguments.examples) as progress, _interrupts() as pressed:
+        try:
+            for name, loop in loops.items():
+                judged = _Judged()
+                result = _verify(arguments, name, loop, problem, judged, progress, pressed)
+                results.append(result)
+                if result.holds and not judged.count and not result.interrupted:
+                    reason = judged.reasons.most_common(1)[0][0] if judged.reasons else "none was drawn"
+                    unjudged.append(f"{name}: none of {result.cases} cases could be judged: {reason}")
+                _show(arguments, result, about, progress)
+                if result.interrupted or pressed:
+                    interrupted = True
+                    break
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            if arguments.json is not None:
+                write_json(arguments.json, results_to_json(results, about))
+    print(output.summary(results, len(loops), interrupted=interrupted), flush=True)
+    if any(not result.holds for result in results):
+        return statuses.VIOLATED
+    if interrupted:
+        return statuses.INTERRUPTED
+    if unjudged:
+        raise UsageError(unjudged[0])
+    return statuses.HOLDS
+
+
+def _list() -> int:
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    from gradcheck_suite.loops import BUILT_IN
+
+    width = max(map(len, BUILT_IN))
+    for name, loop in BUILT_IN.items():
+        print(f"{name:<{width}}  {(loop.__doc__ or '').strip().splitlines()[0]}")
+    return statuses.HOLDS
+
+
+def _expect_places(arguments: argparse.Namespace) -> None:
+    """Refuse, before the work starts, places where its results could not be written."""
+    if arguments.json is not None:
+        folder = arguments.json.parent
+        if arguments.json.is_dir() or not arguments.json.name:
+            raise UsageError(f"--json {arguments.json}: expected the path of a file, got a folder")
+        if not folder.is_dir():
+            raise UsageError(f"--json {arguments.json}: there is no folder {folder}; make it first")
+        expect_writable_folder(folder, f"--json {arguments.json}")
+    expect_writable_folder(arguments.reports / "counterexamples", f"--reports {arguments.reports}")
+
+
+def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem | None]:
+    """Load the loops, by name, and the problem; refuse what cannot go together."""
+    from gradcheck_suite.loading import resolve_loop, resolve_problem
+
+    problem = None if arguments.problem is None else resolve_problem(arguments.problem)
+    if arguments.loops:
+        loops = {text: resolve_loop(text) for text in arguments.loops}
+    else:
+        from gradcheck_suite.loops.modes import MODES
+
+        loops = dict(MODES)
+    for name, loop in loops.items():
+        try:
+            assumes = checked_assumptions({*arguments.assume, *assumptions_of(loop)})
+        except (UsageError, TypeError) as error:
+            raise UsageError(f"{name}: {error}") from None
+        if problem is not None and SUM_REDUCTION in assumes and problem.reduction != "sum":
+            raise UsageError(
+                f"{name} assumes sum-reduction, but the reduction of {arguments.problem} is 'mean': "
+                "drop the assumption or pass a problem with reduction='sum'"
+            )
+    return loops, problem
+
+
+def _verify(
+    arguments: argparse.Namespace,
+    name: str,
+    loop: Loop,
+    problem: Problem | None,
+    judged: _Judged,
+    progress: Progress,
+    pressed: list[int],
+) -> Result:
+    from gradcheck_suite.verification import verify
+
+    progress.start(name)
+
+    def note(verdict: Verdict) -> None:
+        if pressed:
+            # a loop that catches everything has swallowed the interrupt
+            raise KeyboardInterrupt
+        judged.note(verdict)
+        progress.advance(verdict)
+
+    return verify(
+        loop,
+        name=name,
+        problem=problem,
+        problem_name=arguments.problem or "problem",
+        examples=arguments.examples,
+        seed_value=arguments.seed,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        optimizer=arguments.optimizer,
+        assumes=arguments.assume,
+        time_limit_s=arguments.time_limit,
+        progress=note,
+    )
+
+
+def _show(arguments: argparse.Namespace, result: Result, about: dict[str, Any], progress: Progress) -> None:
+    from gradcheck_suite.cli import output
+    from gradcheck_suite.counterexamples import store_counterexample
+
+    path = None if result.holds else store_counterexample(arguments.reports, result, about)
+    progress.stop()
+    for line in output.result_lines(result, path, arguments):
+        print(line)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Write Ctrl-C down as well as raising it, since a loop under test may catch whatever is raised inside it."""
+    pressed: list[int] = []
+
+    def note(signum: int, frame: Any) -> None:
+        pressed.append(signum)
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGINT, note)
+    except ValueError:  # not in the main thread, where Ctrl-C never arrives
+        yield pressed
+        return
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,68 @@
+"""Writing files whole or not at all, so that nothing half-written ever remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document to a temporary file beside `path`, then rename it into place.
+
+    Args:
+        path: of the file; its folders are made where missing.
+        document: JSON-ready data; NaN and infinities must be strings already.
+
+    Raises:
+        UsageError: the file cannot be written; nothing of it remains.
+    """
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:40]}-", suffix=".tmp", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def expect_writable_folder(folder: Path, what: str) -> None:
+    """Raise `UsageError` where files could not be written into a folder, which may not exist yet; leaves no trace.
+
+    Args:
+        folder: to be written into, made with its parents when that happens.
+        what: how the message calls it, such as `"--reports reports"`.
+    """
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UsageError(f"{what}: {existing} is not a folder, so nothing can be written there; choose another path")
+    try:
+        # permission bits do not tell: root passes them all, a read-only file system fails them all
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{what}: cannot write into {existing} ({error.strerror or error}); choose another path"
+        ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
