@@ -1,0 +1,86 @@
+"""Activations that look at a whole feature row or hold a parameter: softmax, GLU, PReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+
+
+def _is_rows(signal: Signal) -> bool:
+    return signal.form in ("vector", "sequence")
+
+
+def _rows(signal: Signal) -> Sequence[Options]:
+    return ({},) if _is_rows(signal) else ()
+
+
+def _log_softmax(x: jax.Array) -> jax.Array:
+    # subtracting the row's maximum changes neither value nor gradient, and keeps exp from overflowing
+    x = x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+    return x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))
+
+
+def _softmax(x: jax.Array) -> jax.Array:
+    e = jnp.exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def _over_features(
+    name: str, module: Callable[..., torch.nn.Module], meaning: Callable[[jax.Array], jax.Array]
+) -> LayerKind:
+    def out(signal: Signal, options: Options) -> Signal:
+        expect(_is_rows(signal), name, "a vector or a sequence", signal)
+        return signal
+
+    return LayerKind(
+        name, _rows, out, lambda signal, o: module(dim=-1), lambda o, params, x, extras: meaning(x), axes=1
+    )
+
+
+def _glu_variants(signal: Signal) -> Sequence[Options]:
+    return ({},) if _is_rows(signal) and signal.features % 2 == 0 else ()
+
+
+def _glu_out(signal: Signal, options: Options) -> Signal:
+    expect(_is_rows(signal) and signal.features % 2 == 0, "glu", "an even number of features", signal)
+    return signal.with_features(signal.features // 2)
+
+
+def _glu(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    value, gate = jnp.split(x, 2, axis=-1)
+    return value * jax.nn.sigmoid(gate)
+
+
+def _prelu_variants(signal: Signal) -> Sequence[Options]:
+    if signal.form == "tokens":
+        return ()
+    return product(per_feature=(False, True) if signal.form == "vector" else (False,))
+
+
+def _prelu_out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form != "tokens", "prelu", "floating values", signal)
+    # torch counts channels along the second axis, which holds the features of a vector, not those of a sequence
+    expect(signal.form == "vector" or not options["per_feature"], "prelu", "a vector for per_feature=True", signal)
+    return signal
+
+
+def _prelu_module(signal: Signal, options: Options) -> torch.nn.Module:
+    return torch.nn.PReLU(signal.features if options["per_feature"] else 1)
+
+
+def _prelu(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    return jnp.where(x > 0, x, params["weight"] * x)
+
+
+KINDS = (
+    _over_features("softmax", torch.nn.Softmax, _softmax),
+    _over_features("log_softmax", torch.nn.LogSoftmax, _log_softmax),
+    LayerKind("glu", _glu_variants, _glu_out, lambda signal, o: torch.nn.GLU(dim=-1), _glu, axes=1),
+    # not trainable: items above 0 give the slope a gradient of 0
+    LayerKind("prelu", _prelu_variants, _prelu_out, _prelu_module, _prelu, axes=1),
+)

@@ -1,0 +1,149 @@
+"""Parameters that items do not reach: torch's gradient is None exactly there, JAX's is exactly 0."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcheck_suite.catalogue import LAYERS
+from gradcheck_suite.catalogue.build import build_model
+from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.catalogue.routing import THRESHOLD
+from gradcheck_suite.references.jax_reference import large_batch_gradient
+from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+
+SOURCES = (Input("vector", size=2), Input("sequence", length=3, padded=False, size=2))
+ROUTED = (
+    Layer("unused", features=2),
+    Layer("branch", features=1),
+    Layer("mixture", features=2, experts=2),
+    Layer("mixture", features=1, experts=3),
+)
+
+
+def problem_of(source: Input, *layers: Layer) -> ProblemSpec:
+    return ProblemSpec(source, layers, Loss("mse", reduction="sum"))
+
+
+def ways_taken(layer: Layer, x: np.ndarray, values: dict[str, np.ndarray]) -> set[int]:
+    """Route every row by the definition, in numpy: which branch or expert do they take?"""
+    rows = x.reshape(-1, x.shape[-1])
+    if layer.kind == "branch":
+        return {int(row[0] > THRESHOLD) for row in rows}
+    gates = list(zip(values["0.gate.weight"], values["0.gate.bias"], strict=True))
+    scores = [[float(gate @ row + bias) for gate, bias in gates] for row in rows]
+    return {row.index(max(row)) for row in scores}
+
+
+def unreached(layer: Layer, x: np.ndarray, values: dict[str, np.ndarray]) -> set[str]:
+    if layer.kind == "unused":
+        return {"0.spare"}
+    taken = ways_taken(layer, x, values)
+    return {name for name in values if name.startswith("0.ways.") and int(name.split(".")[2]) not in taken}
+
+
+def gradients(problem: ProblemSpec, x: np.ndarray, seed: int, dtype: torch.dtype = torch.float64):
+    """Return the model's values and its gradients by torch and by JAX; the targets are 0."""
+    model = build_model(problem, seed, torch.float64)
+    values = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    model = model.to(dtype)
+    loss = model({"x": torch.from_numpy(x).to(dtype)}).square().sum()
+    loss.backward()
+    target = np.zeros((len(x), *x.shape[1:-1], problem.layers[-1].o["features"]))
+    _, in_jax = large_batch_gradient(problem, values, {"x": x, "target": target})
+    return values, {n: p.grad for n, p in model.named_parameters()}, in_jax
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layer=st.sampled_from(ROUTED),
+    source=st.sampled_from(SOURCES),
+    items=st.sampled_from((1, 1, 2, 4)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_gradient_is_none_exactly_where_nothing_arrives(layer, source, items, seed):
+    problem = problem_of(source, layer)
+    size = (3, 2) if source.kind == "sequence" else (2,)
+    x = np.random.default_rng(seed).standard_normal((items, *size))
+    values, in_torch, in_jax = gradients(problem, x, seed)
+    expected = unreached(layer, x, values)
+    assert {name for name, g in in_torch.items() if g is None} == expected
+    assert {name for name, g in in_jax.items() if not np.any(g)} == expected
+    for name in in_torch.keys() - expected:
+        scale = max(1.0, np.abs(in_jax[name]).max())
+        np.testing.assert_allclose(in_torch[name].numpy(), in_jax[name], rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("layer", [layer for layer in ROUTED if layer.kind != "unused"])
+def test_every_set_of_ways_is_drawn(layer):
+    """The test above is no empty one: among 200 pairs of rows, each way is taken alone, and not all of them."""
+    model = build_model(problem_of(SOURCES[0], layer), 1, torch.float64)
+    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    rng = np.random.default_rng(0)
+    seen = {frozenset(ways_taken(layer, 2 * rng.standard_normal((2, 2)), values)) for _ in range(200)}
+    assert {frozenset((way,)) for way in range(layer.o.get("experts", 2))} <= seen
+
+
+@pytest.mark.parametrize("layer", ROUTED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_way_that_nothing_takes_works_in_every_dtype(layer, dtype):
+    """One row at a time: all the other ways get none."""
+    for row in ([2.0, 1.0], [-2.0, 1.0], [0.0, 0.0]):
+        _, in_torch, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3)
+        _, lower, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3, dtype)
+        assert {n for n, g in lower.items() if g is None} == {n for n, g in in_torch.items() if g is None}
+        assert all(g.dtype is dtype for g in lower.values() if g is not None)
+
+
+@pytest.mark.parametrize("name", ["branch", "mixture"])
+def test_ties_go_to_the_first_way_in_both(name):
+    """An all-zero row at a gate without bias: every expert is as likely."""
+    options = {"features": 2} if name == "branch" else {"features": 2, "experts": 3}
+    kind, signal = LAYERS[name], Signal("vector", (2,))
+    module = kind.torch_module(signal, options).double()
+    with torch.no_grad():
+        for parameter_name, parameter in module.named_parameters():
+            parameter.fill_(0.0 if parameter_name.startswith("gate") else 1.0)
+        for way, layer in enumerate(module.ways):
+            layer.bias.fill_(10.0**way)
+    rows = [[0.0, 0.0], [-0.0, 0.0]] + ([[THRESHOLD, 0.0]] if name == "branch" else [])
+    x = np.array(rows)
+    values = {n: p.detach().numpy() for n, p in module.named_parameters()}
+    share = 1.0 if name == "branch" else 1 / 3
+    expected = share * (1.0 + x.sum(axis=1, keepdims=True)) * np.ones((1, 2))
+    np.testing.assert_allclose(module(torch.from_numpy(x)).detach().numpy(), expected, rtol=1e-14)
+    np.testing.assert_allclose(np.asarray(kind.jax_apply(options, values, x, {})), expected, rtol=1e-14)
+
+
+def test_a_dense_mixture_would_be_noticed():
+    """A mixture that weighs all its experts by 0 or 1 gives zeros for None: the pattern above tells them apart."""
+    problem = problem_of(SOURCES[0], ROUTED[2])
+    model = build_model(problem, 0, torch.float64)
+    mixture = model[0]
+
+    def dense(rows, chosen):
+        return sum((chosen == way)[:, None] * layer(rows) for way, layer in enumerate(mixture.ways))
+
+    mixture.send = dense
+    x = np.array([[0.5, -1.0]])
+    model({"x": torch.from_numpy(x)}).square().sum().backward()
+    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    assert len(unreached(ROUTED[2], x, values)) == 2
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("first", "routed"), list(product(("relu", "hardtanh"), ROUTED[1:3])))
+def test_rows_of_zeros_and_ones_are_routed_alike(first, routed):
+    """Clamped values stay clear of the edges of routing, so that both frameworks take the same way."""
+    x = 3 * np.random.default_rng(0).standard_normal((64, 2))
+    x[::4] = -1.0
+    problem = problem_of(SOURCES[0], Layer(first), routed)
+    _, in_torch, in_jax = gradients(problem, x, 0)
+    for name, gradient in in_torch.items():
+        scale = max(1.0, np.abs(in_jax[name]).max())
+        np.testing.assert_allclose(gradient.numpy(), in_jax[name], rtol=0, atol=1e-12 * scale)
