@@ -82,7 +82,7 @@ def _gradient_violation(
     ):
         kind = "non-finite"
         diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
-        explanation = f"{parameter}.grad is not finite at the step, the right gradient is. {explanation}"
+        explanation = f"{parameter}.grad is not finite at the step, the right gradient is; {explanation}"
     else:
         kind = "gradient"
         diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,18 +18,28 @@ from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.subject import Outcome, run_loop
 from gradcheck_suite.trial import generated_trial
 
-_SHOWN = 4
+_QUIET = 2.0**-20
+"""A scale at which no threshold bites; a power of two, so that a linear loop's weights scale without rounding."""
 
 
-def _probe_steps(loop: Loop, plan: Plan, reduction: str) -> list[npt.NDArray[np.float64]]:
-    """Return, for each step the loop takes on the probe, the weight it gave each item."""
+def _probe_steps(loop: Loop, plan: Plan, reduction: str, *, scale: float = 1.0) -> list[npt.NDArray[np.float64]] | None:
+    """Return, for each step the loop takes on the probe, the weight it gave each item; None where it fails there.
+
+    Args:
+        loop: the subject.
+        plan: of the case that is explained.
+        reduction: likewise.
+        scale: the probe's loss is multiplied by it, and the weights divided.
+    """
     trial = generated_trial(probe_case(plan, reduction))  # type: ignore[arg-type]
-    outcome = run_loop(loop, trial)
+    plain = trial.problem.loss
+    scaled = replace(trial.problem, loss=lambda model, batch: scale * plain(model, batch))
+    outcome = run_loop(loop, replace(trial, problem=scaled))
     if outcome.raised is not None:
-        return []
+        return None
     none = np.zeros(plan.total_items)
     seen = [observation.gradients["0.weight"] for observation in outcome.observations]
-    return [none if g is None else g.numpy() for g in seen]
+    return [none if g is None else g.numpy() / scale for g in seen]
 
 
 def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[np.float64] | None:
@@ -49,22 +61,38 @@ def _weights(observed: npt.NDArray[np.float64], plan: Plan, epoch: int, window: 
     )
 
 
-def _read(loop: Loop, plan: Plan, reduction: str, step: int) -> tuple[Diagnosis, tuple[str, ...]] | None:
-    """Read a step's weights off the probe; None where the loop treats the probe's items rightly."""
+def _read(loop: Loop, plan: Plan, reduction: str, step: int) -> tuple[Diagnosis, tuple[str, ...]]:
+    """Read a step's weights off the probe."""
     steps = _probe_steps(loop, plan, reduction)
-    if step >= len(steps) or not np.isfinite(steps[step]).all():
-        return None
-    epoch, window = divmod(step, len(plan.windows))
-    observed = _per_micro_batch(steps[step], plan)
+    if steps is None or step >= len(steps):
+        return _not_linear("what the loop does with the read-out probe is no guide, since it fails there"), ()
+    items = steps[step]
+    if not np.isfinite(items).all():
+        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite"), ()
+    quiet = _probe_steps(loop, plan, reduction, scale=_QUIET)
+    if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
+        return _not_linear(
+            "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
+            "something depends on the gradient's size (clipping, normalising) or on chance (noise)"
+        ), ()
+    observed = _per_micro_batch(items, plan)
     if observed is None:
-        return None
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights"), ()
+    epoch, window = divmod(step, len(plan.windows))
     weights = _weights(observed, plan, epoch, window, reduction)
     right = np.array([weights.expected if j in weights.window else 0.0 for j in range(len(observed))])
-    if np.allclose(observed, right, rtol=1e-9, atol=1e-12):
-        return None
+    if np.allclose(observed, right, rtol=1e-9, atol=0):
+        return _not_linear(
+            "on the read-out probe the items' weights are right, so look at what depends on the gradient's values, "
+            "the model or the count (clipping, hooks, buffers, casts, counting items instead of targets)"
+        ), ()
     lines = ["weight of each item, by micro-batch (index, items, expected, observed):"]
     lines += [f"  {j:>3} {n:>4} {right[j]:>12.6g} {observed[j]:>12.6g}" for j, n in enumerate(plan.micro_batches)]
     return diagnose(weights), tuple(lines)
+
+
+def _not_linear(why: str) -> Diagnosis:
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
 
 
 def explain_gradient(
@@ -86,22 +114,14 @@ def explain_gradient(
         f"{parameter}{list(where)}: expected {expected[where]:.9g}, observed {observed[where]:.9g}, "
         f"off by {difference.error:.3g} where rounding allows {difference.allowed:.3g}",
     )
-    reading = _read(loop, plan, reduction, epoch * len(plan.windows) + window.index)
-    if reading is None:
-        return (
-            "not-linear",
-            f"{parameter}.grad is wrong, and not by the weights of its items: on the read-out probe they are right, "
-            "so look at what depends on the gradient's values or on the model (clipping, hooks, buffers, casts)",
-            numbers,
-        )
-    diagnosis, table = reading
+    diagnosis, table = _read(loop, plan, reduction, epoch * len(plan.windows) + window.index)
     return diagnosis.name, diagnosis.sentence, numbers + table
 
 
 def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violation:
     """Return the violation of a loop that stepped too seldom or too often."""
     case = reference.trial.case
-    plan, taken = case.plan, len(outcome.observations)
+    plan, taken, reduction = case.plan, len(outcome.observations), reference.trial.problem.reduction
     full, micro = len(plan.micro_batches) // plan.accumulation_steps, len(plan.micro_batches)
     times = f"{taken} or more times" if outcome.endless else f"{taken} times"
     explanation = (
@@ -112,25 +132,24 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
     if outcome.endless:
         diagnosis = "endless"
         explanation += "; the loop was stopped there"
+    elif plan.has_short_window and taken == plan.epochs * full and (tail := _tail_fault(loop, plan, reduction)):
+        diagnosis, cure = tail
+        explanation += f": the short last window (micro-batches {list(plan.windows[-1])}) is never stepped{cure}"
     elif taken == 0:
         diagnosis = "never-stepped"
         explanation += ": run.optimizer was never stepped"
     elif taken == plan.epochs * micro:
         diagnosis = "step-per-micro-batch"
         explanation += ": it stepped once per micro-batch"
-    elif plan.has_short_window and taken == plan.epochs * full:
-        diagnosis, tail = _tail_fault(reference, outcome, full)
-        explanation += tail
     return Violation("step-count", diagnosis, explanation, case)
 
 
-def _tail_fault(reference: Reference, outcome: Outcome, full: int) -> tuple[str, str]:
-    plan = reference.trial.case.plan
-    members = list(plan.windows[-1])
-    text = f": the short last window (micro-batches {members}) is never stepped"
-    if plan.epochs > 1 and full and full < len(outcome.observations):
-        first = outcome.observations[full]
-        difference = reference.window(0, first.parameters or None).compare(reference.flat(first.gradients))
-        if difference.ratio > 1:
-            return "tail-leak", text + ", and its gradient leaks into the next epoch's first window"
-    return "tail-dropped", text
+def _tail_fault(loop: Loop, plan: Plan, reduction: str) -> tuple[str, str] | None:
+    """Say what becomes of a short last window, seen on one micro-batch more than a window and two epochs."""
+    k = plan.accumulation_steps
+    seen = _probe_steps(loop, Plan((1,) * (k + 1), k, 2), reduction)
+    if seen is None or len(seen) < 2:
+        return None
+    if seen[1][k] != 0:
+        return "tail-leak", ", and its gradient leaks into the next epoch's first window"
+    return ("tail-dropped", ": its items never train anything") if len(seen) == 2 else None

@@ -58,16 +58,22 @@ def _named_factor(factor: float, weights: Weights) -> str:
     short, k = len(weights.window), weights.accumulation_steps
     total = sum(weights.counts[j] for j in weights.window)
     names = [
-        (short, f"the window's {short} micro-batches"),
-        (1 / short, f"1/{short}, one over the window's micro-batches"),
         (k, f"accumulation_steps = {k}"),
         (1 / k, f"1/accumulation_steps = 1/{k}"),
-        (short / k, f"{short}/{k}, the short window's micro-batches over accumulation_steps"),
-        (k / short, f"{k}/{short}, accumulation_steps over the short window's micro-batches"),
-        (total, f"{total:g}, the window's count"),
-        (1 / total, f"1/{total:g}, one over the window's count"),
+        (total, f"the window's count, {total:g}"),
+        (1 / total, f"one over the window's count, 1/{total:g}"),
     ]
-    return next((name for value, name in names if _close(factor, value)), f"{factor:.6g}")
+    if short != k:
+        names = [
+            (short / k, f"the short window's micro-batches over accumulation_steps, {short}/{k}"),
+            (k / short, f"accumulation_steps over the short window's micro-batches, {k}/{short}"),
+            (short, f"the short window's micro-batches, {short}"),
+            (1 / short, f"one over the short window's micro-batches, 1/{short}"),
+            *names,
+        ]
+    # small windows make several names the same number: all of them are said, none is guessed
+    fitting = [name for value, name in names if _close(factor, value)]
+    return f", which is {' or '.join(fitting)}" if fitting else ""
 
 
 def diagnose(weights: Weights) -> Diagnosis:
@@ -94,46 +100,68 @@ def diagnose(weights: Weights) -> Diagnosis:
 def _diagnose_window(
     ratio: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], inside: Sequence[int], weights: Weights
 ) -> Diagnosis:
-    short, k = len(inside), weights.accumulation_steps
+    size, k = len(inside), weights.accumulation_steps
     if np.all(ratio == 0):
         return Diagnosis("no-gradient", "nothing of the window is in the gradient: it was reset before the step")
-    present = np.flatnonzero(np.abs(ratio) > TOLERANCE)
-    if len(inside) > 1 and len(present) == 1:
-        which = int(present[0])
-        if which == len(inside) - 1:
-            return Diagnosis(
-                "reset-inside-window",
-                "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch",
-            )
-        if which == 0:
-            return Diagnosis("first-only", "only the window's first micro-batch is in the gradient")
-    if len(present) < len(inside):
-        missing = [inside[i] for i in range(len(inside)) if i not in present]
-        return Diagnosis("dropped-micro-batch", f"micro-batches {missing} of the window are not in the gradient")
+    if _close(ratio, 1.0):
+        return Diagnosis(
+            "rounded-weights",
+            f"the weights are right to {np.abs(ratio - 1).max():.1g} only: counts or their quotients were rounded "
+            "to a lower precision than the gradient's; compute them in the loss's dtype or in Python floats",
+        )
     if _close(ratio, ratio[0]):
         return Diagnosis(
             "wrong-scale",
-            f"every item of the window weighs {ratio[0]:.6g} times what it should, "
-            f"which is {_named_factor(float(ratio[0]), weights)}",
+            f"every item of the window weighs {ratio[0]:.6g} times what it should"
+            f"{_named_factor(float(ratio[0]), weights)}",
         )
     per_mean = weights.observed[list(inside)] * counts
     if weights.reduction == "mean" and _close(per_mean, per_mean[0]):
-        return _mean_of_means(float(per_mean[0]), short, k)
-    twice = [inside[i] for i in range(len(inside)) if _close(ratio[i], 2.0)]
+        return _mean_of_means(float(per_mean[0]), len(weights.window), k)
+    if (step := _geometric(ratio, per_mean, k)) is not None:
+        return Diagnosis(
+            "rescaled-accumulator",
+            f"each micro-batch weighs {step:.6g} times the one before it: "
+            "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
+        )
+    present = [inside[i] for i in range(size) if ratio[i] != 0]
+    if len(present) == 1 and present[0] == inside[-1]:
+        return Diagnosis(
+            "reset-inside-window",
+            "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch",
+        )
+    if len(present) == 1 and present[0] == inside[0]:
+        return Diagnosis("first-only", "only the window's first micro-batch is in the gradient")
+    if len(present) < size:
+        missing = [j for j in inside if j not in present]
+        return Diagnosis("dropped-micro-batch", f"micro-batches {missing} of the window are not in the gradient")
+    if size > 2 and _close(ratio, np.arange(size, 0, -1)):
+        return Diagnosis(
+            "running-loss",
+            f"the window's micro-batches are in the gradient {size}, {size - 1}, ..., 1 times: "
+            "the running sum of the losses goes through backward each time; send each loss through once",
+        )
+    twice = [inside[i] for i in range(size) if _close(ratio[i], 2.0)]
     if twice and _close([r for r in ratio if not _close(r, 2.0)], 1.0):
         return Diagnosis("repeated-micro-batch", f"micro-batches {twice} of the window are in the gradient twice")
-    for values in (ratio, per_mean):
-        if len(values) > 2 and _close(values[1:-1] / values[:-2], values[2:] / values[1:-1]):
-            return Diagnosis(
-                "rescaled-accumulator",
-                f"each micro-batch weighs {values[1] / values[0]:.6g} times the one before it: "
-                "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
-            )
     shown = ", ".join(f"{w:.6g}" for w in weights.observed[list(inside)])
     return Diagnosis(
         "unrecognised-weights",
         f"the window's micro-batches weigh {shown} per count, where {weights.expected:.6g} is right for each",
     )
+
+
+def _geometric(ratio: npt.NDArray[np.float64], per_mean: npt.NDArray[np.float64], k: int) -> float | None:
+    """Return the factor between neighbours where the weights are a geometric sequence; two alone are one only for K."""
+    if np.any(ratio == 0):
+        return None
+    for values in (ratio, per_mean):
+        steps = values[1:] / values[:-1]
+        if len(steps) > 1 and _close(steps, steps[0]):
+            return float(steps[0])
+    if len(ratio) == 2 and k > 1 and _close(per_mean, [k**-2, k**-1]):
+        return float(k)
+    return None
 
 
 def _mean_of_means(weight: float, short: int, k: int) -> Diagnosis:

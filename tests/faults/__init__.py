@@ -1,0 +1,1 @@
+"""Planted faults, and the test that each is found."""

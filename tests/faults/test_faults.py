@@ -1,0 +1,41 @@
+"""Every classic fault is found, named, and shrunk to what a person can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from gradcheck_suite import Layer, check, verify
+from tests.faults.loops import WANTED, mean_of_means
+
+EXAMPLES = 200
+
+
+def _layers(layers: Iterable[Layer]) -> int:
+    return sum(1 + _layers(layer.layers) for layer in layers)
+
+
+@pytest.mark.parametrize("loop", WANTED, ids=lambda loop: loop.__name__)
+def test_a_classic_fault_is_found_named_and_shrunk(loop):
+    result = verify(loop, examples=EXAMPLES)
+    violation = result.violation
+    assert violation is not None, "not found"
+    assert result.found_after is not None
+    assert result.found_after <= EXAMPLES
+    assert f"{violation.kind}/{violation.diagnosis}" in WANTED[loop], violation.explanation
+
+    case = violation.case
+    assert len(case.plan.windows) <= 2, case
+    assert len(case.plan.micro_batches) <= 3, case
+    assert _layers(case.problem.layers) == 1, case
+
+    again = check(loop, case).violation
+    assert again is not None
+    assert (again.kind, again.diagnosis) == (violation.kind, violation.diagnosis)
+
+
+def test_the_same_seed_finds_the_same_smallest_case():
+    first, second = (verify(mean_of_means, examples=EXAMPLES, seed_value=5) for _ in range(2))
+    assert first.violation.case == second.violation.case
+    assert first.found_after == second.found_after
