@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from gradcheck_suite.case import Case
 from gradcheck_suite.contract import Loop, Problem
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.explain import explain_gradient, explain_steps
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.observer import Observation
@@ -28,10 +32,10 @@ def check(
         time_limit_s: seconds after which the loop is stopped and counts as `raised`.
 
     Raises:
-        UsageError: the case cannot be brought to life.
+        UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
     """
     try:
-        reference = REFERENCES.get(case, problem)
+        reference = _reference(case, problem)
         if reference.finding:
             return Verdict(case, finding=reference.finding)
         outcome = run_loop(loop, reference.trial, time_limit_s=time_limit_s)
@@ -40,12 +44,33 @@ def check(
         return Verdict(case, skipped=str(error))
 
 
+def _reference(case: Case, problem: Problem | None) -> Reference:
+    """Return the case's reference, all of whose windows have been computed once."""
+    if problem is None:
+        return REFERENCES.get(case, problem)
+    try:
+        reference = REFERENCES.get(case, problem)
+        for window in range(len(case.plan.windows)):
+            reference.window(window)
+    except (UsageError, CannotJudgeError):
+        raise
+    except Exception as error:
+        # a user's own code, which may raise anything
+        trace = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"the problem {case.problem} failed before any loop ran: {type(error).__name__}: {error} "
+            f"({Path(trace.filename).name}, line {trace.lineno})"
+        ) from error
+    return reference
+
+
 def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:
     case = reference.trial.case
     if outcome.raised is not None:
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
-        return Verdict(case, Violation("raised", "raised", explanation, case, details=trace))
+        diagnosis = "timed-out" if outcome.timed_out else "raised"
+        return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
     if outcome.structure:
         explanation = f"the loop changed the model's parameters: {outcome.structure}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradcheck_suite.contract import Loop
 from gradcheck_suite.numerics.compare import Difference
@@ -137,10 +138,18 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
         explanation += f": the short last window (micro-batches {list(plan.windows[-1])}) is never stepped{cure}"
     elif taken == 0:
         diagnosis = "never-stepped"
-        explanation += ": run.optimizer was never stepped"
+        moved = any(not torch.equal(value, outcome.start[name]) for name, value in outcome.parameters.items())
+        explanation += ": run.optimizer was never stepped" + (
+            ", yet the parameters moved, so something else was; step run.optimizer, or wrap it" if moved else ""
+        )
     elif taken == plan.epochs * micro:
         diagnosis = "step-per-micro-batch"
         explanation += ": it stepped once per micro-batch"
+    elif taken % len(plan.windows) == 0:
+        diagnosis = "wrong-epochs"
+        explanation += (
+            f": as many as {taken // len(plan.windows)} epoch(s) ask for; pass over run.loader run.epochs times"
+        )
     return Violation("step-count", diagnosis, explanation, case)
 
 

@@ -43,11 +43,14 @@ class Observer:
         """
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.observations: list[Observation] = []
+        self.exceeded = False
         self._limit, self._trajectory = limit, trajectory
         self._handle = optimizer.register_step_pre_hook(self._see)
 
     def _see(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if len(self.observations) >= self._limit:
+            # written down too, since a loop may catch whatever is raised inside it
+            self.exceeded = True
             raise TooManySteps
         gradients = {name: None if p.grad is None else _copy(p.grad) for name, p in self.parameters.items()}
         if not self._trajectory:

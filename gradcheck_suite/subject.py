@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gradcheck_suite.contract import Loop
-from gradcheck_suite.guard import TimedOut, time_limit
+from gradcheck_suite.guard import Limit, TimedOut, time_limit
+from gradcheck_suite.hints import hint
 from gradcheck_suite.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.trial import Trial
 
@@ -25,7 +27,8 @@ class Outcome:
         parameters: trainable parameters' values at the end.
         start: trainable parameters' values at the beginning.
         raised: one line about the exception that ended the loop, or None.
-        trace: that exception's traceback.
+        trace: that exception's traceback, from the loop's own frame on.
+        timed_out: whether it was stopped for taking too long.
         endless: whether it was stopped for stepping too often.
         structure: how the loop changed the model's parameters, or None.
     """
@@ -35,6 +38,7 @@ class Outcome:
     parameters: dict[str, torch.Tensor]
     raised: str | None = None
     trace: str = ""
+    timed_out: bool = False
     endless: bool = False
     structure: str | None = None
 
@@ -44,39 +48,69 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
     run = trial.run()
     steps = trial.case.plan.steps
     observer = Observer(run.model, run.optimizer, limit=2 * steps + 8, trajectory=trial.case.optimizer is not None)
-    before = dict(run.model.named_parameters())
+    before = _structure(run.model)
     start = {name: p.detach().clone() for name, p in observer.parameters.items()}
-    raised, trace, endless = None, "", False
+    raised, trace, limit = None, "", Limit()
+    default_dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), time_limit(time_limit_s):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), time_limit(time_limit_s) as limit:
             # torch.manual_seed would queue a call for every kind of device, each with a formatted stack
             torch.default_generator.manual_seed(trial.case.seed)
             loop(run)
     except KeyboardInterrupt:
         raise
-    except TooManySteps:
-        endless = True
-    except TimedOut:
-        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
+    except (TooManySteps, TimedOut):
+        pass
     except BaseException as error:
-        raised, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        raised, trace = _account(error)
     finally:
         observer.close()
+        torch.set_default_dtype(default_dtype)
+    endless, timed_out = observer.exceeded, limit.expired and not observer.exceeded
+    if timed_out:
+        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
     return Outcome(
         observations=observer.observations,
         start=start,
         parameters={name: p.detach() for name, p in observer.parameters.items()},
-        raised=raised,
+        raised=None if endless else raised,
         trace=trace,
+        timed_out=timed_out,
         endless=endless,
-        structure=_changed_structure(before, dict(run.model.named_parameters())),
+        structure=_changes(before, _structure(run.model)),
     )
 
 
-def _changed_structure(before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]) -> str | None:
-    changes = [
-        *(f"removed {name}" for name in before.keys() - after.keys()),
-        *(f"added {name}" for name in after.keys() - before.keys()),
-        *(f"replaced {name}" for name in before.keys() & after.keys() if before[name] is not after[name]),
-    ]
+def _account(error: BaseException) -> tuple[str, str]:
+    """Return one line about an exception and its traceback, both without the suite's own frame."""
+    own = error.__traceback__ and error.__traceback__.tb_next
+    frames = traceback.extract_tb(own)
+    inside = [frame for frame in frames if frame.filename == frames[0].filename]
+    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+    message = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    meaning = hint(error)
+    text = f"{line}{where}; {meaning}" if meaning else f"{line}{where}"
+    return text, "".join(traceback.format_exception(type(error), error, own))
+
+
+_Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
+
+
+def _structure(model: torch.nn.Module) -> _Structure:
+    """Return each parameter, and what a loop must leave as it is beside its values."""
+    return {
+        name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
+        for name, p in model.named_parameters()
+    }
+
+
+def _changes(before: _Structure, after: _Structure) -> str | None:
+    changes = [f"removed {name}" for name in before.keys() - after.keys()]
+    changes += [f"added {name}" for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        (old, was), (new, now) = before[name], after[name]
+        if old is not new:
+            changes.append(f"replaced {name} by another parameter")
+        changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
     return ", ".join(sorted(changes)) or None
