@@ -20,7 +20,7 @@ from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_W
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.optimizers import TAKES_SPARSE, checked_optimizer
 from gradcheck_suite.plan import Plan
-from gradcheck_suite.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
 ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
 SIZES = (1, 2, 3, 4, 5, 8)
@@ -42,6 +42,16 @@ def _assumptions(assumes: Iterable[str]) -> frozenset[str]:
         return checked_assumptions(assumes)
     except UsageError as error:
         raise InvalidArgument(str(error)) from None
+
+
+def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
+    """Return the reductions that a loop with these assumptions is tried on.
+
+    A loop that needs equal counts speaks of means: to a sum, counts are nothing.
+    """
+    if SUM_REDUCTION in assumes:
+        return ("sum",)
+    return ("mean",) if EQUAL_MICRO_BATCHES in assumes else REDUCTIONS
 
 
 @cache
@@ -192,7 +202,7 @@ def problems(
         layers.append(_layer(draw, signal, trainable=left == 0, sparse=sparse))
         signal = out_signal(layers[-1], signal)
     loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
-    reduction = "sum" if SUM_REDUCTION in chosen else draw(_sampled(REDUCTIONS))
+    reduction = draw(_sampled(reductions_within(chosen)))
     return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=reduction))
 
 

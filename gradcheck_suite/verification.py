@@ -25,8 +25,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Result, Verdict, Violation
-from gradcheck_suite.spec import REDUCTIONS
-from gradcheck_suite.strategies import cases, size_of
+from gradcheck_suite.strategies import cases, reductions_within, size_of
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
 
 DEFAULT_EXAMPLES = 200
@@ -36,6 +35,14 @@ Progress = Callable[[Verdict], None]
 
 class _ViolatedError(Exception):
     """Raised to Hypothesis, at one place, so that it shrinks one fault and not several."""
+
+
+class _StopError(BaseException):
+    """Carries a `UsageError` past Hypothesis, which would draw and shrink on where nothing can be judged at all."""
+
+    def __init__(self, error: UsageError) -> None:
+        super().__init__()
+        self.error = error
 
 
 class _Search:
@@ -52,21 +59,40 @@ class _Search:
         self.smallest: Violation | None = None
         self.found_after: int | None = None
         self._found_at = 0.0
-        self.on_probe: Violation | None = None
+        self._on_probe: Violation | None = None
+        self._other: Violation | None = None
+        self._first_pass = True
+
+    @property
+    def violation(self) -> Violation | None:
+        """The smallest violation found."""
+        return self.smallest or self._other or self._on_probe
 
     def probe(self, cases: Iterable[Case]) -> None:
-        """Check the read-out probes; what they show stands only if no drawn case shows a fault more plainly."""
+        """Check the read-out probes. The fault they show is the one that is then searched for among drawn cases."""
         for case in cases:
             verdict = check(self._loop, case, time_limit_s=self._time_limit_s)
-            self.on_probe = self.on_probe or verdict.violation
+            self._on_probe = verdict.violation
+            if self._on_probe is not None:
+                return
+
+    def turn_to_other_fault(self) -> bool:
+        """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
+        if self.smallest is not None or self._other is None:
+            return False
+        self._on_probe, self._first_pass = self._other, False
+        return True
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
         searching = self.smallest is None
         if not searching and time.perf_counter() - self._found_at > SHRINK_SECONDS:
             return
-        verdict = check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s)
-        if searching:
+        try:
+            verdict = check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s)
+        except UsageError as error:
+            raise _StopError(error) from None
+        if searching and self._first_pass:
             self.cases += 1
             self._note(verdict)
         if verdict.violation is not None and self._is_the_fault(verdict.violation):
@@ -82,10 +108,14 @@ class _Search:
             self._progress(verdict)
 
     def _is_the_fault(self, violation: Violation) -> bool:
-        if self.smallest is None:
-            self.found_after, self._found_at = self.cases, time.perf_counter()
-        elif (violation.kind, violation.diagnosis) != (self.smallest.kind, self.smallest.diagnosis):
+        if self.found_after is None:
+            self.found_after = self.cases
+        sought = self.smallest or self._on_probe
+        if sought is not None and (violation.kind, violation.diagnosis) != (sought.kind, sought.diagnosis):
+            self._other = self._other or violation
             return False
+        if self.smallest is None:
+            self._found_at = time.perf_counter()
         if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
             self.smallest = violation
         return True
@@ -95,9 +125,8 @@ def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
     """Yield the read-out probes that every loop is tried on first, within what it assumes."""
     sizes = ((2, 2), (1, 1)) if EQUAL_MICRO_BATCHES in assumes else ((1, 3), (2, 2))
     tail = () if WHOLE_WINDOWS in assumes else (4,)
-    for reduction in REDUCTIONS:
-        if reduction == "sum" or SUM_REDUCTION not in assumes:
-            yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
+    for reduction in reductions_within(assumes):
+        yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
 
 
 def verify(
@@ -155,13 +184,17 @@ def verify(
         if problem is None:
             search.probe(probe_cases(chosen, device))
         _run(search, drawn, examples, seed_value)
+        if search.turn_to_other_fault():
+            _run(search, drawn, examples, seed_value)
     except KeyboardInterrupt:
         interrupted = True
+    except _StopError as stop:
+        raise stop.error from None
     return Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
         seconds=time.perf_counter() - started,
-        violation=search.smallest or search.on_probe,
+        violation=search.violation,
         found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         ratio=search.ratio,
