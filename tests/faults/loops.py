@@ -12,7 +12,6 @@ import torch
 
 from gradcheck_suite import TrainingRun, training_loop
 
-
 WANTED: dict[Any, frozenset[str]] = {}
 """Loop -> what it may be found as, `kind/diagnosis`: several where a small window shows two faults alike."""
 
