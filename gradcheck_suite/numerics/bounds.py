@@ -48,7 +48,7 @@ def measured_bound(expected: Vector, in_float32: Vector, terms: int, layout: Lay
         terms: micro-batches added up.
         layout: of both vectors.
     """
-    noise = layout.spread(_finite(np.abs(in_float32 - expected)))
+    noise = layout.spread(_distance(in_float32, expected))
     noise = np.maximum(noise, noise.max(initial=0.0) / MARGIN)
     scale = UNIT_ROUNDOFF["float64"] / UNIT_ROUNDOFF["float32"]
     return quick_bound(expected, terms) + MARGIN * (1 + terms) * scale * noise
@@ -71,13 +71,19 @@ def low_precision_bound(
         dtype: of parameters and accumulators.
     """
     unit, terms = UNIT_ROUNDOFF[dtype], len(contributions)
-    rounding = _finite(np.abs(large_batch - expected))
-    own = sum((_finite(np.abs(low - high)) for low, high in contributions), np.zeros_like(expected))
+    rounding = _distance(large_batch, expected)
+    own = sum((_distance(low, high) for low, high in contributions), np.zeros_like(expected))
     noise = layout.spread(np.maximum(rounding, own))
     sizes = sum((np.maximum(np.abs(low), np.abs(high)) for low, high in contributions), np.zeros_like(expected))
     largest = float(_finite(sizes).max(initial=0.0))
     summation = (terms + 3) * unit * (_finite(sizes) + layout.spread(_finite(sizes)))
     return MARGIN * noise + summation + unit * unit * largest + (terms + 3) * SMALLEST[dtype]
+
+
+def _distance(a: Vector, b: Vector) -> Vector:
+    """Return |a - b| where it is finite, else 0: two infinities leave no noise to measure."""
+    with np.errstate(invalid="ignore"):
+        return _finite(np.abs(a - b))
 
 
 def _finite(vector: Vector) -> Vector:
