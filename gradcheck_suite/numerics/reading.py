@@ -157,7 +157,7 @@ def _geometric(ratio: npt.NDArray[np.float64], per_mean: npt.NDArray[np.float64]
         return None
     for values in (ratio, per_mean):
         steps = values[1:] / values[:-1]
-        if len(steps) > 1 and _close(steps, steps[0]):
+        if len(steps) > 1 and steps[0] > 0 and _close(steps, steps[0]):
             return float(steps[0])
     if len(ratio) == 2 and k > 1 and _close(per_mean, [k**-2, k**-1]):
         return float(k)

@@ -1,0 +1,99 @@
+"""What is said of a wrong gradient when its weights cannot be read, or are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.loops.windows import backward_window, windows
+
+CASE = Case(
+    ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean")),
+    Plan((3, 1, 2), 2),
+    seed=1,
+)
+
+
+def _then(change):
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, window)
+            change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _double_matrices(run):
+    for p in run.model.parameters():
+        if p.ndim == 2:
+            p.grad.mul_(2)
+
+
+def _needs_a_bias(run):
+    dict(run.model.named_parameters())["0.bias"].grad.mul_(2)
+
+
+def _noise(run):
+    for p in run.model.parameters():
+        p.grad.add_(torch.randn_like(p.grad))
+
+
+def _normalise(run):
+    for p in run.model.parameters():
+        p.grad.div_(p.grad.norm())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_double_matrices, "on the read-out probe the items' weights are right"),
+        (_needs_a_bias, "it fails there"),
+        (_noise, "on chance (noise)"),
+        (_normalise, "(clipping, normalising)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_no_matter_of_weights_is_said_to_be_none(change, says):
+    violation = check(_then(change), CASE).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
+    assert says in violation.explanation
+
+
+def test_items_of_one_micro_batch_may_be_weighted_unequally():
+    def trims(run):
+        for window in windows(run):
+            backward_window(run, [{name: t[:2] for name, t in batch.items()} for batch in window])
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = check(trims, CASE).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "unequal-items")
+
+
+def test_the_numbers_are_those_of_the_worst_element():
+    violation = check(_then(_double_matrices), CASE).violation
+    assert violation.parameter == "0.weight"
+    assert violation.error > violation.allowed > 0
+    (line,) = violation.details
+    assert "4 of 6 elements of the gradient differ; the worst is 0.weight[" in line
+    assert f"off by {violation.error:.3g} where rounding allows {violation.allowed:.3g}" in line
+
+
+def test_the_weights_are_shown_beside_the_right_ones():
+    def no_reset(run):
+        for window in windows(run):
+            backward_window(run, window)
+            run.optimizer.step()
+
+    violation = check(no_reset, CASE).violation
+    assert (violation.epoch, violation.window) == (0, 1)
+    table = violation.details[2:]
+    # right: 0, 0, 1/2; the first window's 1/4 is still there
+    assert [line.split() for line in table] == [
+        ["0", "3", "0", "0.25"],
+        ["1", "1", "0", "0.25"],
+        ["2", "2", "0.5", "0.5"],
+    ]
