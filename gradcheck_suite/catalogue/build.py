@@ -125,7 +125,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(torch.from_numpy(_value(rng, name, tuple(tensor.shape))))
+                tensor.copy_(torch.as_tensor(_value(rng, name, tuple(tensor.shape))))
 
 
 def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> GeneratedModel:

@@ -49,21 +49,25 @@ def reachable_signals() -> tuple[Signal, ...]:
 
 @cache
 def cases_of(name: str) -> tuple[tuple[Layer, Signal], ...]:
-    """Return a kind's layers, each with a signal: every variant that some signal of each form admits, padded or not.
+    """Return a kind's layers, each with a signal: every variant with the largest signal of each form that admits it.
 
-    Of the many sizes that admit a variant, the first and the last stand for all.
+    The first variant meets each form's smallest signal and a padded one too; a kind that reads the mask meets a padded
+    signal in every variant.
     """
     if name == "readout":  # takes the index of an item, which no drawn input gives
         return ((Layer("readout"), Signal("tokens", (1,), vocabulary=4)),)
-    admitting: dict[tuple[object, ...], list[Signal]] = {}
-    for signal in reachable_signals():
-        for options in KINDS[name].variants(signal):
-            admitting.setdefault((Layer(name, **options), signal.form, signal.padded), []).append(signal)
-    return tuple(
-        (layer, signal)
-        for (layer, *_), signals in admitting.items()
-        for signal in dict.fromkeys((signals[0], signals[-1]))
-    )
+    kind, cases = KINDS[name], {}
+    for form in ("vector", "tokens", "sequence", "image"):
+        admitting: dict[Layer, list[Signal]] = {}
+        for signal in reachable_signals():
+            for options in kind.variants(signal) if signal.form == form else ():
+                admitting.setdefault(Layer(name, **options), []).append(signal)
+        for i, (layer, signals) in enumerate(admitting.items()):
+            plain = [s for s in signals if not s.padded]
+            padded = [s for s in signals if s.padded]
+            chosen = [*plain[-1:], *(plain[:1] if i == 0 else ()), *(padded[-1:] if i == 0 or kind.uses_mask else ())]
+            cases |= {(layer, signal): None for signal in chosen or signals[-1:]}
+    return tuple(cases)
 
 
 def _identifier(case: tuple[Layer, Signal]) -> str:
@@ -272,7 +276,8 @@ def _wrong_options() -> Iterator[object]:
             wrong = [("missing", {}), ("ill-typed", {option: "no such value"})]
             if isinstance(value, int) and not isinstance(value, bool):
                 wrong.append(("negative", {option: -1}))
-            for what, change in wrong:
+            variants = [dict(v) for v in KINDS[name].variants(signal)]
+            for what, change in [(w, c) for w, c in wrong if {**others, **c} not in variants]:
                 yield pytest.param(Layer(name, **others, **change), signal, id=f"{name}-{option}-{what}")
         yield pytest.param(Layer(name, **dict(layer.options), foreign=1), signal, id=f"{name}-foreign")
 

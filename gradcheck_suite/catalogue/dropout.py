@@ -1,0 +1,43 @@
+"""Dropout with the mask as data: what is dropped comes with the item, so every split drops the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import torch
+
+from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LayerKind, Options, Signal, expect, product
+
+
+class MaskedDropout(torch.nn.Module):
+    """x * keep / (1 - p), where `keep` is 0 or 1 and has the input's shape."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self._p = p
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return x * keep / (1 - self._p)
+
+
+def _variants(signal: Signal) -> Sequence[Options]:
+    return () if signal.form == "tokens" else product(p=(0.5, 0.1))
+
+
+def _out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form != "tokens", "dropout", "floating values", signal)
+    expect(0 <= options["p"] < 1, "dropout", "p of at least 0 and below 1", options["p"])
+    return signal
+
+
+def _extras(signal: Signal, options: Options, rng: np.random.Generator, items: int) -> Arrays:
+    return {"keep": rng.random((items, *signal.size)) >= options["p"]}
+
+
+def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    return jax.numpy.where(extras["keep"], x / (1 - options["p"]), 0.0)
+
+
+KINDS = (LayerKind("dropout", _variants, _out, lambda signal, o: MaskedDropout(o["p"]), _jax, extras=_extras),)

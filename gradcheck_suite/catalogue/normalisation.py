@@ -1,0 +1,201 @@
+"""Normalisations: over an item's features (layer, RMS), over groups or single channels, by running statistics.
+
+None of them mixes items. Batch norm in train mode would, so only its eval mode is here: a model in train mode keeps it
+in eval mode, as fine-tuning with frozen statistics does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product, same
+
+EPS = 1e-5
+
+
+def _standardised(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    centred = x - x.mean(axes, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(axes, keepdims=True) + EPS)
+
+
+def _affine(options: Options, params: Arguments, x: jax.Array, axis: int) -> jax.Array:
+    """Scale and shift each channel, which lie along `axis`."""
+    if not options["affine"]:
+        return x
+    shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
+    return x * params["weight"].reshape(shape) + params["bias"].reshape(shape)
+
+
+def _channel_axis(x: jax.Array) -> int:
+    """Return where the channels lie: first in an image, last in a vector or a sequence."""
+    return 1 if x.ndim == 4 else -1
+
+
+def _rows(signal: Signal) -> Sequence[Options]:
+    return product(affine=(False, True)) if signal.form in ("vector", "sequence") else ()
+
+
+def _same_rows(kind: str, signal: Signal, options: Options) -> Signal:
+    expect(signal.form in ("vector", "sequence"), kind, "a vector or a sequence", signal)
+    return same(signal, options)
+
+
+def _jax_layer(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    return _affine(options, params, _standardised(x, (-1,)), -1)
+
+
+def _jax_rms(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    y = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    return y * params["weight"] if options["affine"] else y
+
+
+# Channels before positions is what torch's group, instance and batch norm take, so sequences are transposed for them.
+
+
+class SequenceGroupNorm(torch.nn.GroupNorm):
+    """`GroupNorm` over (n, T, D)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class SequenceInstanceNorm(torch.nn.InstanceNorm1d):
+    """`InstanceNorm1d` over (n, T, D)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class FrozenBatchNorm1d(torch.nn.BatchNorm1d):
+    """`BatchNorm1d` over (n, D) or (n, T, D) that stays in eval mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.ndim == 2 else super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class FrozenBatchNorm2d(torch.nn.BatchNorm2d):
+    """`BatchNorm2d` that stays in eval mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+
+def _elements(signal: Signal, groups: int) -> int:
+    """Return how many numbers one group normalises."""
+    return int(np.prod(signal.size)) // groups
+
+
+def _group_variants(signal: Signal) -> Sequence[Options]:
+    if signal.form == "tokens":
+        return ()
+    return [
+        o
+        for o in product(groups=(1, 2), affine=(False, True))
+        if signal.features % o["groups"] == 0 and _elements(signal, o["groups"]) > 1
+    ]
+
+
+def _group_out(signal: Signal, options: Options) -> Signal:
+    groups = options["groups"]
+    expect(signal.form != "tokens", "group_norm", "floating values", signal)
+    expect(groups >= 1 and signal.features % groups == 0, "group_norm", "groups that divide the features", groups)
+    expect(_elements(signal, groups) > 1, "group_norm", "more than one number in a group", f"{groups} of {signal}")
+    return signal
+
+
+def _torch_group(signal: Signal, options: Options) -> torch.nn.Module:
+    module = SequenceGroupNorm if signal.form == "sequence" else torch.nn.GroupNorm
+    return module(options["groups"], signal.features, eps=EPS, affine=options["affine"])
+
+
+def _jax_group(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    axis = _channel_axis(x)
+    channels_first = jnp.moveaxis(x, axis, 1)
+    grouped = _standardised(channels_first.reshape(len(x), options["groups"], -1), (-1,))
+    return _affine(options, params, jnp.moveaxis(grouped.reshape(channels_first.shape), 1, axis), axis)
+
+
+def _instance_variants(signal: Signal) -> Sequence[Options]:
+    takes = signal.form in ("sequence", "image") and _elements(signal, signal.features) > 1
+    return product(affine=(False, True)) if takes else ()
+
+
+def _instance_out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form in ("sequence", "image"), "instance_norm", "a sequence or an image", signal)
+    several = _elements(signal, signal.features) > 1
+    expect(several, "instance_norm", "more than one position or pixel", signal)
+    return signal
+
+
+def _torch_instance(signal: Signal, options: Options) -> torch.nn.Module:
+    module = SequenceInstanceNorm if signal.form == "sequence" else torch.nn.InstanceNorm2d
+    return module(signal.features, eps=EPS, affine=options["affine"])
+
+
+def _jax_instance(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    positions = (1,) if x.ndim == 3 else (2, 3)
+    return _affine(options, params, _standardised(x, positions), _channel_axis(x))
+
+
+def _torch_batch1d(signal: Signal, options: Options) -> torch.nn.Module:
+    return FrozenBatchNorm1d(signal.features, eps=EPS, affine=options["affine"]).eval()
+
+
+def _image_variants(signal: Signal) -> Sequence[Options]:
+    return product(affine=(False, True)) if signal.form == "image" else ()
+
+
+def _image_out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form == "image", "batch_norm2d", "an image", signal)
+    return signal
+
+
+def _torch_batch2d(signal: Signal, options: Options) -> torch.nn.Module:
+    return FrozenBatchNorm2d(signal.features, eps=EPS, affine=options["affine"]).eval()
+
+
+def _jax_batch(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    axis = _channel_axis(x)
+    shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
+    mean, variance = params["running_mean"].reshape(shape), params["running_var"].reshape(shape)
+    return _affine(options, params, (x - mean) / jnp.sqrt(variance + EPS), axis)
+
+
+KINDS = (
+    LayerKind(
+        "layer_norm",
+        _rows,
+        lambda signal, options: _same_rows("layer_norm", signal, options),
+        lambda signal, options: torch.nn.LayerNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
+        _jax_layer,
+        axes=1,
+    ),
+    LayerKind(
+        "rms_norm",
+        _rows,
+        lambda signal, options: _same_rows("rms_norm", signal, options),
+        lambda signal, options: torch.nn.RMSNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
+        _jax_rms,
+        axes=1,
+    ),
+    LayerKind("group_norm", _group_variants, _group_out, _torch_group, _jax_group),
+    LayerKind("instance_norm", _instance_variants, _instance_out, _torch_instance, _jax_instance),
+    LayerKind(
+        "batch_norm1d",
+        _rows,
+        lambda signal, options: _same_rows("batch_norm1d", signal, options),
+        _torch_batch1d,
+        _jax_batch,
+        axes=1,
+    ),
+    LayerKind("batch_norm2d", _image_variants, _image_out, _torch_batch2d, _jax_batch),
+)
