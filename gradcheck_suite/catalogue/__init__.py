@@ -9,7 +9,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
-from gradcheck_suite.catalogue import activations, composites, embeddings, inputs, linear, readout
+from gradcheck_suite.catalogue import (
+    activations,
+    attention,
+    composites,
+    convolution,
+    dropout,
+    embedding_bag,
+    embeddings,
+    feature_activations,
+    frozen,
+    inputs,
+    linear,
+    normalisation,
+    pooling,
+    readout,
+    recurrent,
+    routing,
+    sequence_pooling,
+    shape,
+    tied,
+    transformer,
+    weight_norm,
+)
 from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
 from gradcheck_suite.catalogue.losses import regression
 from gradcheck_suite.errors import UsageError
@@ -30,7 +52,26 @@ def _table(*families: Iterable[_KindT]) -> Mapping[str, _KindT]:
 
 INPUTS: Mapping[str, InputKind] = _table(inputs.KINDS)
 LAYERS: Mapping[str, LayerKind] = _table(
-    linear.KINDS, embeddings.KINDS, activations.KINDS, composites.KINDS, readout.LAYERS
+    linear.KINDS,
+    embeddings.KINDS,
+    activations.KINDS,
+    feature_activations.KINDS,
+    attention.KINDS,
+    transformer.KINDS,
+    recurrent.KINDS,
+    tied.KINDS,
+    frozen.KINDS,
+    routing.KINDS,
+    convolution.KINDS,
+    pooling.KINDS,
+    sequence_pooling.KINDS,
+    normalisation.KINDS,
+    shape.KINDS,
+    dropout.KINDS,
+    weight_norm.KINDS,
+    embedding_bag.KINDS,
+    composites.KINDS,
+    readout.LAYERS,
 )
 LOSSES: Mapping[str, LossKind] = _table(regression.KINDS, readout.LOSSES)
 
