@@ -145,12 +145,17 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
     elif taken == plan.epochs * micro:
         diagnosis = "step-per-micro-batch"
         explanation += ": it stepped once per micro-batch"
-    elif taken % len(plan.windows) == 0:
+    elif (passes := _passes(loop, plan.epochs, reduction)) not in (None, plan.epochs):
         diagnosis = "wrong-epochs"
-        explanation += (
-            f": as many as {taken // len(plan.windows)} epoch(s) ask for; pass over run.loader run.epochs times"
-        )
+        explanation += f": it makes {passes} pass(es); pass over run.loader run.epochs times"
     return Violation("step-count", diagnosis, explanation, case)
+
+
+def _passes(loop: Loop, epochs: int, reduction: str) -> int | None:
+    """Return how often the loop passes over the loader, seen where every micro-batch is a window; None if unclear."""
+    micro_batches = (1, 1, 1)
+    seen = _probe_steps(loop, Plan(micro_batches, 1, epochs), reduction)
+    return None if seen is None or len(seen) % len(micro_batches) else len(seen) // len(micro_batches)
 
 
 def _tail_fault(loop: Loop, plan: Plan, reduction: str) -> tuple[str, str] | None:

@@ -34,7 +34,8 @@ OPTIMIZERS: dict[str, _Factory] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
-TAKES_SPARSE = frozenset({"sgd", "momentum", "adagrad"})
+TAKES_SPARSE = frozenset({"sgd", "nesterov", "adagrad"})
+"""Which take sparse gradients. SGD does, but not with weight decay."""
 
 
 def checked_optimizer(name: str) -> str:
