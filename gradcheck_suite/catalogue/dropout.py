@@ -23,7 +23,7 @@ class MaskedDropout(torch.nn.Module):
 
 
 def _variants(signal: Signal) -> Sequence[Options]:
-    return () if signal.form == "tokens" else product(p=(0.5, 0.1))
+    return () if signal.form == "tokens" else product(p=(0.5, 0.1) if signal.form == "vector" else (0.5,))
 
 
 def _out(signal: Signal, options: Options) -> Signal:

@@ -97,11 +97,9 @@ def _elements(signal: Signal, groups: int) -> int:
 def _group_variants(signal: Signal) -> Sequence[Options]:
     if signal.form == "tokens":
         return ()
-    return [
-        o
-        for o in product(groups=(1, 2), affine=(False, True))
-        if signal.features % o["groups"] == 0 and _elements(signal, o["groups"]) > 1
-    ]
+    groups = 2 if signal.features % 2 == 0 and _elements(signal, 2) > 1 else 1
+    plain = {"groups": 1, "affine": False}
+    return [plain, {"groups": groups, "affine": True}] if _elements(signal, 1) > 1 else ()
 
 
 def _group_out(signal: Signal, options: Options) -> Signal:
