@@ -1,0 +1,71 @@
+"""Hypothesis profiles, and the number of cases that a run really executed.
+
+    pytest properties/ --hypothesis-profile ci        under five minutes on two cores, the same cases every time
+    pytest properties/ --hypothesis-profile dev       a quick look while writing
+    pytest properties/ --hypothesis-profile nightly   new cases every time, many of them
+    pytest properties/ --hypothesis-profile gpu -m cuda
+
+A profile sets how many examples the cheapest property draws; `scaled(k)` gives a dearer one a k-th of that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# compiling takes seconds the first time and nothing later, so neither deadlines nor speed checks say anything here
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
+}
+settings.register_profile("ci", parent=settings.get_profile("ci"), max_examples=100, **_COMMON)
+settings.register_profile("dev", parent=settings.get_profile("default"), max_examples=20, **_COMMON)
+settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=2000, **_COMMON)
+settings.register_profile("gpu", parent=settings.get_profile("ci"), max_examples=50, **_COMMON)
+
+# torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
+torch.sparse.check_sparse_tensor_invariants.enable()
+
+_executed = {"cases": 0}
+
+
+def _counted(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        _executed["cases"] += 1  # not reached by an example that `assume` rejects, or that fails
+        return result
+
+    run.counts_cases = True
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count every example: the ones Hypothesis draws, and a test without Hypothesis as none."""
+    for item in items:
+        handle = getattr(getattr(item, "obj", None), "hypothesis", None)
+        if handle is not None and not hasattr(handle.inner_test, "counts_cases"):
+            handle.inner_test = _counted(handle.inner_test)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the count to the main process when pytest-xdist spreads the run over several."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cases"] = _executed["cases"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what a worker of pytest-xdist executed."""
+    _executed["cases"] += getattr(node, "workeroutput", {}).get("cases", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many cases were executed."""
+    terminalreporter.write_line(f"cases: {_executed['cases']}")

@@ -1,0 +1,151 @@
+"""What earlier windows held, NaN and infinity too, leaves no trace in this window's gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans
+from gradcheck_suite.contract import Loop
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.trial import Trial, generated_trial
+from properties import faults
+from properties.helpers import DEVICES, bit_unequal, observe, on_leaves, scaled, unequal, with_loss
+
+TO_NONE = ("set_to_none", "grad_none")
+REGRESSION = ProblemSpec(
+    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
+)
+TWO_WINDOWS = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
+several_windows = cases(plan=plans(min_windows=2, max_accumulation_steps=4))
+
+
+def _elsewhere(trial: Trial, window: int) -> torch.Tensor:
+    """Return (items,), True outside the window."""
+    where = torch.ones(trial.case.plan.total_items, dtype=torch.bool, device=trial.device)
+    items = trial.case.plan.window_items(window)
+    where[items.start : items.stop] = False
+    return where
+
+
+def other_data(trial: Trial, window: int) -> Trial:
+    """Return the trial with every item outside the window drawn anew."""
+    where, drawn = _elsewhere(trial, window), generated_trial(trial.case.replace(seed=trial.case.seed ^ 1))
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor[where] = drawn.data[name][where]
+        return tensor
+
+    return on_leaves(trial, change)
+
+
+def poisoned_data(trial: Trial, window: int, value: float) -> Trial:
+    """Return the trial with `value` for every floating input and target outside the window."""
+    where = _elsewhere(trial, window)
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in ("x", "target") and tensor.is_floating_point():
+            tensor[where] = value
+        return tensor
+
+    return on_leaves(trial, change)
+
+
+def is_refused(trial: Trial) -> bool:
+    """Return whether torch refuses the data, as `binary_cross_entropy` refuses a probability that is NaN."""
+    try:
+        trial.problem.loss(trial.model(), trial.batch(range(trial.case.plan.total_items)))
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def poisoned_loss(trial: Trial, window: int, value: float) -> Trial:
+    """Return the trial with the loss times `value` outside the window: reaches models that take integers too."""
+    factor = torch.ones(trial.case.plan.total_items, dtype=trial.dtype, device=trial.device)
+    factor[_elsewhere(trial, window)] = value
+    loss = trial.problem.loss
+    trial.data["factor"] = factor
+    return with_loss(trial, lambda model, batch: loss(model, batch) * batch["factor"][0])
+
+
+def assert_isolated(loop: Loop, trial: Trial, changed: Trial, window: int, *, to_the_bit: bool) -> None:
+    """Assert that a loop hands over the same gradients of a window whatever the others hold."""
+    __tracebackhide__ = True
+    compare, per_epoch = bit_unequal if to_the_bit else unequal, len(trial.case.plan.windows)
+    pairs = list(zip(observe(loop, trial), observe(loop, changed), strict=True))
+    for epoch, (a, b) in enumerate(pairs[window::per_epoch]):
+        wrong = compare(a.gradients, b.gradients)
+        assert not wrong, (
+            f"epoch {epoch}, window {window}: gradients of {wrong} depend on other windows' data [{trial.case!r}]"
+        )
+
+
+def _windows(case: Case) -> st.SearchStrategy[int]:
+    return st.integers(0, len(case.plan.windows) - 1)
+
+
+# `zero_` keeps one bit of the past: a zeroed accumulator turns -0.0 into +0.0, where a parameter that was never
+# reached before takes -0.0 as it is; so modes that zero are compared by `==`, modes that release to the bit
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODES)
+@scaled(2)
+@given(case=several_windows, data=st.data())
+def test_other_values_leave_no_trace(name, device, case, data):
+    window = data.draw(_windows(case), label="window")
+    trial = generated_trial(case.replace(device=device))
+    assert_isolated(MODES[name], trial, other_data(trial, window), window, to_the_bit=name in TO_NONE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", MODES)
+@scaled(5)
+@given(case=several_windows, data=st.data())
+def test_non_finite_data_leave_no_trace(name, value, case, data):
+    window = data.draw(_windows(case), label="window")
+    trial = generated_trial(case)
+    event(f"floating inputs: {trial.data['x'].is_floating_point()}")
+    changed = poisoned_data(trial, window, value)
+    assume(not is_refused(changed))
+    assert_isolated(MODES[name], trial, changed, window, to_the_bit=name in TO_NONE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", MODES)
+@scaled(5)
+@given(case=several_windows, data=st.data())
+def test_non_finite_gradients_leave_no_trace(name, value, device, case, data):
+    window = data.draw(_windows(case), label="window")
+    trial = generated_trial(case.replace(device=device))
+    changed = poisoned_loss(trial, window, value)
+    assert_isolated(MODES[name], trial, changed, window, to_the_bit=name in TO_NONE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_reset_by_multiplication_is_caught(value):
+    trial = generated_trial(TWO_WINDOWS)
+    with pytest.raises(AssertionError, match="depend on other windows"):
+        assert_isolated(
+            faults.reset_by_multiplication, trial, poisoned_data(trial, 1, value), window=1, to_the_bit=False
+        )
+
+
+def test_reset_by_multiplication_is_sound_on_finite_data():
+    trial = generated_trial(TWO_WINDOWS)
+    assert_isolated(faults.reset_by_multiplication, trial, other_data(trial, 1), window=1, to_the_bit=False)
+
+
+def test_no_reset_is_caught():
+    trial = generated_trial(TWO_WINDOWS)
+    with pytest.raises(AssertionError, match="depend on other windows"):
+        assert_isolated(faults.no_reset, trial, other_data(trial, 1), window=1, to_the_bit=False)
+
+
+def test_the_poison_arrives():
+    trial = poisoned_data(generated_trial(TWO_WINDOWS), 1, math.nan)
+    assert all(observe(MODES["set_to_none"], trial)[0].gradients["0.weight"].isnan().flatten())

@@ -1,0 +1,114 @@
+"""Accumulated = one large batch, as torch computes it and as JAX computes it, for every built-in loop."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import event, given, target
+from hypothesis import strategies as st
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
+from gradcheck_suite.contract import assumptions_of
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.numerics.bounds import quick_bound
+from gradcheck_suite.numerics.compare import worst_difference
+from gradcheck_suite.optimizers import OPTIMIZERS
+from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.trial import generated_trial
+from properties import faults
+from properties.helpers import DEVICES, assert_holds, scaled
+
+ASSUMING = {name: loop for name, loop in BUILT_IN.items() if assumptions_of(loop)}
+EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
+REGRESSION = ProblemSpec(
+    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
+)
+UNEQUAL = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
+FAULTS = (
+    faults.mean_of_means,
+    faults.no_divide,
+    faults.double_divide,
+    faults.tail_over_steps,
+    faults.reset_per_micro_batch,
+    faults.no_reset,
+    faults.running_sum_rescaled,
+    faults.first_only,
+    faults.clip_per_micro_batch,
+)
+
+
+def _note(case: Case) -> None:
+    plan = case.plan
+    event(f"unequal micro-batches: {len(set(plan.micro_batches)) > 1}")
+    event(f"short last window: {plan.has_short_window}")
+    event(f"windows: {min(len(plan.windows), 2)}, epochs: {min(plan.epochs, 2)} (2 stands for more)")
+    event(f"some micro-batch counts nothing: {bool(plan.masked)}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", EVERYWHERE)
+@given(case=cases())
+def test_every_built_in_loop_gives_the_large_batch_gradient(name, device, case):
+    verdict = check(EVERYWHERE[name], case.replace(device=device))
+    _note(case)
+    assert_holds(verdict)
+
+
+@scaled(2)
+@given(case=cases())
+def test_holds_where_the_error_is_driven_up(case):
+    # apart from the test above, whose loops share cases, and so references, only while nothing steers them
+    verdict = check(BUILT_IN["zero_"], case)
+    target(verdict.ratio, label="error over allowed")
+    assert_holds(verdict)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ASSUMING)
+@scaled(2)
+@given(data=st.data())
+def test_a_loop_that_assumes_holds_inside_its_assumptions(name, device, data):
+    case = data.draw(cases(device=device, assumes=assumptions_of(ASSUMING[name])), label="case")
+    _note(case)
+    assert_holds(check(ASSUMING[name], case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["zero_", "set_to_none", "flat_buffer"])
+@scaled(2)
+@given(case=st.sampled_from(sorted(OPTIMIZERS)).flatmap(lambda optimizer: cases(optimizer=optimizer)))
+def test_holds_along_the_path_of_a_real_optimizer(name, device, case):
+    event(f"optimizer: {case.optimizer}")
+    assert_holds(check(BUILT_IN[name], case.replace(device=device)))
+
+
+@scaled(6)
+@given(case=cases())
+def test_torch_and_jax_agree_whole_and_accumulated(case):
+    reference = Reference(generated_trial(case))
+    assert reference.finding is None, f"{reference.finding}\n{case!r}"
+    window = reference.window(len(case.plan.windows) - 1)
+    opinions = window.opinions()
+    expected = opinions.pop("torch large batch")
+    for name, gradient in opinions.items():
+        difference = worst_difference(gradient, expected, quick_bound(expected, len(window.members)))
+        if difference.ratio > 1:
+            difference = window.compare(gradient)
+        assert difference.ratio <= 1, f"{name} is off by {difference.error:.3g} from torch's large batch\n{case!r}"
+
+
+@pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
+def test_a_planted_fault_is_caught(loop):
+    violation = check(loop, UNEQUAL).violation
+    assert violation is not None
+    assert violation.kind == "gradient"
+
+
+def test_a_fault_behind_an_optimizer_is_caught():
+    violation = check(faults.mean_of_means, UNEQUAL.replace(optimizer="adamw")).violation
+    assert violation is not None
+    assert violation.diagnosis == "mean-of-means"
+
+
+@pytest.mark.parametrize("name", ASSUMING)
+def test_an_assumption_that_does_not_hold_is_caught(name):
+    assert check(ASSUMING[name], UNEQUAL).violation is not None
