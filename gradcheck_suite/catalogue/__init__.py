@@ -33,7 +33,7 @@ from gradcheck_suite.catalogue import (
     weight_norm,
 )
 from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
-from gradcheck_suite.catalogue.losses import regression
+from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec, Reduction
 
@@ -73,7 +73,14 @@ LAYERS: Mapping[str, LayerKind] = _table(
     composites.KINDS,
     readout.LAYERS,
 )
-LOSSES: Mapping[str, LossKind] = _table(regression.KINDS, readout.LOSSES)
+LOSSES: Mapping[str, LossKind] = _table(
+    regression.KINDS,
+    classification.KINDS,
+    binary.KINDS,
+    probabilistic.KINDS,
+    margin.KINDS,
+    readout.LOSSES,
+)
 
 
 def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:

@@ -24,7 +24,7 @@ from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.spec import Layer, Loss, ProblemSpec
 
 ROWS = (16, 64, 256, 1024, 4096, 16384)
-_TARGET_KEYS = ("target", "weight")
+_TARGET_KEYS = ("target", "weight", "other", "variance")
 _NO_ARRAYS: Arrays = {}
 
 

@@ -1,0 +1,182 @@
+"""Losses that ask for a margin, between classes, between vectors or from a threshold.
+
+Their kinks lie where drawn data never falls, but for one: an output of exactly 0 has cosine 0 with everything.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors
+from gradcheck_suite.catalogue.losses.classification import skewed_classes
+from gradcheck_suite.catalogue.losses.common import (
+    Bools,
+    class_weights,
+    count_elements,
+    count_items,
+    elements_per_item,
+    hinge,
+    normal_targets,
+    on,
+    on_floats,
+    one_per_item,
+    per_item,
+    rows,
+    sign_targets,
+    signs,
+)
+
+F = torch.nn.functional
+COSINE_EPS = 1e-12
+"""What torch adds to both squared norms of a cosine embedding."""
+TRIPLET_EPS = 1e-6
+"""What torch adds to every difference inside a triplet's distances."""
+
+
+def _hinge_embedding(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.hinge_embedding_loss(out, batch["target"], margin=options["margin"], reduction=reduction)
+
+
+def _hinge_embedding_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    return per_item(jnp.where(batch["target"] == 1, out, hinge(options["margin"] - out)))
+
+
+def _soft_margin(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.soft_margin_loss(out, batch["target"], reduction=reduction)
+
+
+def _soft_margin_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    return per_item(jnp.logaddexp(-batch["target"] * out, 0.0))
+
+
+def _classes(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+    return skewed_classes(signal, rng, len(ignored))
+
+
+def _multi_margin(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.multi_margin_loss(
+        rows(out),
+        batch["target"].flatten(),
+        p=options["p"],
+        margin=options["margin"],
+        weight=class_weights(out, out.shape[-1]) if options["class_weights"] else None,
+        reduction=reduction,
+    )
+
+
+def _multi_margin_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    classes = out.shape[-1]
+    right = jax.nn.one_hot(batch["target"], classes, dtype=out.dtype)
+    score = (right * out).sum(axis=-1, keepdims=True)
+    loss = ((1 - right) * hinge(options["margin"] - score + out) ** options["p"]).sum(axis=-1) / classes
+    # torch's manual puts the weight inside the power; torch has it outside
+    return per_item((0.5 + batch["target"]) * loss if options["class_weights"] else loss)
+
+
+def _with_another(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+    return {"target": signs(rng, len(ignored)), "other": rng.standard_normal((len(ignored), *signal.size))}
+
+
+def _cosine(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.cosine_embedding_loss(out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction)
+
+
+def _cosine_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    other = batch["other"]
+    squares = ((out**2).sum(axis=-1) + COSINE_EPS) * ((other**2).sum(axis=-1) + COSINE_EPS)
+    cosine = (out * other).sum(axis=-1) / jnp.sqrt(squares)
+    return jnp.where(batch["target"] == 1, 1 - cosine, hinge(cosine - options["margin"]))
+
+
+def _pair(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+    target = normal_targets(signal, options, rng, ignored)["target"]
+    return {"target": target, "other": rng.standard_normal(target.shape)}
+
+
+def _triplet(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.triplet_margin_loss(
+        out, batch["target"], batch["other"], margin=options["margin"], eps=TRIPLET_EPS, reduction=reduction
+    )
+
+
+def _triplet_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    def distance(to: jax.Array) -> jax.Array:
+        return jnp.sqrt(((out - to + TRIPLET_EPS) ** 2).sum(axis=-1))
+
+    return hinge(distance(batch["target"]) - distance(batch["other"]) + options["margin"])
+
+
+def _ranked(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+    target = sign_targets(signal, options, rng, ignored)["target"]
+    return {"target": target, "other": rng.standard_normal(target.shape)}
+
+
+def _ranking(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    return F.margin_ranking_loss(out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction)
+
+
+def _ranking_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    return per_item(hinge(options["margin"] - batch["target"] * (out - batch["other"])))
+
+
+KINDS = (
+    LossKind(
+        "hinge_embedding",
+        on_floats(margin=(1.0, 0.5)),
+        sign_targets,
+        _hinge_embedding,
+        count_elements,
+        _hinge_embedding_items,
+        elements_per_item,
+    ),
+    LossKind(
+        "soft_margin",
+        on_floats(),
+        sign_targets,
+        _soft_margin,
+        count_elements,
+        _soft_margin_items,
+        elements_per_item,
+    ),
+    LossKind(
+        "multi_margin",
+        on("vector", "sequence", features=2, p=(1, 2), margin=(1.0,), class_weights=(False, True)),
+        _classes,
+        _multi_margin,
+        count_elements,
+        _multi_margin_items,
+        elements_per_item,
+    ),
+    LossKind(
+        "cosine_embedding",
+        # a vector of one feature has no direction to learn
+        on("vector", features=2, margin=(0.0, 0.25)),
+        _with_another,
+        _cosine,
+        count_items,
+        _cosine_items,
+        one_per_item,
+    ),
+    LossKind(
+        "triplet_margin",
+        # with one feature the two distances mostly differ by a constant
+        on("vector", features=2, margin=(1.0, 0.5)),
+        _pair,
+        _triplet,
+        count_items,
+        _triplet_items,
+        one_per_item,
+    ),
+    LossKind(
+        "margin_ranking",
+        on_floats(margin=(0.0, 0.5)),
+        _ranked,
+        _ranking,
+        count_elements,
+        _ranking_items,
+        elements_per_item,
+    ),
+)

@@ -1,0 +1,329 @@
+"""Every loss alone: torch against JAX, against finite differences, and against what its count promises.
+
+Generic over the catalogue: a new loss is tested by being registered. The planted faults at the end show that the
+comparisons can fail; what torch does that its users may not expect is in `test_losses_in_torch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite.catalogue import LOSSES
+from gradcheck_suite.catalogue.kinds import LossKind, Options, Signal, vector
+from gradcheck_suite.catalogue.losses.classification import IGNORE_INDEX
+from gradcheck_suite.references.jax_reference import objective
+from gradcheck_suite.spec import REDUCTIONS, Loss
+
+RELATIVE = 1e-12
+SIGNALS = (
+    vector(1),
+    vector(4),
+    Signal("sequence", (3, 4)),
+    Signal("sequence", (3, 4), padded=True),
+    Signal("image", (4, 2, 3)),
+)
+SPLIT = (1, 5, 2)
+"""Items of the micro-batches that a large batch is cut into."""
+ITEMS = sum(SPLIT)
+MANY = 64
+
+
+@dataclass(frozen=True)
+class Example:
+    """A loss on a signal: what it is asked, and the data it is asked about."""
+
+    kind: LossKind
+    signal: Signal
+    options: tuple[tuple[str, object], ...]
+
+    @property
+    def o(self) -> Options:
+        """The options by name."""
+        return dict(self.options)
+
+    def ignored(self, items: int, masked: slice = slice(0, 0)) -> np.ndarray:
+        """Return what `targets` is told to ignore: the padding, and the items of `masked`."""
+        every = np.zeros(items, dtype=bool)
+        every[masked] = True
+        if self.signal.form != "sequence":
+            return every
+        length = self.signal.size[0]
+        lengths = 1 + np.arange(items) % length if self.signal.padded else np.full(items, length)
+        return every[:, None] | (np.arange(length) >= lengths[:, None])
+
+    def arrays(self, items: int = ITEMS, *, masked: slice = slice(0, 0)) -> dict[str, np.ndarray]:
+        """Draw the loss's data, with all targets of some items ignored."""
+        rng = np.random.default_rng(7)
+        return self.kind.targets(self.signal, self.o, rng, self.ignored(items, masked))
+
+    def batch(self, items: int = ITEMS, *, masked: slice = slice(0, 0)) -> dict[str, torch.Tensor]:
+        """Return `arrays` as tensors."""
+        return {name: torch.from_numpy(array) for name, array in self.arrays(items, masked=masked).items()}
+
+    def out(self, items: int = ITEMS) -> np.ndarray:
+        """Draw an output of the model."""
+        return 1.5 * np.random.default_rng(11).standard_normal((items, *self.signal.size))
+
+    def torch(self, out, batch, reduction: str) -> tuple[float, np.ndarray]:
+        """Return torch's loss and its gradient with respect to the output."""
+        leaf = torch.as_tensor(out).requires_grad_()
+        loss = self.kind.torch_loss(self.o, leaf, batch, reduction)
+        return loss.item(), torch.autograd.grad(loss, leaf)[0].numpy()
+
+    def count(self, batch) -> float:
+        """Return what torch's mean over a batch divides by."""
+        return float(self.kind.count(self.o, batch))
+
+    @cached_property
+    def name(self) -> str:
+        """What the example is called in pytest's output."""
+        options = ",".join(f"{name}={value}" for name, value in self.options)
+        size = "x".join(map(str, self.signal.size))
+        return f"{self.kind.name}({options})-{self.signal.form}-{size}{'-padded' * self.signal.padded}"
+
+
+def examples() -> Iterator[Example]:
+    for kind in LOSSES.values():
+        for signal in SIGNALS:
+            for options in kind.variants(signal):
+                yield Example(kind, signal, tuple(options.items()))
+
+
+EXAMPLES = list(examples())
+each_example = pytest.mark.parametrize("example", [pytest.param(e, id=e.name) for e in EXAMPLES])
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
+def jax_loss(example: Example, reduction: str) -> tuple[float, np.ndarray]:
+    """Return JAX's loss and gradient for all items but the last, whose place is taken by one of no weight."""
+    arrays = {name: np.concatenate([array[:-1], array[:1]]) for name, array in example.arrays().items()}
+    weight = (np.arange(ITEMS) < ITEMS - 1).astype(np.float64)
+
+    def objective_of(out):
+        if LOSSES.get(example.kind.name) is example.kind:
+            return objective(Loss(example.kind.name, **example.o, reduction=reduction), out, arrays, weight)
+        total = jnp.sum(weight * example.kind.jax_items(example.o, out, arrays))
+        return total / jnp.sum(weight * example.kind.jax_counts(example.o, arrays)) if reduction == "mean" else total
+
+    # not jitted: the losses are made of the same few operations, which JAX then compiles once for all of them
+    value, gradient = jax.value_and_grad(objective_of)(jnp.asarray(example.out()))
+    assert not np.asarray(gradient)[-1].any(), "an item of no weight has a gradient"
+    return float(value), np.asarray(gradient)[:-1]
+
+
+def assert_close(received, expected, what: str, relative: float = RELATIVE) -> None:
+    """Hold two arrays together within a multiple of the largest entry."""
+    __tracebackhide__ = True
+    received, expected = np.asarray(received), np.asarray(expected)
+    assert received.shape == expected.shape
+    assert np.isfinite(received).all(), f"{what}: not finite: {received}"
+    error, scale = np.abs(received - expected).max(), np.abs(expected).max()
+    assert error <= relative * scale, f"{what}: off by {error:.3g}, {error / scale:.3g} of the largest, {scale:.3g}"
+
+
+def assert_frameworks_agree(example: Example) -> None:
+    __tracebackhide__ = True
+    batch = {name: tensor[:-1] for name, tensor in example.batch().items()}
+    for reduction in REDUCTIONS:
+        value, gradient = example.torch(example.out()[:-1], batch, reduction)
+        value_by_jax, gradient_by_jax = jax_loss(example, reduction)
+        assert_close(value, value_by_jax, f"{reduction}, value, torch against JAX")
+        assert_close(gradient, gradient_by_jax, f"{reduction}, gradient, torch against JAX")
+
+
+def assert_splits(example: Example, reduction: str) -> None:
+    """Hold N * L(X) = sum of n_i * L(X_i) for a mean, L(X) = sum of L(X_i) for a sum; gradients likewise."""
+    __tracebackhide__ = True
+    out, batch = torch.from_numpy(example.out()), example.batch()
+    value, gradient = example.torch(out, batch, reduction)
+    share = example.count(batch) if reduction == "mean" else 1.0
+    values, gradients, start = [], [], 0
+    for items in SPLIT:
+        part = {name: tensor[start : start + items] for name, tensor in batch.items()}
+        part_value, part_gradient = example.torch(out[start : start + items], part, reduction)
+        part_share = example.count(part) if reduction == "mean" else 1.0
+        values.append(part_share * part_value)
+        gradients.append(part_share * part_gradient)
+        start += items
+    assert_close(sum(values), share * value, f"{reduction}, value, parts against the whole")
+    assert_close(np.concatenate(gradients), share * gradient, f"{reduction}, gradient, parts against the whole")
+
+
+def test_the_catalogue_holds_the_losses_that_people_train_with():
+    wanted = {
+        "mse", "l1", "smooth_l1", "huber", "cross_entropy", "nll", "bce_with_logits", "bce", "kl_div", "poisson_nll",
+        "gaussian_nll", "hinge_embedding", "multi_margin", "cosine_embedding",
+    }  # fmt: skip
+    assert wanted <= LOSSES.keys()
+
+
+@pytest.mark.parametrize("signal", SIGNALS, ids=str)
+def test_every_signal_has_a_loss_and_few_variants_of_each(signal):
+    numbers = {name: len(kind.variants(signal)) for name, kind in LOSSES.items()}
+    assert sum(map(bool, numbers.values())) >= 8
+    assert max(numbers.values()) <= 8
+
+
+@pytest.mark.parametrize("kind", LOSSES.values(), ids=lambda kind: kind.name)
+def test_a_loss_takes_no_tokens(kind):
+    assert not kind.variants(Signal("tokens", (3,), vocabulary=5))
+
+
+@each_example
+def test_torch_and_jax_agree(example):
+    assert_frameworks_agree(example)
+
+
+@each_example
+@each_reduction
+def test_the_gradient_is_the_slope(example, reduction):
+    out, batch, step = example.out(), example.batch(), 1e-5
+    _, gradient = example.torch(out, batch, reduction)
+    direction = np.random.default_rng(13).standard_normal(out.shape)
+
+    def along(steps: int) -> float:
+        return example.torch(out + steps * step * direction, batch, reduction)[0]
+
+    # fourth order: the error is step**4 and rounding over the step, both below 1e-9
+    slope = (8 * (along(1) - along(-1)) - (along(2) - along(-2))) / (12 * step)
+    scale = np.abs(gradient * direction).sum() + abs(along(0))
+    assert abs(slope - (gradient * direction).sum()) <= 1e-9 * scale
+
+
+@each_example
+@each_reduction
+def test_parts_add_up_to_the_whole(example, reduction):
+    assert_splits(example, reduction)
+
+
+@each_example
+def test_counts_agree(example):
+    batch, arrays = example.batch(), example.arrays()
+    counts = np.asarray(example.kind.jax_counts(example.o, arrays))
+    assert counts.shape == (ITEMS,)
+    assert (counts > 0).all(), "an item that is not ignored counts nothing"
+    singles = [example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(ITEMS)]
+    assert_close(singles, counts, "counts of single items, torch against JAX")
+    assert_close(example.count(batch), counts.sum(), "count of the batch, torch against JAX")
+
+
+@each_example
+def test_uniform_is_true_to_its_word(example):
+    batch = example.batch(MANY)
+    counts = {example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(MANY)}
+    assert example.kind.uniform(example.signal, example.o) == (len(counts) == 1)
+
+
+@each_example
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_maskable_says_whether_a_batch_that_counts_nothing_sends_nothing_back(example, dtype):
+    batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in example.batch(masked=slice(None)).items()}
+    _, gradient = example.torch(torch.from_numpy(example.out()).to(dtype), batch, "mean")
+    counts_nothing = example.count(batch) == 0
+    assert example.kind.maskable(example.o) == (counts_nothing and bool((gradient == 0).all()))
+    if not counts_nothing:
+        assert np.isfinite(gradient).all()
+
+
+MASKABLE = [e for e in EXAMPLES if e.kind.maskable(e.o)]
+
+
+@pytest.mark.parametrize("example", [pytest.param(e, id=e.name) for e in MASKABLE])
+@each_reduction
+def test_a_masked_item_changes_nothing(example, reduction):
+    masked = slice(1, 3)
+    out, batch = example.out(), example.batch(masked=masked)
+    value, gradient = example.torch(out, batch, reduction)
+    rest = np.r_[0:1, 3:ITEMS]
+    without = {name: tensor[rest] for name, tensor in batch.items()}
+    value_without, gradient_without = example.torch(out[rest], without, reduction)
+    assert_close(value, value_without, "value")
+    assert_close(gradient[rest], gradient_without, "gradient")
+    assert not gradient[masked].any()
+    assert example.count(batch) == example.count(without)
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    assert not np.asarray(example.kind.jax_counts(example.o, arrays))[masked].any()
+    assert not np.asarray(example.kind.jax_items(example.o, jnp.asarray(out), arrays))[masked].any()
+
+
+def _example(name: str, signal: Signal, **options) -> Example:
+    return Example(LOSSES[name], signal, tuple(options.items()))
+
+
+SMOOTHED = _example(
+    "cross_entropy", Signal("sequence", (3, 4)), ignore_index=True, label_smoothing=0.1, class_weights=True
+)
+
+
+def test_ignored_targets_are_drawn_but_every_item_keeps_one():
+    target = SMOOTHED.arrays(MANY)["target"]
+    assert target.dtype == np.int64
+    ignored = (target == IGNORE_INDEX).sum(axis=1)
+    assert set(ignored) == {0, 1, 2}
+
+
+def test_classes_are_skewed():
+    plain = _example("cross_entropy", vector(4), ignore_index=False, label_smoothing=0.0, class_weights=False)
+    counts = np.bincount(plain.arrays(512)["target"], minlength=4)
+    assert (counts > 0).all()
+    assert counts[0] > 4 * counts[3]
+
+
+def test_padding_is_ignored():
+    padded = _example(
+        "cross_entropy",
+        Signal("sequence", (3, 4), padded=True),
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+    )
+    target = padded.arrays(MANY)["target"]
+    assert (target[padded.ignored(MANY)] == IGNORE_INDEX).all()
+
+
+def test_planted_a_count_of_items_fails_the_identity():
+    fault = replace(SMOOTHED.kind, count=lambda options, batch: torch.tensor(len(batch["target"])))
+    assert_splits(SMOOTHED, "mean")
+    with pytest.raises(AssertionError, match="parts against the whole"):
+        assert_splits(replace(SMOOTHED, kind=fault), "mean")
+
+
+def test_planted_a_count_of_targets_that_forgets_their_weights_fails_the_identity():
+    fault = replace(SMOOTHED.kind, count=lambda options, batch: (batch["target"] != IGNORE_INDEX).sum())
+    with pytest.raises(AssertionError, match="parts against the whole"):
+        assert_splits(replace(SMOOTHED, kind=fault), "mean")
+
+
+def _wrong_smoothing(options, out, batch):
+    """Smooth over the other classes only: s / (C - 1) in place of s / C."""
+    classes = out.shape[-1]
+    other = {**options, "label_smoothing": options["label_smoothing"] * classes / (classes - 1)}
+    return SMOOTHED.kind.jax_items(other, out, batch)
+
+
+def _smoothing_without_weights(options, out, batch):
+    """Leave the class weights out of the smoothing term."""
+    smoothing, target = options["label_smoothing"], batch["target"]
+    log_p = jax.nn.log_softmax(out)
+    plain = SMOOTHED.kind.jax_items({**options, "label_smoothing": 0.0}, out, batch)
+    smooth = jnp.where(target == IGNORE_INDEX, 0.0, -log_p.mean(axis=-1)).sum(axis=-1)
+    return (1 - smoothing) * plain + smoothing * smooth
+
+
+def _forgets_to_ignore(options, out, batch):
+    return SMOOTHED.kind.jax_items(options, out, {"target": jnp.maximum(batch["target"], 0)})
+
+
+@pytest.mark.parametrize("meaning", [_wrong_smoothing, _smoothing_without_weights, _forgets_to_ignore])
+def test_planted_a_wrong_meaning_fails_the_comparison(meaning):
+    assert_frameworks_agree(SMOOTHED)
+    with pytest.raises(AssertionError, match="torch against JAX"):
+        assert_frameworks_agree(replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=meaning)))
