@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import random
 import signal
 import sys
 import threading
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-_AGAIN_S = 0.5
+_SHORTEST_S, _LONGEST_FACTOR = 1e-5, 1e3
+"""The pauses before each further attempt lie between 10 microseconds and 10 milliseconds."""
 
 
 class TimedOut(BaseException):
@@ -30,7 +33,8 @@ class Limit:
 def time_limit(seconds: float | None) -> Iterator[Limit]:
     """Raise `TimedOut` inside the block after some seconds, again and again until it is left.
 
-    The limit works by SIGALRM: in the main thread, on systems that have it. Elsewhere there is no limit.
+    The limit works by SIGALRM: in the main thread, on systems that have it. Elsewhere there is no limit. Python code
+    is stopped even where it catches whatever is raised; a call into C code that never returns is not.
     """
     limit = Limit()
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
@@ -38,25 +42,55 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         yield limit
         return
     generator = inspect.currentframe()
-    # the frame of the `with` statement, past contextlib's own: frames inside it are the block's
+    # the frame of the `with` statement, past contextlib's own: frames that it calls are the block's
     block = generator and generator.f_back and generator.f_back.f_back
+    # of its own, since whoever tests at random seeds the shared one
+    chance = random.Random(0)
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        if not _inside(frame, block):
+            return
+        # pauses of every length meet the block at every place, also where it catches nothing
+        pause = _SHORTEST_S * _LONGEST_FACTOR ** chance.random()
         if limit.expired:
             _raise_at_next_line(frame, block)
         limit.expired = True
+        signal.setitimer(signal.ITIMER_REAL, pause)
         raise TimedOut
 
-    traced = sys.gettrace()
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
-    try:
+    with _restored():
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield limit
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Put back, at the end, what a limit changes in the interpreter."""
+    tracer, handler, report = sys.gettrace(), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, TimedOut):
+            report(unraisable)
+
+    # raised inside a finaliser, it can go nowhere and means nothing
+    sys.unraisablehook = report_others
+    try:
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if previous is None else previous)
-        if limit.expired:
-            sys.settrace(traced)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        sys.unraisablehook = report
+        if sys.gettrace() is not tracer:
+            sys.settrace(tracer)
+
+
+def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
+    """Whether a frame is the block's, and not the limit's own on its way in or out."""
+    called: FrameType | None = None
+    while frame is not None and frame is not block:
+        frame, called = frame.f_back, frame
+    return called is not None and called.f_code.co_filename != contextlib.__file__
 
 
 def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> None:
@@ -66,7 +100,9 @@ def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> Non
     """
 
     def tracer(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
+        if frame.f_code.co_filename == __file__:
+            return None  # the limit's own work must come to its end, or no further attempt follows
+        if event == "line" and _inside(frame, block):
             raise TimedOut
         return tracer
 
