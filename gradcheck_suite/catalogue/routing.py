@@ -91,11 +91,10 @@ def _mixture(options: Options, params: Arguments, x: jax.Array, extras: Argument
     logits = x @ params["gate.weight"].T + params["gate.bias"]
     chosen = jnp.argmax(logits, axis=-1)[..., None]
     e = jnp.exp(logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
-    probability = jnp.take_along_axis(e, chosen, axis=-1) / e.sum(axis=-1, keepdims=True)
     y = jnp.zeros(())
     for way in range(options["experts"]):
-        y = jnp.where(chosen == way, _way(params, way, x), y)
-    return y * probability
+        y = jnp.where(chosen == way, e[..., way : way + 1] * _way(params, way, x), y)
+    return y / e.sum(axis=-1, keepdims=True)
 
 
 def _unused_module(signal: Signal, options: Options) -> torch.nn.Module:

@@ -54,7 +54,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
     # one feature less its mean is always 0: such a block would not depend on its input
     if signal.form != "sequence" or signal.features < 2:
         return ()
-    rows = ((1, "relu", False), (1, "relu", True), (1, "gelu", True), (2, "gelu", False))
+    rows = ((1, "relu", False), (1, "gelu", True), (2, "gelu", False))
     return [
         {"heads": heads, "activation": activation, "norm_first": norm_first}
         for heads, activation, norm_first in rows
