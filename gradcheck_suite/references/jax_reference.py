@@ -9,7 +9,9 @@ with `jax.grad`; tests hold the two equal, and it is asked again before anything
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -23,14 +25,22 @@ from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.spec import Layer, Loss, ProblemSpec
 
-ROWS = (16, 64, 256, 1024, 4096, 16384)
+ROWS = {None: 96, 1: 288, 0: 512}
+"""The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerKind.axes`)."""
 _TARGET_KEYS = ("target", "weight", "other", "variance")
 _NO_ARRAYS: Arrays = {}
 
 
-def padded_rows(rows: int) -> int:
-    """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes occur."""
-    return next((size for size in ROWS if size >= rows), rows)
+def padded_rows(rows: int, axes: int | None = None) -> int:
+    """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes occur.
+
+    Few shapes are worth more than small ones: a program of a hundred rows runs in the time of its call, and another
+    program costs a compilation.
+    """
+    size = ROWS[axes]
+    while size < rows:
+        size *= 4
+    return size
 
 
 def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
@@ -63,6 +73,8 @@ class _Leaf:
         self.size = out_signal(layer, signal).size
         self.keys = extra_keys(layer, signal, path)
         self.prefix = f"{path}."
+        self.key = ("layer", layer.kind, layer.options)
+        self.program = _layer_program(layer.kind, layer.o)
 
     def forward(self, values: Arrays, x: npt.NDArray[Any], batch: Arrays) -> tuple[npt.NDArray[Any], Any]:
         params = {n.removeprefix(self.prefix): v for n, v in values.items() if n.startswith(self.prefix)}
@@ -71,12 +83,12 @@ class _Leaf:
         shape = x.shape
         if axes is not None:
             x = x.reshape(-1, *shape[len(shape) - axes :])
-            x = pad_rows(x, padded_rows(len(x)))
+            x = pad_rows(x, padded_rows(len(x), axes))
         out_shape: tuple[int, ...] = (shape[0], *self.size)
         flat_shape = out_shape if axes is None else (len(x), *out_shape[len(out_shape) - axes :])
         saved = (params, x, extras, shape, flat_shape)
         y = self._run(saved, np.zeros(flat_shape))[0]
-        rows = int(np.prod(out_shape)) // max(1, int(np.prod(flat_shape[1:])))
+        rows = math.prod(out_shape) // max(1, math.prod(flat_shape[1:]))
         return y[:rows].reshape(out_shape), saved
 
     def backward(self, saved: Any, cotangent: npt.NDArray[Any], gradient: Arrays) -> npt.NDArray[Any]:
@@ -86,15 +98,14 @@ class _Leaf:
             flat = np.concatenate([flat, np.zeros((flat_shape[0] - len(flat), *flat_shape[1:]))])
         _, into_params, into_x = self._run(saved, flat)
         for name, value in into_params.items():
-            if np.issubdtype(value.dtype, np.floating):
+            if value.dtype.kind == "f":
                 name = self.prefix + name
                 gradient[name] = gradient[name] + value if name in gradient else value
-        return into_x.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+        return into_x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def _run(self, saved: Any, cotangent: npt.NDArray[Any]) -> Any:
         params, x, extras, _, _ = saved
-        key = ("layer", self.layer.kind, self.layer.options)
-        return PROGRAMS.call(key, _layer_program(self.layer.kind, self.layer.o), params, x, extras, cotangent)
+        return PROGRAMS.call(self.key, self.program, params, x, extras, cotangent)
 
 
 class _Residual:
@@ -150,6 +161,11 @@ class _Walk:
         return cotangent
 
 
+@lru_cache(maxsize=512)
+def _walk(problem: ProblemSpec) -> _Walk:
+    return _Walk(problem.layers, input_signal(problem.input))
+
+
 def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
     """Return (sum of the item losses) / (sum of the counts), or the sum alone.
 
@@ -183,7 +199,7 @@ def large_batch_gradient(
     items = len(data["x"])
     rows = padded_rows(items)
     batch = {name: pad_rows(array, rows) for name, array in data.items()}
-    walk = _Walk(problem.layers, input_signal(problem.input))
+    walk = _walk(problem)
     out, tape = walk.forward(values, batch["x"], batch)
     loss = problem.loss if reduction is None else Loss(problem.loss.kind, **{**problem.loss.o, "reduction": reduction})
     targets = {name: batch[name] for name in _TARGET_KEYS if name in batch}

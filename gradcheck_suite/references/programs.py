@@ -15,14 +15,13 @@ import platform
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
@@ -31,6 +30,8 @@ jax.config.update("jax_enable_x64", True)
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 MAX_PROGRAMS = 2048
 KEPT_ENVIRONMENTS = 4
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
+"""Programs this small spend more on handing work to threads than on the work."""
 Tree = Any
 
 
@@ -96,7 +97,7 @@ class Programs:
                 self._programs.popitem(last=False)
         else:
             self._programs.move_to_end(full_key)
-        return jax.tree.map(np.asarray, program(*arguments))
+        return _to_numpy(program(*arguments))
 
     def _load(
         self, key: Hashable, function: Callable[..., Tree], arguments: tuple[Tree, ...], store: bool
@@ -113,7 +114,7 @@ class Programs:
                 return program
         sharding = jax.sharding.SingleDeviceSharding(cpu())
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-        compiled = jax.jit(function).lower(*shapes).compile()
+        compiled = jax.jit(function).lower(*shapes).compile(COMPILER_OPTIONS)
         self.compiled += 1
         if path is not None:
             _forget_others(path.parent)
@@ -121,13 +122,23 @@ class Programs:
         return compiled
 
 
+# jax.tree does the same for every kind of tree, at ten times the cost: these two run for every layer of every case
+
+
 def _shapes(tree: Tree) -> Hashable:
-    if isinstance(tree, Mapping):
-        return tuple((name, _shapes(tree[name])) for name in sorted(tree))
-    if isinstance(tree, tuple):
-        return tuple(map(_shapes, tree))
-    array: npt.NDArray[Any] = tree
-    return array.shape, array.dtype.str
+    if type(tree) is dict:
+        return tuple([(name, _shapes(tree[name])) for name in sorted(tree)])
+    if type(tree) is tuple:
+        return tuple([_shapes(branch) for branch in tree])
+    return tree.shape, tree.dtype.str
+
+
+def _to_numpy(tree: Tree) -> Tree:
+    if type(tree) is dict:
+        return {name: _to_numpy(branch) for name, branch in tree.items()}
+    if type(tree) is tuple:
+        return tuple([_to_numpy(branch) for branch in tree])
+    return np.asarray(tree)
 
 
 def _forget_others(folder: Path) -> None:

@@ -35,6 +35,7 @@ class Reference:
         self._model64 = trial.model(torch.float64)
         trainable = {n: p for n, p in self._model64.named_parameters() if p.requires_grad}
         self.layout = Layout(tuple(trainable), tuple(tuple(p.shape) for p in trainable.values()))
+        self.values64 = _values(self._model64)
         self._windows: dict[int, Window] = {}
 
     def window(self, index: int, parameters: Parameters | None = None) -> Window:
@@ -99,7 +100,8 @@ class Window:
         spec = self._reference.trial.case.problem
         if not isinstance(spec, ProblemSpec):
             return None
-        _, gradient = large_batch_gradient(spec, _values(model), self._arrays())
+        values = self._reference.values64 if self._parameters is None else _values(model)
+        _, gradient = large_batch_gradient(spec, values, self._arrays())
         return self._reference.join(gradient)
 
     @property
