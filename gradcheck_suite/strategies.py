@@ -15,7 +15,7 @@ from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.case import DEVICES, DTYPES, MAX_SEED, Case
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, loss_kind, out_signal, output_signal
-from gradcheck_suite.catalogue.kinds import Options, Signal
+from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal, vector
 from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, checked_assumptions
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.optimizers import TAKES_SPARSE, checked_optimizer
@@ -26,6 +26,10 @@ ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
 SIZES = (1, 2, 3, 4, 5, 8)
 MAX_MICRO_BATCHES = 24
 MAX_INNER_LAYERS = 2
+MIXING_WEIGHT = 2
+"""How many layers that mix are drawn for every pointwise one."""
+CHOOSY_WEIGHT = 2
+"""How many times more a loss that takes few signals is drawn where it fits."""
 
 
 Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
@@ -106,7 +110,7 @@ def plans(
         return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
     micro_batches = tuple(draw(sizes) for _ in range(count))
     masked: tuple[int, ...] = ()
-    if maskable and draw(st.booleans()):
+    if maskable and draw(_sampled((False, True, True, True))):
         plan = Plan(micro_batches, k, epochs)
         # one member of each chosen window stays: a window that counts nothing is outside the contract
         spared = {window[draw(st.integers(0, len(window) - 1))] for window in plan.windows}
@@ -132,8 +136,24 @@ def _layers(
         variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
         if keeps_shape:
             variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
-        found.append((kind, variants))
-    return _choices(found)
+        if variants:
+            found.append((kind, variants))
+    return _choices(found + _more_often(found, signal))
+
+
+def _more_often(found: list[tuple[LayerKind, list[Options]]], signal: Signal) -> list[tuple[LayerKind, list[Options]]]:
+    """Return what to draw more often than its turn, to be appended so that shrinking never meets it.
+
+    Pointwise activations are many: without this they would crowd out the layers that mix, and above all those few
+    that lead from one form to another, on which everything behind them depends.
+    """
+    mixing = [(kind, variants) for kind, variants in found if kind.axes != 0]
+    if not mixing:
+        return []
+    leading = [
+        (k, v) for k, v in mixing if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
+    ]
+    return (mixing + leading) * round(MIXING_WEIGHT * (len(found) - len(mixing)) / len(mixing))
 
 
 def _layer(
@@ -151,10 +171,15 @@ def _layer(
 
 @cache
 def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
-    """Return a strategy over the losses that take a signal."""
+    """Return a strategy over the losses that take a signal.
+
+    Those that do not take every signal, classification among them, are drawn more often where they fit.
+    """
+    kinds = [kind for kind in LOSSES.values() if kind.variants(signal)]
+    choosy = [kind for kind in kinds if not kind.variants(vector(1))]
     return _choices(
         (kind.name, [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)])
-        for kind in LOSSES.values()
+        for kind in kinds + choosy * CHOOSY_WEIGHT
     )
 
 
