@@ -1,0 +1,369 @@
+"""How torch accumulates and resets: what is held, taken, cloned, kept, detached. Each rule is a property of drawn shapes.
+
+These are rules of torch, not of the suite: one that fails on a new version is a change to be understood, and loops
+that lean on it to be looked at again.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, TrainingRun, cases, plans, problems
+from gradcheck_suite.loops.modes import none_by_hand, zero_by_hand, zero_grad_false, zero_grad_none
+from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.trial import generated_trial
+from properties.helpers import DEVICES, scaled
+
+RESETS: dict[str, Callable[[TrainingRun], None]] = {
+    "zero_": zero_by_hand,
+    "zero_grad": zero_grad_false,
+    "set_to_none": zero_grad_none,
+    "grad_none": none_by_hand,
+}
+shapes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def _parameter(shape: tuple[int, ...], seed: int = 0, device: str = "cpu") -> torch.nn.Parameter:
+    return torch.nn.Parameter(_values(shape, seed, device))
+
+
+def _values(shape: tuple[int, ...], seed: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _push(p: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Accumulate exactly `gradient` into p.grad."""
+    (p * gradient).sum().backward()
+
+
+def _reset(p: torch.nn.Parameter, *, set_to_none: bool) -> None:
+    torch.optim.SGD([p], lr=0.1).zero_grad(set_to_none=set_to_none)
+
+
+class _Hands(torch.autograd.Function):
+    """x -> 0, whose backward hands over a given tensor as x's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient, None
+
+
+# --- what a held reference sees
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(shape=shapes, seed=seeds)
+def test_a_held_reference_sees_accumulation_and_zero(device, shape, seed):
+    p, first, second = _parameter(shape, seed, device), *(_values(shape, seed + i, device) for i in (1, 2))
+    _push(p, first)
+    held, address = p.grad, p.grad.data_ptr()
+    _push(p, second)
+    assert p.grad is held
+    assert torch.equal(held, first + second)
+    _reset(p, set_to_none=False)
+    assert p.grad is held
+    assert p.grad.data_ptr() == address
+    assert held.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(shape=shapes, seed=seeds)
+def test_a_held_reference_is_left_behind_by_none(device, shape, seed):
+    p, first, second = _parameter(shape, seed, device), *(_values(shape, seed + i, device) for i in (1, 2))
+    _push(p, first)
+    held = p.grad
+    _reset(p, set_to_none=True)
+    assert p.grad is None
+    _push(p, second)
+    assert p.grad is not held
+    assert p.grad.data_ptr() != held.data_ptr()
+    assert torch.equal(held, first)
+
+
+# --- what AccumulateGrad takes, and what it clones
+
+
+@given(shape=shapes, seed=seeds)
+def test_a_gradient_that_nobody_else_holds_is_taken(shape, seed):
+    p, gradient = _parameter(shape, seed), _values(shape, seed + 1)
+    address = gradient.data_ptr()
+    loss = _Hands.apply(p, gradient)
+    del gradient
+    loss.backward()
+    assert p.grad.data_ptr() == address
+
+
+@given(shape=shapes, seed=seeds)
+def test_a_gradient_that_somebody_holds_is_cloned(shape, seed):
+    p, gradient = _parameter(shape, seed), _values(shape, seed + 1)
+    _Hands.apply(p, gradient).backward()
+    assert p.grad.data_ptr() != gradient.data_ptr()
+    assert torch.equal(p.grad, gradient)
+
+
+@given(rows=st.integers(2, 5), columns=st.integers(2, 5), seed=seeds)
+def test_a_gradient_of_other_strides_is_cloned_into_the_parameters(rows, columns, seed):
+    p, gradient = _parameter((rows, columns), seed), _values((columns, rows), seed + 1).t()
+    address = gradient.data_ptr()
+    loss = _Hands.apply(p, gradient)
+    del gradient
+    loss.backward()
+    assert p.grad.data_ptr() != address
+    assert p.grad.stride() == p.stride()
+
+
+@given(shape=shapes, seed=seeds)
+def test_a_detached_view_of_a_held_buffer_is_taken_all_the_same(shape, seed):
+    # the rule behind the aliasing canary: the view is new, its memory is not
+    p, buffer = _parameter(shape, seed), _values(shape, seed + 1)
+    _Hands.apply(p, buffer.detach()).backward()
+    assert p.grad.data_ptr() == buffer.data_ptr()
+
+
+@given(shape=shapes, seed=seeds)
+def test_into_zeros_a_gradient_is_always_added(shape, seed):
+    p, buffer = _parameter(shape, seed), _values(shape, seed + 1)
+    p.grad = own = torch.zeros_like(p)
+    _Hands.apply(p, buffer.detach()).backward()
+    assert p.grad is own
+    assert own.data_ptr() != buffer.data_ptr()
+
+
+# --- strides
+
+
+def _other_strides(p: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(p.shape[::-1], dtype=p.dtype).t()
+
+
+@given(rows=st.integers(2, 5), columns=st.integers(2, 5), seed=seeds)
+def test_strides_change_only_through_none(rows, columns, seed):
+    p, gradient = _parameter((rows, columns), seed), _values((rows, columns), seed + 1)
+    p.grad = _other_strides(p)
+    strides = p.grad.stride()
+    assert strides != p.stride()
+    for _ in range(2):
+        _push(p, gradient)
+        assert p.grad.stride() == strides
+        _reset(p, set_to_none=False)
+    _reset(p, set_to_none=True)
+    _push(p, gradient)
+    assert p.grad.stride() == p.stride()
+
+
+# --- sparse gradients
+
+
+@given(rows=st.integers(1, 6), data=st.data())
+def test_a_sparse_gradient_grows_uncoalesced_until_reset(rows, data):
+    draws = data.draw(st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4), min_size=1, max_size=4))
+    table = torch.nn.Embedding(rows, 2, sparse=True, dtype=torch.float64)
+    looked_up = 0
+    for ids in draws:
+        table(torch.tensor(ids)).sum().backward()
+        looked_up += len(ids)
+        assert table.weight.grad.is_sparse
+        assert table.weight.grad._nnz() == looked_up
+    event(f"several micro-batches: {len(draws) > 1}")
+    counts = torch.bincount(torch.tensor(sum(draws, [])), minlength=rows).to(torch.float64)
+    assert torch.equal(table.weight.grad.to_dense(), counts[:, None].expand(rows, 2))
+    _reset(table.weight, set_to_none=False)
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad._nnz() == 0
+    _reset(table.weight, set_to_none=True)
+    assert table.weight.grad is None
+
+
+# --- the sign of zero
+
+
+@given(shape=shapes)
+def test_a_negative_zero_survives_only_after_none(shape):
+    negative = torch.full(shape, -0.0, dtype=torch.float64)
+    after_none, after_zeros = _parameter(shape), _parameter(shape)
+    after_zeros.grad = torch.zeros_like(after_zeros)
+    for p in (after_none, after_zeros):
+        _Hands.apply(p, negative).backward()
+    assert after_none.grad.signbit().all()
+    assert not after_zeros.grad.signbit().any()
+    assert torch.equal(after_none.grad, after_zeros.grad)
+
+
+def test_negative_zeros_stay_negative_when_nothing_else_is_added():
+    p = _parameter(())
+    for _ in range(2):
+        _Hands.apply(p, torch.tensor(-0.0, dtype=torch.float64)).backward()
+    assert math.copysign(1, p.grad.item()) == -1
+
+
+# --- what zero_grad touches
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@given(owned=st.lists(st.booleans(), min_size=1, max_size=6), seed=seeds)
+def test_zero_grad_touches_only_its_own_groups(set_to_none, owned, seed):
+    parameters = [_parameter((2,), seed + i) for i in range(len(owned))]
+    for i, p in enumerate(parameters):
+        p.grad = _values((2,), seed + 100 + i)
+    before = [p.grad.clone() for p in parameters]
+    mine = [p for p, mine in zip(parameters, owned, strict=True) if mine]
+    torch.optim.SGD(mine or [_parameter((1,))], lr=0.1).zero_grad(set_to_none=set_to_none)
+    for p, gradient, is_mine in zip(parameters, before, owned, strict=True):
+        if not is_mine:
+            assert torch.equal(p.grad, gradient)
+        elif set_to_none:
+            assert p.grad is None
+        else:
+            assert p.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@scaled(2)
+@given(case=cases(problem=problems(), plan=plans(max_epochs=1)))
+def test_foreach_or_not_gives_the_same(device, case):
+    found = []
+    for foreach in (False, True):
+        run = generated_trial(case.replace(device=device)).run()
+        run.optimizer.defaults["foreach"] = foreach
+        kept = []
+        for window in windows(run):
+            backward_window(run, window)
+            kept += [None if p.grad is None else p.grad.detach().clone() for p in run.model.parameters()]
+            run.optimizer.zero_grad(set_to_none=False)
+            kept += [None if p.grad is None else p.grad.detach().clone() for p in run.model.parameters()]
+        found.append(kept)
+    for plain, foreach in zip(*found, strict=True):
+        assert (plain is None) == (foreach is None)
+        assert plain is None or torch.equal(_dense(plain), _dense(foreach))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+# --- graph hygiene
+
+
+def _with_graph(p: torch.nn.Parameter) -> torch.Tensor:
+    (p**3).sum().backward(create_graph=True)
+    assert p.grad is not None
+    return p.grad
+
+
+# torch warns that create_graph=True makes a cycle of parameter and gradient, which is what these two tests look at
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@given(shape=shapes, seed=seeds)
+def test_zeroing_by_hand_keeps_the_graph(shape, seed):
+    p = _parameter(shape, seed)
+    gradient = _with_graph(p)
+    with torch.no_grad():
+        gradient.zero_()
+    assert p.grad.requires_grad
+    assert p.grad.grad_fn is not None
+    assert p.grad.count_nonzero() == 0
+    p.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@given(shape=shapes, seed=seeds)
+def test_zero_grad_cuts_the_graph(set_to_none, shape, seed):
+    p = _parameter(shape, seed)
+    _with_graph(p)
+    _reset(p, set_to_none=set_to_none)
+    assert p.grad is None if set_to_none else p.grad.grad_fn is None
+    _push(p, _values(shape, seed))
+    assert p.grad.grad_fn is None
+    assert not p.grad.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@given(shape=shapes, seed=seeds)
+def test_with_a_graph_accumulation_is_out_of_place(shape, seed):
+    p = _parameter(shape, seed)
+    held, before = _with_graph(p), p.grad.detach().clone()
+    _with_graph(p)
+    assert p.grad is not held
+    assert torch.equal(held.detach(), before)
+    p.grad = None
+
+
+@pytest.mark.parametrize("name", RESETS)
+@scaled(4)
+@given(case=cases(plan=plans(min_windows=2)))
+def test_gradients_carry_no_graph_at_any_step(name, case):
+    run = generated_trial(case).run()
+    for window in windows(run):
+        backward_window(run, window)
+        for p in run.model.parameters():
+            assert p.grad is None or (p.grad.grad_fn is None and not p.grad.requires_grad)
+        run.optimizer.step()
+        RESETS[name](run)
+
+
+# --- memory from window to window
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def live_after_each_window(run: TrainingRun, reset: Callable[[TrainingRun], None]) -> list[int]:
+    """Return the number of live tensors after every window's reset."""
+    counts = []
+    for window in windows(run):
+        backward_window(run, window)
+        run.optimizer.step()
+        reset(run)
+        window.clear()
+        counts.append(_live_tensors())
+    return counts
+
+
+def assert_live_tensors_are_constant(run: TrainingRun, reset: Callable[[TrainingRun], None]) -> None:
+    """Assert that from the second window on no tensor is left over."""
+    __tracebackhide__ = True
+    counts = live_after_each_window(run, reset)[1:]
+    assert len(set(counts)) <= 1, f"{counts} live tensors after each window from the second on, should be constant"
+
+
+DENSE = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=3, bias=True), Layer("tanh"), Layer("linear", features=1, bias=True)),
+    Loss("mse", reduction="mean"),
+)
+FOUR_WINDOWS = Case(DENSE, Plan((1, 2, 1, 2), 1))
+WHOLE = plans(min_epochs=2, min_windows=2, max_accumulation_steps=4, assumes=("whole-windows",))
+
+
+@pytest.mark.parametrize("name", RESETS)
+@scaled(20)
+@given(case=cases(problem=st.just(DENSE), plan=WHOLE))
+def test_live_tensors_are_constant_from_the_second_window_on(name, case):
+    assert_live_tensors_are_constant(generated_trial(case).run(), RESETS[name])
+
+
+def test_a_tensor_kept_from_every_window_is_caught():
+    kept: list[torch.Tensor] = []
+
+    def reset(run: TrainingRun) -> None:
+        kept.extend(p.grad.clone() for p in run.model.parameters() if p.grad is not None)
+        zero_grad_none(run)
+
+    with pytest.raises(AssertionError, match="should be constant"):
+        assert_live_tensors_are_constant(generated_trial(FOUR_WINDOWS).run(), reset)
