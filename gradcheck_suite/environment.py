@@ -13,9 +13,11 @@ import platform
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.case import DTYPES
@@ -84,6 +86,12 @@ def prepare() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # references run on the CPU: a GPU's memory and start-up time are left to the loop
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def keep_working_directory_clean() -> None:
+    """Send what Hypothesis notes down for itself to the cache, and not into the user's working directory."""
+    folder = program_cache() or str(Path(tempfile.gettempdir()) / "gradcheck-suite")
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(folder) / "hypothesis"))
 
 
 def set_precision() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
     except (TooManySteps, TimedOut):
         pass
     except BaseException as error:
-        raised, trace = _account(error)
+        raised, trace = _account(error, loop)
     finally:
         observer.close()
         torch.set_default_dtype(default_dtype)
@@ -81,11 +82,11 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
     )
 
 
-def _account(error: BaseException) -> tuple[str, str]:
+def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
     """Return one line about an exception and its traceback, both without the suite's own frame."""
     own = error.__traceback__ and error.__traceback__.tb_next
-    frames = traceback.extract_tb(own)
-    inside = [frame for frame in frames if frame.filename == frames[0].filename]
+    code = getattr(inspect.unwrap(loop), "__code__", None)
+    inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]
     where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
     message = " ".join(str(error).split())
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__

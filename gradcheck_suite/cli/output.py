@@ -36,9 +36,9 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def result_lines(result: Result, stored: Path | None, arguments: argparse.Namespace) -> list[str]:
-    """Return one line about a loop, and below it what there is to say about it."""
-    lines = [_one_line(result)]
+def result_lines(result: Result, stored: Path | None, arguments: argparse.Namespace, width: int) -> list[str]:
+    """Return one line about a loop, whose name gets `width` columns, and below it what there is to say about it."""
+    lines = [_one_line(result, width)]
     if result.assumes:
         lines.append(f"    assumes {', '.join(result.assumes)}: nothing else was tried")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
@@ -48,8 +48,7 @@ def result_lines(result: Result, stored: Path | None, arguments: argparse.Namesp
     ]
     if result.violation is not None:
         lines += violation_lines(result.violation)
-        found = f"found after {_cases(result.found_after or result.cases)}, then made as small as it would get"
-        lines.append(f"    {found}")
+        lines.append(f"    {_found(result)}")
     if stored is not None:
         limit = "" if arguments.time_limit == DEFAULT_TIME_LIMIT else f" --time-limit {arguments.time_limit:g}"
         lines += [f"    stored  {stored}", f"    replay  gradcheck-suite replay {shlex.quote(str(stored))}{limit}"]
@@ -70,18 +69,24 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
     elif interrupted:
         text = f"no violation so far in {_loops(asked)}"
     else:
-        text = f"{_loops(asked)} hold" if asked > 1 else "the loop holds"
+        text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
     if interrupted:
         text += f"; interrupted, {len(complete)} of {_loops(asked)} went to the end"
     return text
 
 
-def _one_line(result: Result) -> str:
+def _found(result: Result) -> str:
+    if result.found_after is None:
+        return f"found on the weight read-out probe; none of {_cases(result.cases)} drawn shows it"
+    return f"found after {_cases(result.found_after)}, then made as small as it would get"
+
+
+def _one_line(result: Result, width: int) -> str:
     verdict = "holds" if result.holds else "VIOLATED"
     if result.interrupted and result.holds:
         verdict = "holds so far (interrupted)"
-    worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds else ""
-    return f"{result.loop:<20}  {verdict:<8}  {_cases(result.cases):>9}  {result.seconds:6.1f} s  {worst}".rstrip()
+    worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds and result.cases else ""
+    return f"{result.loop:<{width}}  {verdict:<8}  {_cases(result.cases):>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
 
 def _cases(count: int) -> str:

@@ -120,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CannotRunHere(reasons[0])
     _expect_places(arguments)
     environment.prepare()
+    environment.keep_working_directory_clean()
     environment.set_precision()
     loops, problem = _subjects(arguments)
 
@@ -133,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     results: list[Result] = []
     unjudged: list[str] = []
     interrupted = False
+    width = max(map(len, loops))
     with Progress(examples=arguments.examples) as progress, _interrupts() as pressed:
         try:
             for name, loop in loops.items():
@@ -142,14 +144,15 @@ def run(arguments: argparse.Namespace) -> int:
                 if result.holds and not judged.count and not result.interrupted:
                     reason = judged.reasons.most_common(1)[0][0] if judged.reasons else "none was drawn"
                     unjudged.append(f"{name}: none of {result.cases} cases could be judged: {reason}")
-                _show(arguments, result, about, progress)
+                _show(arguments, result, about, progress, width)
                 if result.interrupted or pressed:
                     interrupted = True
                     break
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            if arguments.json is not None:
+            # not where bad input has stopped the work before anything was found out
+            if arguments.json is not None and (results or interrupted):
                 write_json(arguments.json, results_to_json(results, about))
     print(output.summary(results, len(loops), interrupted=interrupted), flush=True)
     if any(not result.holds for result in results):
@@ -244,13 +247,13 @@ def _verify(
     )
 
 
-def _show(arguments: argparse.Namespace, result: Result, about: dict[str, Any], progress: Progress) -> None:
+def _show(arguments: argparse.Namespace, result: Result, about: dict[str, Any], progress: Progress, width: int) -> None:
     from gradcheck_suite.cli import output
     from gradcheck_suite.counterexamples import store_counterexample
 
     path = None if result.holds else store_counterexample(arguments.reports, result, about)
     progress.stop()
-    for line in output.result_lines(result, path, arguments):
+    for line in output.result_lines(result, path, arguments, width):
         print(line)
     sys.stdout.flush()
 
