@@ -16,7 +16,10 @@ import torch
 
 from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product, same
 
-EPS = 1e-5
+EPS = 1e-2
+"""Well above torch's default: numbers that cancel but for rounding, as an instance norm's mean over the positions does,
+grow by 1/sqrt(EPS) in every normalisation after it, and by 3e7 in three of them at 1e-5. Where it stands shows better,
+too."""
 
 
 def _standardised(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

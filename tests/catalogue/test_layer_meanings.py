@@ -129,19 +129,24 @@ def test_batch_norm_keeps_its_running_statistics_in_a_model_in_train_mode(kind):
     assert not torch.equal(before["0.running_mean"], torch.zeros(2, dtype=torch.float64)), "the statistics are drawn"
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("layer_norm", [[0.0], [0.0]]), ("rms_norm", [[1.0], [-1.0]])])
-def test_normalisation_of_one_number(kind, expected):
-    layer = Layer(kind, affine=False)
-    for y, gradient in both(layer, Signal("vector", (1,)), [[3.0], [-2.0]]):
-        np.testing.assert_allclose(y, expected, atol=2e-6)
-        np.testing.assert_allclose(gradient, np.zeros((2, 1)), atol=2e-6)
+def test_layer_norm_of_one_number_is_constant():
+    for y, gradient in both(Layer("layer_norm", affine=False), Signal("vector", (1,)), [[3.0], [-2.0]]):
+        np.testing.assert_array_equal(y, np.zeros((2, 1)))
+        np.testing.assert_array_equal(gradient, np.zeros((2, 1)))
+
+
+def test_rms_norm_of_one_number_is_nearly_its_sign():
+    """It is x / sqrt(x^2 + eps), of derivative eps / (x^2 + eps)^(3/2)."""
+    for y, gradient in both(Layer("rms_norm", affine=False), Signal("vector", (1,)), [[3.0], [-2.0]]):
+        np.testing.assert_allclose(y, [[3 / 9.01**0.5], [-2 / 4.01**0.5]], rtol=1e-14)
+        np.testing.assert_allclose(gradient, [[0.01 / 9.01**1.5], [0.01 / 4.01**1.5]], rtol=1e-12)
 
 
 def test_group_norm_keeps_groups_apart():
-    """Two groups of two: (1, 3) and (10, 30) are both (-1, 1) once their own mean and deviation are taken out."""
-    layer = Layer("group_norm", groups=2, affine=False)
-    for y, _ in both(layer, Signal("vector", (4,)), [[1.0, 3.0, 10.0, 30.0]]):
-        np.testing.assert_allclose(y, [[-1.0, 1.0, -1.0, 1.0]], atol=1e-5)
+    """The pairs (1, 3) and (10, 30) lie 1 and 10 from their own means."""
+    near, far = 1 / 1.01**0.5, 10 / 100.01**0.5
+    for y, _ in both(Layer("group_norm", groups=2, affine=False), Signal("vector", (4,)), [[1.0, 3.0, 10.0, 30.0]]):
+        np.testing.assert_allclose(y, [[-near, near, -far, far]], rtol=1e-14)
 
 
 def test_dropout_scales_what_it_keeps():
