@@ -17,7 +17,9 @@ from gradcheck_suite.observer import Observation
 from gradcheck_suite.optimizers import OPTIMIZERS
 from gradcheck_suite.records import Verdict, Violation
 from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.soundness import objective_fault
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT, Outcome, run_loop
+from gradcheck_suite.trial import user_trial
 
 
 def check(
@@ -35,7 +37,9 @@ def check(
         UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
     """
     try:
-        reference = _reference(case, problem)
+        reference, fault = _reference(case, problem)
+        if fault:
+            return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
         if reference.finding:
             return Verdict(case, finding=reference.finding)
         outcome = run_loop(loop, reference.trial, time_limit_s=time_limit_s)
@@ -44,11 +48,14 @@ def check(
         return Verdict(case, skipped=str(error))
 
 
-def _reference(case: Case, problem: Problem | None) -> Reference:
-    """Return the case's reference, all of whose windows have been computed once."""
+def _reference(case: Case, problem: Problem | None) -> tuple[Reference, str | None]:
+    """Return the case's reference, and why a user's problem is not accumulable, where that is so."""
     if problem is None:
-        return REFERENCES.get(case, problem)
+        return REFERENCES.get(case, problem), None
     try:
+        trial = user_trial(case, problem)
+        if fault := objective_fault(trial):
+            return REFERENCES.get(case, problem), fault
         reference = REFERENCES.get(case, problem)
         for window in range(len(case.plan.windows)):
             reference.window(window)
@@ -58,10 +65,11 @@ def _reference(case: Case, problem: Problem | None) -> Reference:
         # a user's own code, which may raise anything
         trace = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
-            f"the problem {case.problem} failed before any loop ran: {type(error).__name__}: {error} "
-            f"({Path(trace.filename).name}, line {trace.lineno})"
+            f"the problem {case.problem} failed before any loop ran, on batches of {min(case.plan.micro_batches)} to "
+            f"{case.plan.total_items} items: {type(error).__name__}: {error} ({Path(trace.filename).name}, "
+            f"line {trace.lineno})"
         ) from error
-    return reference
+    return reference, None
 
 
 def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:

@@ -1,0 +1,100 @@
+"""Whether a user's problem keeps its side of the contract, found out before any loop is involved.
+
+A problem whose loss is no scalar, that draws random numbers or whose objective is no sum over items fails with every
+loop; it is said of the problem, and no loop is blamed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gradcheck_suite.contract import Batch
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.optimizers import make_optimizer
+from gradcheck_suite.trial import Trial
+
+TOLERANCE = 1e-5
+"""Relative. Losses are computed in float64, but a user's model may hold islands of float32, which round at 1e-7."""
+
+
+def objective_fault(trial: Trial) -> str | None:
+    """Return why no accumulation can equal the large batch of this problem, or None.
+
+    By forward passes alone, on the case's own micro-batches: count(X) * loss(X) of all items X must equal the sum of
+    count(X_i) * loss(X_i); without the counts where the reduction is a sum.
+
+    Raises:
+        UsageError: the problem breaks its contract: no trainable parameter, a loss that is no scalar, does not depend
+            on the parameters, is not finite or is random, a count that is no positive number.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _objective_fault(trial)
+
+
+def _objective_fault(trial: Trial) -> str | None:
+    name, plan = trial.case.problem, trial.case.plan
+    model = trial.model(torch.float64)
+    make_optimizer(None, model)
+    everything = trial.batch(range(plan.total_items), torch.float64)
+    whole = _loss(trial, model, everything, need_graph=True)
+    again = _loss(trial, model, everything)
+    if not _close(whole, again, abs(whole)):
+        raise UsageError(
+            f"{name}: the loss of one and the same batch comes out as {whole:.9g} and then as {again:.9g}; "
+            "it must not be random: take out dropout, or pass its mask with the batch"
+        )
+    parts, sizes, counts = 0.0, 0.0, 0.0
+    for j in range(len(plan.micro_batches)):
+        batch = trial.batch(plan.items(j), torch.float64)
+        weight = _weight(trial, batch, positive=False)
+        if weight:
+            part = weight * _loss(trial, model, batch)
+            parts, sizes, counts = parts + part, sizes + abs(part), counts + weight
+    total = _weight(trial, everything, positive=True)
+    if trial.problem.reduction == "mean" and not _close(total, counts, counts):
+        return (
+            f"{name}: Problem.count of all {plan.total_items} items is {total:.9g}, but the counts of the "
+            f"micro-batches {list(plan.micro_batches)} add up to {counts:.9g}; the count must be a sum over items"
+        )
+    if not _close(total * whole, parts, sizes):
+        return (
+            f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
+            f"to blame: the large batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
+            f"{list(plan.micro_batches)} add up to {parts:.9g}; look for batch normalisation in train mode, losses "
+            "between items, products of batch means, or a count that is not what the mean divides by"
+        )
+    return None
+
+
+def _close(a: float, b: float, scale: float) -> bool:
+    return abs(a - b) <= TOLERANCE * max(abs(scale), abs(a), abs(b))
+
+
+def _loss(trial: Trial, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
+    name = trial.case.problem
+    with torch.set_grad_enabled(need_graph):
+        loss = trial.problem.loss(model, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.ndim:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(f"{name}: Problem.loss(model, batch) must return a scalar tensor, got {got}")
+    if need_graph and not loss.requires_grad:
+        raise UsageError(f"{name}: the loss does not depend on the model's parameters: there is no gradient to check")
+    value = float(loss)
+    if not math.isfinite(value):
+        raise UsageError(f"{name}: the loss of a drawn batch is {value}: there is no gradient to compare")
+    return value
+
+
+def _weight(trial: Trial, batch: Batch, *, positive: bool) -> float:
+    """Return what a batch's loss is multiplied by to become a sum over items."""
+    if trial.problem.reduction == "sum":
+        return 1.0
+    count = trial.count(batch)
+    if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0 or (positive and not float(count)):
+        raise UsageError(
+            f"{trial.case.problem}: Problem.count(batch) must return a number that is finite and not negative, "
+            f"and positive where there is something to count; got {count.tolist()}"
+        )
+    return float(count)
