@@ -68,9 +68,13 @@ class Example:
         """Return `arrays` as tensors."""
         return {name: torch.from_numpy(array) for name, array in self.arrays(items, masked=masked).items()}
 
-    def out(self, items: int = ITEMS) -> np.ndarray:
-        """Draw an output of the model."""
-        return 1.5 * np.random.default_rng(11).standard_normal((items, *self.signal.size))
+    def out(self, *, zeros: bool = False) -> np.ndarray:
+        """Draw an output of the model; a dead ReLU makes whole items or single features of it zero."""
+        out = 1.5 * np.random.default_rng(11).standard_normal((ITEMS, *self.signal.size))
+        if zeros:
+            out[1] = 0.0
+            out[2, 0] = 0.0
+        return out
 
     def torch(self, out, batch, reduction: str) -> tuple[float, np.ndarray]:
         """Return torch's loss and its gradient with respect to the output."""
@@ -102,7 +106,7 @@ each_example = pytest.mark.parametrize("example", [pytest.param(e, id=e.name) fo
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
-def jax_loss(example: Example, reduction: str) -> tuple[float, np.ndarray]:
+def jax_loss(example: Example, reduction: str, full: np.ndarray) -> tuple[float, np.ndarray]:
     """Return JAX's loss and gradient for all items but the last, whose place is taken by one of no weight."""
     arrays = {name: np.concatenate([array[:-1], array[:1]]) for name, array in example.arrays().items()}
     weight = (np.arange(ITEMS) < ITEMS - 1).astype(np.float64)
@@ -114,7 +118,7 @@ def jax_loss(example: Example, reduction: str) -> tuple[float, np.ndarray]:
         return total / jnp.sum(weight * example.kind.jax_counts(example.o, arrays)) if reduction == "mean" else total
 
     # not jitted: the losses are made of the same few operations, which JAX then compiles once for all of them
-    value, gradient = jax.value_and_grad(objective_of)(jnp.asarray(example.out()))
+    value, gradient = jax.value_and_grad(objective_of)(jnp.asarray(full))
     assert not np.asarray(gradient)[-1].any(), "an item of no weight has a gradient"
     return float(value), np.asarray(gradient)[:-1]
 
@@ -129,12 +133,13 @@ def assert_close(received, expected, what: str, relative: float = RELATIVE) -> N
     assert error <= relative * scale, f"{what}: off by {error:.3g}, {error / scale:.3g} of the largest, {scale:.3g}"
 
 
-def assert_frameworks_agree(example: Example) -> None:
+def assert_frameworks_agree(example: Example, *, zeros: bool = False) -> None:
     __tracebackhide__ = True
+    out = example.out(zeros=zeros)
     batch = {name: tensor[:-1] for name, tensor in example.batch().items()}
     for reduction in REDUCTIONS:
-        value, gradient = example.torch(example.out()[:-1], batch, reduction)
-        value_by_jax, gradient_by_jax = jax_loss(example, reduction)
+        value, gradient = example.torch(out[:-1], batch, reduction)
+        value_by_jax, gradient_by_jax = jax_loss(example, reduction, out)
         assert_close(value, value_by_jax, f"{reduction}, value, torch against JAX")
         assert_close(gradient, gradient_by_jax, f"{reduction}, gradient, torch against JAX")
 
@@ -178,8 +183,9 @@ def test_a_loss_takes_no_tokens(kind):
 
 
 @each_example
-def test_torch_and_jax_agree(example):
-    assert_frameworks_agree(example)
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
+def test_torch_and_jax_agree(example, zeros):
+    assert_frameworks_agree(example, zeros=zeros)
 
 
 @each_example
