@@ -1,4 +1,4 @@
-"""How torch accumulates and resets: what is held, taken, cloned, kept, detached. Each rule is a property of drawn shapes.
+"""How torch accumulates and resets: what is held, taken, cloned, kept, detached, each a property of drawn shapes.
 
 These are rules of torch, not of the suite: one that fails on a new version is a change to be understood, and loops
 that lean on it to be looked at again.
@@ -150,6 +150,8 @@ def _other_strides(p: torch.Tensor) -> torch.Tensor:
     return torch.zeros(p.shape[::-1], dtype=p.dtype).t()
 
 
+# torch says, once in a process, that such strides are slow
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
 @given(rows=st.integers(2, 5), columns=st.integers(2, 5), seed=seeds)
 def test_strides_change_only_through_none(rows, columns, seed):
     p, gradient = _parameter((rows, columns), seed), _values((rows, columns), seed + 1)
@@ -168,24 +170,74 @@ def test_strides_change_only_through_none(rows, columns, seed):
 # --- sparse gradients
 
 
-@given(rows=st.integers(1, 6), data=st.data())
-def test_a_sparse_gradient_grows_uncoalesced_until_reset(rows, data):
-    draws = data.draw(st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4), min_size=1, max_size=4))
-    table = torch.nn.Embedding(rows, 2, sparse=True, dtype=torch.float64)
-    looked_up = 0
+@given(rows=st.integers(1, 6), features=st.integers(2, 3), data=st.data())
+def test_a_sparse_gradient_grows_uncoalesced_until_dense_would_be_smaller(rows, features, data):
+    draws = data.draw(st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4), min_size=1, max_size=5))
+    table = torch.nn.Embedding(rows, features, sparse=True, dtype=torch.float64)
+    looked_up, entries = list[int](), 0
     for ids in draws:
         table(torch.tensor(ids)).sum().backward()
-        looked_up += len(ids)
+        looked_up += ids
+        entries += len(ids)
+        # adding in place coalesces once there are more entries than the dense table has elements
+        if len(looked_up) > len(ids) and entries > rows * features:
+            entries = len(set(looked_up))
+            event("coalesced on the way")
         assert table.weight.grad.is_sparse
-        assert table.weight.grad._nnz() == looked_up
-    event(f"several micro-batches: {len(draws) > 1}")
-    counts = torch.bincount(torch.tensor(sum(draws, [])), minlength=rows).to(torch.float64)
-    assert torch.equal(table.weight.grad.to_dense(), counts[:, None].expand(rows, 2))
+        assert table.weight.grad._nnz() == entries
+    counts = torch.bincount(torch.tensor(looked_up), minlength=rows).to(torch.float64)
+    assert torch.equal(table.weight.grad.to_dense(), counts[:, None].expand(rows, features))
     _reset(table.weight, set_to_none=False)
     assert table.weight.grad.is_sparse
     assert table.weight.grad._nnz() == 0
     _reset(table.weight, set_to_none=True)
     assert table.weight.grad is None
+
+
+def _one_lookup(*, sparse: bool) -> torch.nn.Embedding:
+    """Return a table of one feature after the backward of one lookup: its gradient is 1 in row 0."""
+    table = torch.nn.Embedding(2, 1, sparse=sparse)
+    torch.nn.init.zeros_(table.weight)
+    table(torch.tensor([0])).sum().backward()
+    return table
+
+
+# A defect of torch, from 2.13 or before: adding a coalesced sparse tensor to a dense one copies `values.stride(0)`
+# numbers of each row where it should copy a row's length. The gradient of `sum` is an expanded scalar with strides of
+# 0, a single row of it counts as coalesced, and with one feature nothing makes it contiguous: 0 numbers are copied.
+# Strict, so that the version which mends it says so; then these become plain tests.
+lost_row = pytest.mark.xfail(strict=True, reason="torch copies values.stride(0) numbers of a coalesced sparse row")
+
+
+@lost_row
+def test_a_sparse_row_of_one_feature_reads_as_it_is():
+    assert _one_lookup(sparse=True).weight.grad.to_dense().tolist() == [[1.0], [0.0]]
+
+
+@lost_row
+def test_a_sparse_row_of_one_feature_is_stepped():
+    weights = []
+    for sparse in (False, True):
+        table = _one_lookup(sparse=sparse)
+        torch.optim.SGD(table.parameters(), lr=1.0).step()
+        weights.append(table.weight.tolist())
+    assert weights[0] == [[-1.0], [0.0]]
+    assert weights[0] == weights[1]
+
+
+@lost_row
+def test_a_sparse_row_of_one_feature_accumulates_into_zeros():
+    table = _one_lookup(sparse=True)
+    table.weight.grad = torch.zeros_like(table.weight)
+    table(torch.tensor([0])).sum().backward()
+    assert table.weight.grad.tolist() == [[1.0], [0.0]]
+
+
+@lost_row
+def test_a_sparse_row_does_not_spill_into_the_next():
+    values = torch.arange(1.0, 6.0)[None, :3].as_strided((1, 3), (5, 1))
+    dense = torch.sparse_coo_tensor([[0]], values, (3, 3)).to_dense()
+    assert dense.tolist() == [[1.0, 2.0, 3.0], [0.0] * 3, [0.0] * 3]
 
 
 # --- the sign of zero
@@ -324,14 +376,19 @@ def _live_tensors() -> int:
 
 
 def live_after_each_window(run: TrainingRun, reset: Callable[[TrainingRun], None]) -> list[int]:
-    """Return the number of live tensors after every window's reset."""
+    """Return the number of tensors made since the start that are alive after every window's reset."""
     counts = []
-    for window in windows(run):
-        backward_window(run, window)
-        run.optimizer.step()
-        reset(run)
-        window.clear()
-        counts.append(_live_tensors())
+    gc.collect()
+    gc.freeze()  # what is there already is neither walked nor counted
+    try:
+        for window in windows(run):
+            backward_window(run, window)
+            run.optimizer.step()
+            reset(run)
+            window.clear()
+            counts.append(_live_tensors())
+    finally:
+        gc.unfreeze()
     return counts
 
 
