@@ -166,7 +166,7 @@ def _import_module(name: str) -> ModuleType:
     except Exception as error:
         raise UsageError(f"cannot import {name}{_line_in(error, None)}: {one_line(error)}") from None
     if found is None:
-        hint = f"; did you mean {name}.py:NAME?" if Path(f"{name}.py").is_file() else ""
+        hint = f" (did you mean {name}.py:NAME?)" if Path(f"{name}.py").is_file() else ""
         raise UsageError(f"there is no module {name!r} on Python's path or in the working directory{hint}")
     return _guarded(lambda: importlib.import_module(name), name, found.origin)
 
@@ -252,11 +252,11 @@ def _listed(names: Iterable[str]) -> str:
 
 def _suggestion(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, [n for n in names if not n.startswith("__")], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _no_file(path: Path) -> str:
     folder = path.parent
     near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
-    hint = f"; did you mean {folder / near[0]}?" if near else ""
+    hint = f" (did you mean {folder / near[0]}?)" if near else ""
     return f"{path}: no such file{hint}"

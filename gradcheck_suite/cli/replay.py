@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, statuses
 from gradcheck_suite.contract import Loop, Problem
 from gradcheck_suite.counterexamples import Stored, read_case_file
 from gradcheck_suite.errors import CannotRunHere, UsageError
+
+_T = TypeVar("_T")
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -65,11 +69,15 @@ def _subjects(arguments: argparse.Namespace, stored: Stored, name: str) -> tuple
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):
         raise UsageError(f"--problem {asked}: case {stored.case.digest} brings its own generated problem; drop it")
+    loop = _named_by(arguments.case, name, resolve_loop) if arguments.loop is None else resolve_loop(name)
+    if not isinstance(named, str):
+        return loop, None
+    return loop, _named_by(arguments.case, named, resolve_problem) if asked is None else resolve_problem(asked)
+
+
+def _named_by(case: Path, name: str, resolve: Callable[[str], _T]) -> _T:
+    """Resolve what the case's file names; where that fails, say that it need not be what the file names."""
     try:
-        loop = resolve_loop(name)
-        problem = resolve_problem(asked or named) if isinstance(named, str) else None
+        return resolve(name)
     except UsageError as error:
-        if asked is None or arguments.loop is None:
-            raise UsageError(f"{error} ({arguments.case} names it; LOOP and --problem say otherwise)") from None
-        raise
-    return loop, problem
+        raise UsageError(f"{case} names {name}, but {error}; pass LOOP or --problem to say otherwise") from None
