@@ -109,14 +109,6 @@ def test_a_loss_mask_of_zeros_is_a_gradient_of_nan():
     assert torch.autograd.grad(loss, logits)[0].isnan().all()
 
 
-@pytest.mark.parametrize("share", [1.0, 0.0], ids=["as-it-is", "times-its-count"])
-def test_no_item_at_all_would_be_zero_times_nothing(share):
-    logits = LOGITS[:0].clone().requires_grad_()
-    loss = F.cross_entropy(logits, CLASSES[:0])
-    assert loss.isnan()
-    assert torch.autograd.grad(loss * share, logits)[0].shape == (0, 3)
-
-
 def test_probabilities_cannot_be_ignored():
     with pytest.raises(RuntimeError, match="ignore_index is not supported"):
         F.cross_entropy(LOGITS, torch.full((2, 3), 1 / 3, dtype=torch.float64), ignore_index=1)
@@ -143,7 +135,8 @@ def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():
 def test_bce_of_a_sigmoid_loses_its_gradient_where_the_logit_is_large(logit):
     # p - y is 1 to twelve digits; torch divides by max(p * (1 - p), 1e-12), and p * (1 - p) is e^-logit there
     found = gradient(lambda x: F.binary_cross_entropy(torch.sigmoid(x), one(0.0)), logit).item()
-    assert found == pytest.approx(math.exp(-logit) * 1e12, rel=1e-3, abs=1e-5)
+    # 1 - p keeps less than three digits of its own
+    assert found == pytest.approx(math.exp(-logit) * 1e12, rel=2e-3, abs=1e-5)
     with_logits = gradient(lambda x: F.binary_cross_entropy_with_logits(x, one(0.0)), logit).item()
     assert close(with_logits, 1 / (1 + math.exp(-logit)))
 

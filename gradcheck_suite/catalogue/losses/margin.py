@@ -30,8 +30,8 @@ from gradcheck_suite.catalogue.losses.common import (
 )
 
 F = torch.nn.functional
-COSINE_EPS = 1e-12
-"""What torch adds to both squared norms of a cosine embedding."""
+COSINE_EPS = float(np.float32(1e-12))
+"""What torch adds to both squared norms of a cosine embedding: a float32 constant, whatever the dtype."""
 TRIPLET_EPS = 1e-6
 """What torch adds to every difference inside a triplet's distances."""
 
