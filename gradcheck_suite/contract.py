@@ -89,6 +89,8 @@ class Problem:
 
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
     """Return the names as a set; `UsageError` names the ones that do not exist."""
+    if isinstance(names, str):
+        raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
     chosen = frozenset(names)
     unknown = sorted(chosen - ASSUMPTIONS.keys())
     if unknown:
@@ -102,8 +104,6 @@ def training_loop(*, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]:
     Args:
         assumes: names from `ASSUMPTIONS`: `"equal-micro-batches"`, `"whole-windows"`, `"sum-reduction"`.
     """
-    if isinstance(assumes, str):
-        raise UsageError(f"assumes must be a tuple of names such as ({assumes!r},), got the string {assumes!r}")
     chosen = checked_assumptions(assumes)
 
     def mark(loop: _LoopT) -> _LoopT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -26,8 +27,6 @@ ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
 SIZES = (1, 2, 3, 4, 5, 8)
 MAX_MICRO_BATCHES = 24
 MAX_INNER_LAYERS = 2
-MIXING_WEIGHT = 2
-"""How many layers that mix are drawn for every pointwise one."""
 CHOOSY_WEIGHT = 2
 """How many times more a loss that takes few signals is drawn where it fits."""
 
@@ -108,14 +107,20 @@ def plans(
     if EQUAL_MICRO_BATCHES in chosen:
         per_window = [draw(sizes) for _ in range(windows)]
         return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
-    micro_batches = tuple(draw(sizes) for _ in range(count))
-    masked: tuple[int, ...] = ()
-    if maskable and draw(_sampled((False, True, True, True))):
-        plan = Plan(micro_batches, k, epochs)
-        # one member of each chosen window stays: a window that counts nothing is outside the contract
-        spared = {window[draw(st.integers(0, len(window) - 1))] for window in plan.windows}
-        masked = tuple(j for j in range(count) if j not in spared and draw(st.booleans()))
-    return Plan(micro_batches, k, epochs, masked)
+    if not (maskable and draw(_sampled((False, True, True, True)))):
+        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
+    # size and mask side by side in one draw, so that shrinking takes out a whole micro-batch
+    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
+    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
+    plan = Plan(tuple(n for n, _ in drawn), k, epochs)
+    # a window that counts nothing is outside the contract
+    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
+    return Plan(plan.micro_batches, k, epochs, tuple(masked))
+
+
+@cache
+def _with_mask(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, bool]]:
+    return st.tuples(sizes, st.booleans())
 
 
 def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
@@ -128,45 +133,48 @@ def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
 def _layers(
     signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
 ) -> Choices | None:
-    """Return a strategy over the layer kinds that take a signal."""
-    found = []
+    """Return a strategy over the layer kinds that take a signal.
+
+    Every kind has its own place whatever the signal, so that shrinking may change what comes before a layer. The
+    places of kinds that do not fit go to what mixes, and to what leads from one form to another twice as often:
+    pointwise activations are many and would crowd these out.
+    """
+    places: list[tuple[LayerKind, list[Options]]] = []
     for kind in LAYERS.values():
-        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
-            continue
         variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
+        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
+            variants = []
         if keeps_shape:
             variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
-        if variants:
-            found.append((kind, variants))
-    return _choices(found + _more_often(found, signal))
-
-
-def _more_often(found: list[tuple[LayerKind, list[Options]]], signal: Signal) -> list[tuple[LayerKind, list[Options]]]:
-    """Return what to draw more often than its turn, to be appended so that shrinking never meets it.
-
-    Pointwise activations are many: without this they would crowd out the layers that mix, and above all those few
-    that lead from one form to another, on which everything behind them depends.
-    """
-    mixing = [(kind, variants) for kind, variants in found if kind.axes != 0]
-    if not mixing:
-        return []
+        places.append((kind, variants))
+    fitting = [(kind, variants) for kind, variants in places if variants]
+    if not fitting:
+        return None
+    mixing = [(kind, variants) for kind, variants in fitting if kind.axes != 0]
     leading = [
         (k, v) for k, v in mixing if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
     ]
-    return (mixing + leading) * round(MIXING_WEIGHT * (len(found) - len(mixing)) / len(mixing))
+    others = cycle(leading + mixing or fitting)
+    return _choices([place if place[1] else next(others) for place in places])
 
 
-def _layer(
-    draw: st.DrawFn, signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool
-) -> Layer:
+@st.composite
+def _any_layer(draw: st.DrawFn, signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool) -> Layer:
     choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
     assert choices is not None, f"no layer takes {signal}"
     kind, variants = draw(choices)
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(st.integers(1, MAX_INNER_LAYERS))
-        inner = [_layer(draw, signal, keeps_shape=True, sparse=sparse) for _ in range(count)]
+        inner = [draw(_layer(signal, keeps_shape=True, sparse=sparse)) for _ in range(count)]
     return Layer(kind.name, *inner, **draw(variants))
+
+
+@cache
+def _layer(
+    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+) -> st.SearchStrategy[Layer]:
+    return _any_layer(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
 
 
 @cache
@@ -224,7 +232,7 @@ def problems(
     signal = input_signal(source)
     layers = []
     for left in reversed(range(draw(st.integers(min_layers, max_layers)))):
-        layers.append(_layer(draw, signal, trainable=left == 0, sparse=sparse))
+        layers.append(draw(_layer(signal, trainable=left == 0, sparse=sparse)))
         signal = out_signal(layers[-1], signal)
     loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
     reduction = draw(_sampled(reductions_within(chosen)))
@@ -262,6 +270,10 @@ def cases(
     except UsageError as error:
         raise InvalidArgument(str(error)) from None
     chosen = tuple(sorted(_assumptions(assumes)))
+    if not isinstance(problem, st.SearchStrategy | str | None):
+        raise InvalidArgument(f"problem must be a strategy or the name of a user's problem, got {problem!r}")
+    if not isinstance(plan, st.SearchStrategy | None):
+        raise InvalidArgument(f"plan must be a strategy, such as just(Plan(...)), got {plan!r}")
     if problem is None:
         problem = problems(sparse=sparse, assumes=chosen)
     spec = problem if isinstance(problem, str) else draw(problem)

@@ -1,0 +1,356 @@
+"""Sound loops, as different people write them, are never blamed.
+
+`GRADCHECK_SUITE_SOUND_CASES` sets how many cases each must hold on: 60 here, 1,000 in the campaign.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+
+import pytest
+import torch
+
+from gradcheck_suite import training_loop, verify
+from gradcheck_suite.loops import BUILT_IN
+
+CASES = int(os.environ.get("GRADCHECK_SUITE_SOUND_CASES", "60"))
+LOOPS = []
+
+
+def sound(loop):
+    LOOPS.append(loop)
+    return loop
+
+
+def _windows(run):
+    for _ in range(run.epochs):
+        batches = iter(run.loader)
+        while window := list(islice(batches, run.accumulation_steps)):
+            yield window
+
+
+# Where the reset stands
+
+
+@sound
+def reset_before_the_forward(run):
+    for window in _windows(run):
+        run.optimizer.zero_grad()
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+
+
+@sound
+def reset_after_the_step(run):
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.model.zero_grad(set_to_none=False)
+
+
+@sound
+def reset_between_forward_and_backward(run):
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for j, batch in enumerate(window):
+            loss = run.loss(run.model, batch)
+            if j == 0:
+                run.optimizer.zero_grad()
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+
+
+@sound
+def reset_twice(run):
+    for window in _windows(run):
+        run.optimizer.zero_grad(set_to_none=False)
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def reset_before_the_step_that_is_not_the_first(run):
+    """The order inside `accelerate.accumulate`: step, then zero_grad, at every window's end."""
+    last = len(run.loader) - 1
+    for _ in range(run.epochs):
+        counts = [run.count(batch) for batch in run.loader]
+        for i, batch in enumerate(run.loader):
+            first = i - i % run.accumulation_steps
+            loss = run.loss(run.model, batch)
+            if run.reduction == "mean":
+                loss = loss * counts[i] / sum(counts[first : first + run.accumulation_steps])
+            loss.backward()
+            if (i + 1) % run.accumulation_steps == 0 or i == last:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+
+# How the window is counted
+
+
+@sound
+def counted_with_python_floats(run):
+    for window in _windows(run):
+        counts = [float(run.count(batch)) for batch in window]
+        for batch, count in zip(window, counts, strict=True):
+            loss = run.loss(run.model, batch)
+            (loss * (count / sum(counts)) if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def counted_with_item(run):
+    for window in _windows(run):
+        total = 0
+        for batch in window:
+            total += run.count(batch).item()
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            if run.reduction == "mean":
+                loss = loss * run.count(batch).item()
+                loss = loss / total
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def counted_with_a_stacked_tensor(run):
+    for window in _windows(run):
+        counts = torch.stack([run.count(batch) for batch in window])
+        shares = counts / counts.sum()
+        for batch, share in zip(window, shares, strict=True):
+            loss = run.loss(run.model, batch)
+            (share * loss if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def divided_after_the_backwards(run):
+    for window in _windows(run):
+        total = 0.0
+        for batch in window:
+            count = run.count(batch)
+            loss = run.loss(run.model, batch)
+            (loss * count if run.reduction == "mean" else loss).backward()
+            total += float(count)
+        for p in run.model.parameters():
+            if p.grad is not None and run.reduction == "mean":
+                p.grad /= total
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def one_backward_of_the_summed_losses(run):
+    for window in _windows(run):
+        run.optimizer.zero_grad()
+        total = sum(run.count(batch) for batch in window)
+        losses = [
+            run.loss(run.model, batch) * (run.count(batch) / total if run.reduction == "mean" else 1)
+            for batch in window
+        ]
+        sum(losses).backward()
+        run.optimizer.step()
+
+
+@sound
+def accumulated_by_autograd_grad(run):
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    for window in _windows(run):
+        sums = [None] * len(parameters)
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            loss = loss * run.count(batch) / total if run.reduction == "mean" else loss
+            if not loss.requires_grad:
+                continue
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+        for p, grad in zip(parameters, sums, strict=True):
+            p.grad = grad
+        run.optimizer.step()
+
+
+# What else a loop may do
+
+
+@sound
+def with_a_closure_that_was_called_already(run):
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+
+        def closure(window=window, total=total):
+            run.optimizer.zero_grad()
+            value = 0.0
+            for batch in window:
+                loss = run.loss(run.model, batch)
+                loss = loss * run.count(batch) / total if run.reduction == "mean" else loss
+                loss.backward()
+                value += loss.item()
+            return value
+
+        closure()
+        run.optimizer.step()
+
+
+@sound
+def with_a_forward_under_no_grad(run):
+    for window in _windows(run):
+        with torch.no_grad():
+            before = [run.loss(run.model, batch) for batch in window]
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        del before
+
+
+@sound
+def with_a_clip_that_never_bites(run):
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        dense = [p for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse]
+        if dense:
+            torch.nn.utils.clip_grad_norm_(dense, 1e12)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def with_a_scale_taken_back(run):
+    """As mixed-precision scaling does: times 2**16 before the backward, divided out before the step."""
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (2**16 * (loss * run.count(batch) / total if run.reduction == "mean" else loss)).backward()
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(2**-16)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+def with_an_average_of_the_losses_kept(run):
+    running, seen = 0.0, 0
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            running, seen = running + loss.detach(), seen + 1
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert seen
+
+
+@sound
+def in_any_order(run):
+    for window in _windows(run):
+        total = sum(run.count(batch) for batch in window)
+        for batch in reversed(window):
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+# What states what it relies on
+
+
+@sound
+@training_loop(assumes=("sum-reduction",))
+def sums(run):
+    for window in _windows(run):
+        for batch in window:
+            run.loss(run.model, batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+@training_loop(assumes=("equal-micro-batches", "whole-windows"))
+def divided_by_the_accumulation_steps(run):
+    for _ in range(run.epochs):
+        for i, batch in enumerate(run.loader):
+            (run.loss(run.model, batch) / run.accumulation_steps).backward()
+            if (i + 1) % run.accumulation_steps == 0:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+
+@sound
+@training_loop(assumes=("equal-micro-batches",))
+def divided_by_the_windows_length(run):
+    for window in _windows(run):
+        for batch in window:
+            (run.loss(run.model, batch) / len(window)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@sound
+@training_loop(assumes=("whole-windows",))
+def stepped_on_whole_windows_alone(run):
+    for window in _windows(run):
+        assert len(window) == run.accumulation_steps
+        total = sum(run.count(batch) for batch in window)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def _explained(result) -> str:
+    violation = result.violation
+    return "" if violation is None else f"{violation.explanation}\n{violation.case}\n" + "\n".join(violation.details)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_sound_loop_is_not_blamed(loop):
+    result = verify(loop, examples=CASES, seed_value=1)
+    assert result.holds, _explained(result)
+    assert result.cases >= CASES
+    assert result.findings == ()
+    assert result.skipped == {}
+    assert result.ratio < 1
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_loop_is_not_blamed(name):
+    result = verify(BUILT_IN[name], examples=CASES, seed_value=1)
+    assert result.holds, _explained(result)
+    assert result.cases >= CASES
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop"])
+def test_a_sound_loop_is_not_blamed_with_a_real_optimizer(optimizer):
+    result = verify(reset_after_the_step, examples=max(1, CASES // 4), seed_value=1, optimizer=optimizer)
+    assert result.holds, _explained(result)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_sound_loop_is_not_blamed_in_lower_precision(dtype):
+    result = verify(reset_before_the_forward, examples=max(1, CASES // 2), seed_value=1, dtype=dtype)
+    assert result.holds, _explained(result)
