@@ -30,8 +30,12 @@ jax.config.update("jax_enable_x64", True)
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 MAX_PROGRAMS = 2048
 KEPT_ENVIRONMENTS = 4
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
-"""Programs this small spend more on handing work to threads than on the work."""
+COMPILER_OPTIONS: dict[str, str | bool] = {
+    "xla_cpu_multi_thread_eigen": False,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Programs this small spend more on threads than on work, and more on being optimised than they ever run."""
 Tree = Any
 
 
@@ -114,12 +118,20 @@ class Programs:
                 return program
         sharding = jax.sharding.SingleDeviceSharding(cpu())
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-        compiled = jax.jit(function).lower(*shapes).compile(COMPILER_OPTIONS)
+        compiled = _compile(jax.jit(function).lower(*shapes))
         self.compiled += 1
         if path is not None:
             _forget_others(path.parent)
             _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
         return compiled
+
+
+def _compile(lowered: Any) -> Callable[..., Any]:
+    try:
+        compiled: Callable[..., Any] = lowered.compile(COMPILER_OPTIONS)
+    except jax.errors.JaxRuntimeError:  # an XLA that does not know one of the options
+        compiled = lowered.compile()
+    return compiled
 
 
 # jax.tree does the same for every kind of tree, at ten times the cost: these two run for every layer of every case
