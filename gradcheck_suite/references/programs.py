@@ -126,12 +126,11 @@ class Programs:
         return compiled
 
 
-def _compile(lowered: Any) -> Callable[..., Any]:
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     try:
-        compiled: Callable[..., Any] = lowered.compile(COMPILER_OPTIONS)
+        return lowered.compile(COMPILER_OPTIONS)
     except jax.errors.JaxRuntimeError:  # an XLA that does not know one of the options
-        compiled = lowered.compile()
-    return compiled
+        return lowered.compile()
 
 
 # jax.tree does the same for every kind of tree, at ten times the cost: these two run for every layer of every case
