@@ -52,7 +52,7 @@ def observe(loop: Loop, trial: Trial) -> list[Observation]:
     return outcome.observations
 
 
-def assert_holds(verdict: Verdict) -> None:
+def assert_holds(verdict: Verdict, name: str = "the loop") -> None:
     """Fail where a loop is violated or the references disagree; leave out what this machine cannot judge."""
     __tracebackhide__ = True
     if verdict.skipped:
@@ -62,7 +62,7 @@ def assert_holds(verdict: Verdict) -> None:
         hypothesis.reject()
     assert verdict.finding is None, f"{verdict.finding}\n{verdict.case!r}"
     if (violation := verdict.violation) is not None:
-        lines = (f"{violation.kind} ({violation.diagnosis}): {violation.explanation}", *violation.details)
+        lines = (f"{name}: {violation.kind} ({violation.diagnosis}): {violation.explanation}", *violation.details)
         pytest.fail("\n".join((*lines, repr(verdict.case))))
 
 
