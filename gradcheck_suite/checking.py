@@ -75,6 +75,8 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference, str | No
 def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:
     case = reference.trial.case
     if outcome.raised is not None:
+        # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
+        reference.window(0).compare(reference.window(0).expected)
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
         diagnosis = "timed-out" if outcome.timed_out else "raised"

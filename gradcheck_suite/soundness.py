@@ -81,7 +81,7 @@ def _loss(trial: Trial, model: torch.nn.Module, batch: Batch, *, need_graph: boo
         raise UsageError(f"{name}: Problem.loss(model, batch) must return a scalar tensor, got {got}")
     if need_graph and not loss.requires_grad:
         raise UsageError(f"{name}: the loss does not depend on the model's parameters: there is no gradient to check")
-    value = float(loss)
+    value = float(loss.detach())
     if not math.isfinite(value):
         raise UsageError(f"{name}: the loss of a drawn batch is {value}: there is no gradient to compare")
     return value
