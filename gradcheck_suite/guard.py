@@ -90,7 +90,7 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
     called: FrameType | None = None
     while frame is not None and frame is not block:
         frame, called = frame.f_back, frame
-    return called is not None and called.f_code.co_filename != contextlib.__file__
+    return frame is not None and (called is None or called.f_code.co_filename != contextlib.__file__)
 
 
 def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> None:

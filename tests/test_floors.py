@@ -38,6 +38,7 @@ FLOORS = {
     "loops": 2,
     "observer": 2,
     "optimizers": 2,
+    "soundness": 2,
     "references": 2,
     "subject": 2,
     "trial": 2,
