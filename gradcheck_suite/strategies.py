@@ -183,7 +183,7 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
 
     Those that do not take every signal, classification among them, are drawn more often where they fit.
     """
-    kinds = [kind for kind in LOSSES.values() if kind.variants(signal)]
+    kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
     choosy = [kind for kind in kinds if not kind.variants(vector(1))]
     return _choices(
         (kind.name, [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)])
@@ -266,7 +266,8 @@ def cases(
     if device not in DEVICES:
         raise InvalidArgument(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
     try:
-        sparse = optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE
+        # torch cannot add sparse float16 gradients on the CPU
+        sparse = dtype != "float16" and (optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE)
     except UsageError as error:
         raise InvalidArgument(str(error)) from None
     chosen = tuple(sorted(_assumptions(assumes)))

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gradcheck_suite.case import Case
-from gradcheck_suite.catalogue import loss_kind, reduction_of
+from gradcheck_suite.catalogue import checked_loss, reduction_of
 from gradcheck_suite.catalogue.build import build_model, draw_data
 from gradcheck_suite.catalogue.kinds import Arrays
 from gradcheck_suite.contract import Batch, Problem, TrainingRun
@@ -153,7 +153,7 @@ def generated_trial(case: Case) -> Trial:
     masked = np.zeros(case.plan.total_items, dtype=bool)
     for j in case.plan.masked:
         masked[case.plan.items(j).start : case.plan.items(j).stop] = True
-    kind, loss = loss_kind(spec.loss), spec.loss
+    kind, loss = checked_loss(spec), spec.loss
     if case.plan.masked and not kind.maskable(loss.o):
         raise UsageError(f"plan masks micro-batches {case.plan.masked}, but the loss {loss!r} cannot ignore targets")
     tensors = {name: torch.from_numpy(array) for name, array in draw_data(spec, case.seed, masked).items()}

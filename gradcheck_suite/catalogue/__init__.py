@@ -35,7 +35,7 @@ from gradcheck_suite.catalogue import (
 from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
 from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec, Reduction
+from gradcheck_suite.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
 
 class _Named(Protocol):
@@ -105,18 +105,18 @@ def loss_kind(spec: Loss) -> LossKind:
     return _look_up(LOSSES, "loss", spec.kind)
 
 
-def _check_options(layer: Layer, variants: Sequence[Options]) -> None:
-    """Hold a layer's options to the names and types of its kind's variants, where it has some for its input."""
-    fitting = [v for v in variants if v.keys() == layer.o.keys()]
+def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
+    """Hold options to the names and types of their kind's variants, where it has some for its input."""
+    fitting = [v for v in variants if v.keys() == options.keys()]
     if not fitting:
         if names := [sorted(v) for v in variants]:
-            raise UsageError(f"layer {layer.kind!r}: expected options {names[0]}, got {sorted(layer.o)}")
+            raise UsageError(f"{what}: expected options {names[0]}, got {sorted(options)}")
         return
-    for name, value in layer.options:
+    for name, value in options.items():
         types = {type(v[name]) for v in fitting}
         if type(value) not in types and not (type(value) is int and float in types):
             expected = " or ".join(sorted(t.__name__ for t in types))
-            raise UsageError(f"layer {layer.kind!r}: expected option {name!r} of type {expected}, got {value!r}")
+            raise UsageError(f"{what}: expected option {name!r} of type {expected}, got {value!r}")
 
 
 @cache
@@ -131,7 +131,7 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
         inner = chain_signal(layer.layers, signal)
         if inner != signal:
             raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
-    _check_options(layer, kind.variants(signal))
+    _check_options(f"layer {layer.kind!r}", layer.o, kind.variants(signal))
     try:
         out = kind.out(signal, layer.o)
     except (KeyError, TypeError) as error:
@@ -159,6 +159,19 @@ def input_signal(spec: Input) -> Signal:
 def output_signal(problem: ProblemSpec) -> Signal:
     """Return what the loss receives."""
     return chain_signal(problem.layers, input_signal(problem.input))
+
+
+def checked_loss(problem: ProblemSpec) -> LossKind:
+    """Return the kind of a problem's loss; `UsageError` where it does not take the output or its options do not fit."""
+    kind, signal, options = loss_kind(problem.loss), output_signal(problem), dict(problem.loss.o)
+    reduction = options.pop("reduction", "mean")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    variants = kind.variants(signal)
+    if not variants:
+        raise UsageError(f"loss {kind.name!r}: does not take {signal}")
+    _check_options(f"loss {kind.name!r}", options, variants)
+    return kind
 
 
 def reduction_of(problem: ProblemSpec) -> Reduction:

@@ -129,6 +129,7 @@ class LossKind:
         jax_counts: (options, batch) -> (n,), each item's part of the count.
         maskable: options -> whether a micro-batch that counts nothing has a zero gradient rather than 0/0.
         uniform: (signal, options) -> whether every item has the same count.
+        drawn: whether the strategies draw it.
     """
 
     name: str
@@ -140,6 +141,7 @@ class LossKind:
     jax_counts: Callable[[Options, Arguments], jax.Array]
     maskable: Callable[[Options], bool] = field(default=lambda options: False)
     uniform: Callable[[Signal, Options], bool] = field(default=lambda signal, options: True)
+    drawn: bool = True
 
 
 def product(**choices: Sequence[Any]) -> list[Options]:

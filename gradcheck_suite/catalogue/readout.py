@@ -35,8 +35,8 @@ class Readout(torch.nn.Module):
         return self.weight[x]
 
 
-def _never(signal: Signal) -> tuple[Options, ...]:
-    return ()
+def _one_feature(signal: Signal) -> tuple[Options, ...]:
+    return ({},) if signal == vector(1) else ()
 
 
 def _index(signal: Signal) -> tuple[Options, ...]:
@@ -73,4 +73,4 @@ def _counts(options: Options, batch: Arguments) -> jax.Array:
 
 
 LAYERS = (LayerKind("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),)
-LOSSES = (LossKind("identity", _never, _targets, _identity, _count, _items, _counts),)
+LOSSES = (LossKind("identity", _one_feature, _targets, _identity, _count, _items, _counts, drawn=False),)

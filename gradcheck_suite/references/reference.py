@@ -134,21 +134,28 @@ class Window:
         plan, dtype = trial.case.plan, trial.dtype
         try:
             large = self._in(dtype, self.items)
-            parts = []
-            share = 1.0
-            if trial.problem.reduction == "mean":
-                share = 1.0 / float(trial.count(trial.batch(self.items)))
-            for j in self.members:
-                low = self._in(dtype, plan.items(j), summed=True) * share
-                high = self._in(torch.float64, plan.items(j), summed=True) * share
-                parts.append((low, high))
+            shares = self._shares()
+            parts = [
+                (self._in(dtype, plan.items(j)) * share, self._in(torch.float64, plan.items(j)) * share)
+                for j, share in zip(self.members, shares, strict=True)
+            ]
         except (RuntimeError, NotImplementedError) as error:
             raise CannotJudgeError(f"the plain large batch fails in {trial.case.dtype}: {error}") from error
+        if not all(np.isfinite(gradient).all() for gradient in (large, *(low for low, _ in parts))):
+            raise CannotJudgeError(f"the plain gradient of a batch is not finite in {trial.case.dtype}")
         return low_precision_bound(self.expected, large, parts, self._reference.layout, trial.case.dtype)
 
-    def _in(self, dtype: torch.dtype, items: range, *, summed: bool = False) -> Vector:
+    def _shares(self) -> list[float]:
+        """Return what each micro-batch's own gradient is multiplied by in the window's."""
+        trial = self._reference.trial
+        if trial.problem.reduction == "sum":
+            return [1.0] * len(self.members)
+        total = float(trial.count(trial.batch(self.items)))
+        return [float(trial.count(trial.batch(trial.case.plan.items(j)))) / total for j in self.members]
+
+    def _in(self, dtype: torch.dtype, items: range) -> Vector:
         model = self._reference.model(dtype, self._parameters)
-        return self._reference.flat(gradients_of(self._reference.trial, model, items, summed=summed, dtype=dtype))
+        return self._reference.flat(gradients_of(self._reference.trial, model, items, dtype=dtype))
 
     def disagreement(self) -> str | None:
         """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do."""
