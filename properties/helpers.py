@@ -116,7 +116,7 @@ def apart(trial: Trial, window: int, a: Gradients, b: Gradients, *, terms: int, 
     if quick.ratio <= 1:
         return quick
     in_float32 = flat(gradients_of(trial, trial.model(torch.float32), items, dtype=torch.float32), layout)
-    allowed = measured_bound(expected, in_float32, terms, layout)
+    allowed = measured_bound(expected, [in_float32], terms, layout)
     return worst_difference(first, second, 2 * abs(scale) * allowed)
 
 

@@ -39,16 +39,17 @@ def quick_bound(expected: Vector, terms: int) -> Vector:
     return np.full(expected.shape, (QUICK + terms) * UNIT_ROUNDOFF["float64"] * largest)
 
 
-def measured_bound(expected: Vector, in_float32: Vector, terms: int, layout: Layout) -> Vector:
+def measured_bound(expected: Vector, in_float32: Sequence[Vector], terms: int, layout: Layout) -> Vector:
     """Return the float64 bound from the noise that float32 shows on the same gradient.
 
     Args:
         expected: (P,), the window's gradient in float64.
-        in_float32: (P,), the same gradient computed in float32.
+        in_float32: the same gradient, (P,), computed in float32 at values that differ in their last bits: one draw
+            of the rounding errors may be small by chance.
         terms: micro-batches added up.
         layout: of both vectors.
     """
-    noise = layout.spread(_distance(in_float32, expected))
+    noise = layout.spread(np.max([_distance(draw, expected) for draw in in_float32], axis=0))
     noise = np.maximum(noise, noise.max(initial=0.0) / MARGIN)
     scale = UNIT_ROUNDOFF["float64"] / UNIT_ROUNDOFF["float32"]
     return quick_bound(expected, terms) + MARGIN * (1 + terms) * scale * noise

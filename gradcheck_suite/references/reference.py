@@ -17,9 +17,10 @@ from gradcheck_suite.references.accumulated import accumulated_gradient, whole_g
 from gradcheck_suite.references.jax_reference import large_batch_gradient
 from gradcheck_suite.references.torch_reference import Gradients, gradients_of
 from gradcheck_suite.spec import ProblemSpec
-from gradcheck_suite.trial import Trial, generated_trial, user_trial
+from gradcheck_suite.trial import Trial, generated_trial, map_leaves, user_trial
 
 MAX_REFERENCES = 512
+NOISE_DRAWS = 4
 Parameters = dict[str, torch.Tensor]
 
 
@@ -123,7 +124,7 @@ class Window:
     def _measured(self) -> Vector:
         expected, terms = self.expected, len(self.members)
         try:
-            in_float32 = self._in(torch.float32, self.items)
+            in_float32 = [self._in(torch.float32, self.items, jitter=draw) for draw in range(NOISE_DRAWS)]
         except (RuntimeError, NotImplementedError):
             return 1024 * quick_bound(expected, terms)
         return measured_bound(expected, in_float32, terms, self._reference.layout)
@@ -153,9 +154,24 @@ class Window:
         total = float(trial.count(trial.batch(self.items)))
         return [float(trial.count(trial.batch(trial.case.plan.items(j)))) / total for j in self.members]
 
-    def _in(self, dtype: torch.dtype, items: range) -> Vector:
+    def _in(self, dtype: torch.dtype, items: range, *, jitter: int | None = None) -> Vector:
+        """Return the gradient of some items computed in `dtype`, at values moved by a rounding where asked for."""
         model = self._reference.model(dtype, self._parameters)
-        return self._reference.flat(gradients_of(self._reference.trial, model, items, dtype=dtype))
+        batch = self._reference.trial.batch(items, dtype)
+        if jitter is not None:
+            generator = torch.Generator().manual_seed(jitter)
+
+            def move(tensor: torch.Tensor) -> torch.Tensor:
+                if not tensor.is_floating_point():
+                    return tensor
+                noise = torch.rand(tensor.shape, generator=generator).to(tensor.device, dtype)
+                return tensor * (1 + 4 * torch.finfo(dtype).eps * (noise - 0.5))
+
+            batch = map_leaves(move, batch)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(move(p))
+        return self._reference.flat(gradients_of(self._reference.trial, model, items, batch=batch))
 
     def disagreement(self) -> str | None:
         """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do."""

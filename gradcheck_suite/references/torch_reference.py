@@ -6,13 +6,20 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.contract import Batch
 from gradcheck_suite.trial import Trial
 
 Gradients = dict[str, torch.Tensor | None]
 
 
 def gradients_of(
-    trial: Trial, model: torch.nn.Module, items: range, *, summed: bool = False, dtype: torch.dtype | None = None
+    trial: Trial,
+    model: torch.nn.Module,
+    items: range,
+    *,
+    summed: bool = False,
+    dtype: torch.dtype | None = None,
+    batch: Batch | None = None,
 ) -> Gradients:
     """Return the gradient of the objective over some items in one batch, leaving the model's own `.grad` alone.
 
@@ -22,11 +29,13 @@ def gradients_of(
         items: which of the epoch's items.
         summed: the gradient of the summed loss, where the problem's reduction is a mean.
         dtype: of the batch's floating tensors, where not the trial's.
+        batch: in place of those items.
 
     Returns:
         Trainable parameters' names -> dense gradients, or None where the loss does not reach a parameter.
     """
-    batch = trial.batch(items, dtype)
+    if batch is None:
+        batch = trial.batch(items, dtype)
     loss = trial.problem.loss(model, batch)
     if summed and trial.problem.reduction == "mean":
         loss = loss * trial.count(batch)

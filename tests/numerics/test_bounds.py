@@ -105,7 +105,7 @@ def test_measured_noise_covers_what_cancels(seed):
         return _cancelling(np.random.default_rng(seed), dtype)
 
     expected, observed = draw(np.longdouble), draw(np.float64)
-    bound = measured_bound(expected, draw(np.float32), 1, LAYOUT)
+    bound = measured_bound(expected, [draw(np.float32)], 1, LAYOUT)
     assert _ratio(observed, expected, bound) <= 1
     assert bound.max() < 1e-9
 
@@ -113,7 +113,7 @@ def test_measured_noise_covers_what_cancels(seed):
 @given(seeds, terms)
 def test_an_error_just_above_the_measured_bound_exceeds_it(seed, count):
     expected = _exact_sum(_contributions(seed, count))
-    bound = measured_bound(expected, expected.astype(np.float32).astype(np.float64), count, LAYOUT)
+    bound = measured_bound(expected, [expected.astype(np.float32).astype(np.float64)], count, LAYOUT)
     assert _ratio(expected + 1.01 * bound + 2 * np.spacing(np.abs(expected)), expected, bound) > 1
     assert _ratio(expected * (1 + 1e-6), expected, bound) > 1
 
@@ -173,5 +173,5 @@ def test_underflow_is_within_the_float16_bound():
 
 def test_bounds_are_finite_where_gradients_are_not():
     expected = np.array([1.0, np.nan] + [np.inf] * (ELEMENTS - 2))
-    assert np.isfinite(measured_bound(expected, expected, 2, LAYOUT)).all()
+    assert np.isfinite(measured_bound(expected, [expected], 2, LAYOUT)).all()
     assert np.isfinite(low_precision_bound(expected, expected, [(expected, expected)], LAYOUT, "float32")).all()
