@@ -86,7 +86,7 @@ def padded_cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(2)
+@scaled(3)
 @given(case=one_window_cases, data=st.data())
 def test_order_of_micro_batches_does_not_matter(name, device, case, data):
     trial = generated_trial(case.replace(device=device))
@@ -97,7 +97,7 @@ def test_order_of_micro_batches_does_not_matter(name, device, case, data):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(2)
+@scaled(3)
 @given(case=one_window_cases, data=st.data())
 def test_splitting_a_split_does_not_matter(name, device, case, data):
     trial = generated_trial(case.replace(device=device))
@@ -113,7 +113,7 @@ def test_splitting_a_split_does_not_matter(name, device, case, data):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(2)
+@scaled(3)
 @given(case=padded_cases())
 def test_micro_batches_that_count_nothing_change_nothing(name, device, case):
     padded = generated_trial(case.replace(device=device))
@@ -142,7 +142,7 @@ def assert_homogeneous(loop: Loop, trial: Trial, factor: float, *, exact: bool) 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(2)
+@scaled(3)
 @given(case=one_window_cases, exponent=st.integers(-12, 12), sign=st.sampled_from([1, -1]))
 def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, case, exponent, sign):
     # 2**12 moves an exponent far less than float64's range allows, so nothing is rounded on the way
@@ -152,7 +152,7 @@ def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, ca
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(2)
+@scaled(3)
 @given(case=one_window_cases, factor=st.floats(-1000, 1000, allow_subnormal=False))
 def test_any_factor_on_the_loss_scales_the_gradient(name, case, factor):
     assume(factor != 0)

@@ -93,7 +93,7 @@ def _windows(case: Case) -> st.SearchStrategy[int]:
 # reached before takes -0.0 as it is; so modes that zero are compared by `==`, modes that release to the bit
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODES)
-@scaled(2)
+@scaled(4)
 @given(case=several_windows, data=st.data())
 def test_other_values_leave_no_trace(name, device, case, data):
     window = data.draw(_windows(case), label="window")
@@ -103,7 +103,7 @@ def test_other_values_leave_no_trace(name, device, case, data):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", MODES)
-@scaled(5)
+@scaled(10)
 @given(case=several_windows, data=st.data())
 def test_non_finite_data_leave_no_trace(name, value, case, data):
     window = data.draw(_windows(case), label="window")
@@ -117,7 +117,7 @@ def test_non_finite_data_leave_no_trace(name, value, case, data):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", MODES)
-@scaled(5)
+@scaled(10)
 @given(case=several_windows, data=st.data())
 def test_non_finite_gradients_leave_no_trace(name, value, device, case, data):
     window = data.draw(_windows(case), label="window")

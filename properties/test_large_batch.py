@@ -53,7 +53,7 @@ def test_every_built_in_loop_gives_the_large_batch_gradient(device, case):
         assert_holds(check(loop, case.replace(device=device)), name)
 
 
-@scaled(2)
+@scaled(5)
 @given(case=cases())
 def test_holds_where_the_error_is_driven_up(case):
     verdict = check(BUILT_IN["zero_"], case)
@@ -63,7 +63,7 @@ def test_holds_where_the_error_is_driven_up(case):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ASSUMING)
-@scaled(2)
+@scaled(4)
 @given(data=st.data())
 def test_a_loop_that_assumes_holds_inside_its_assumptions(name, device, data):
     case = data.draw(cases(device=device, assumes=assumptions_of(ASSUMING[name])), label="case")
@@ -80,7 +80,7 @@ def test_holds_along_the_path_of_a_real_optimizer(device, case):
         assert_holds(check(BUILT_IN[name], case.replace(device=device)), name)
 
 
-@scaled(6)
+@scaled(10)
 @given(case=cases())
 def test_torch_and_jax_agree_whole_and_accumulated(case):
     reference = Reference(generated_trial(case))

@@ -79,6 +79,7 @@ def test_all_modes_agree(device, case):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@scaled(2)
 @given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
 def test_all_modes_agree_where_parameters_are_missed(device, routes, k, epochs):
     trial = routed_trial(routes, k, epochs=epochs, device=device)

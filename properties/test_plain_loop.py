@@ -69,7 +69,7 @@ SAME_PATH = [name for name in MODES if name != "flat_buffer"]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODES)
-@scaled(2)
+@scaled(4)
 @given(case=cases(plan=one_at_a_time, problem=problems(sparse=False)))
 def test_one_micro_batch_a_window_is_the_plain_loop(name, device, case):
     event(f"reduction: {case.problem.loss.reduction}")
@@ -77,7 +77,7 @@ def test_one_micro_batch_a_window_is_the_plain_loop(name, device, case):
 
 
 @pytest.mark.parametrize("name", SAME_PATH)
-@scaled(2)
+@scaled(4)
 @given(
     case=st.sampled_from(sorted(OPTIMIZERS)).flatmap(lambda optimizer: cases(plan=one_at_a_time, optimizer=optimizer))
 )

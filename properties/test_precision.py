@@ -19,7 +19,7 @@ REGRESSION = ProblemSpec(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@scaled(3)
+@scaled(4)
 @given(case=cases())
 def test_sound_loops_hold(dtype, device, case):
     for name in LOOPS:
@@ -29,7 +29,7 @@ def test_sound_loops_hold(dtype, device, case):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@scaled(5)
+@scaled(10)
 @given(case=cases())
 def test_holds_where_the_error_is_driven_up(dtype, case):
     verdict = check(BUILT_IN["zero_"], case.replace(dtype=dtype))

@@ -18,7 +18,7 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.trial import generated_trial
 from properties import faults
-from properties.helpers import DEVICES, observe
+from properties.helpers import DEVICES, observe, scaled
 
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
 
@@ -55,6 +55,7 @@ def power_of_two_plans(draw: st.DrawFn) -> Plan:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", EVERYWHERE)
+@scaled(3)
 @given(plan=power_of_two_plans())
 def test_every_item_weighs_exactly_one_over_the_count(name, reduction, device, plan):
     event(f"short last window: {plan.has_short_window}")

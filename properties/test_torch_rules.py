@@ -409,7 +409,7 @@ WHOLE = plans(min_epochs=2, min_windows=2, max_accumulation_steps=4, assumes=("w
 
 
 @pytest.mark.parametrize("name", RESETS)
-@scaled(20)
+@scaled(30)
 @given(case=cases(problem=st.just(DENSE), plan=WHOLE))
 def test_live_tensors_are_constant_from_the_second_window_on(name, case):
     assert_live_tensors_are_constant(generated_trial(case).run(), RESETS[name])
