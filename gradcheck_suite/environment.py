@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.case import DTYPES
+from gradcheck_suite.errors import CannotRunHere
 
 MINIMUM = {
     "torch": "2.9",
@@ -95,10 +96,15 @@ def keep_working_directory_clean() -> None:
 
 
 def set_precision() -> None:
-    """Set the precision flags of both frameworks, whose defaults differ, to full precision."""
-    import jax
-    import torch
+    """Set the precision flags of both frameworks, whose defaults differ, to full precision.
 
+    Raises:
+        CannotRunHere: one of them cannot be imported.
+    """
+    jax, torch = _imported("jax"), _imported("torch")
+    for module in (jax, torch):
+        if isinstance(module, str):
+            raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     jax.config.update("jax_default_matmul_precision", "highest")

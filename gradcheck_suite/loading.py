@@ -81,7 +81,7 @@ def resolve_problem(text: str) -> Problem:
 
 def _built_in(text: str) -> Loop:
     path = Path(text)
-    if path.is_dir():
+    if text and path.is_dir():
         raise UsageError(f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name")
     if text.endswith(".py"):
         if not path.is_file():
@@ -120,9 +120,9 @@ def _module(place: str) -> ModuleType:
         raise UsageError(f"{place} is a folder: expected a Python file, FILE.py:NAME")
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
+    if path.is_file():
+        raise UsageError(f"{place} is no Python file: expected a name that ends in .py")
     if not all(part.isidentifier() for part in place.split(".")):
-        if path.is_file():
-            raise UsageError(f"{place} is no Python file: expected a name that ends in .py")
         raise UsageError(f"{place!r} is neither a file that ends in .py nor a module's name")
     return _import_module(place)
 

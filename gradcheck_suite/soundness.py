@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite.contract import Batch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.optimizers import make_optimizer
-from gradcheck_suite.trial import Trial
+from gradcheck_suite.trial import Trial, leaves
 
 TOLERANCE = 1e-5
 """Relative. Losses are computed in float64, but a user's model may hold islands of float32, which round at 1e-7."""
@@ -83,7 +83,11 @@ def _loss(trial: Trial, model: torch.nn.Module, batch: Batch, *, need_graph: boo
         raise UsageError(f"{name}: the loss does not depend on the model's parameters: there is no gradient to check")
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise UsageError(f"{name}: the loss of a drawn batch is {value}: there is no gradient to compare")
+        items = len(next(leaves(batch)))
+        raise UsageError(
+            f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to compare; "
+            "where items count nothing, Problem.count must say so"
+        )
     return value
 
 

@@ -32,6 +32,7 @@ FLOORS = {
     # 1: numbers
     "numerics": 1,
     # 2: torch and JAX
+    "aliasing": 2,
     "catalogue": 2,
     "devices": 2,
     "guard": 2,

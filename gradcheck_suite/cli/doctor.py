@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 
 from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.errors import CannotRunHere
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -18,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; the status is 0 where the suite's main job can run, 1 where it cannot."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     reasons = environment.missing()
-    if not reasons:
+    with contextlib.suppress(CannotRunHere):
         environment.set_precision()
     abilities = environment.abilities()
     flags = environment.precision_flags()

@@ -36,9 +36,19 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def result_lines(result: Result, stored: Path | None, arguments: argparse.Namespace, width: int) -> list[str]:
-    """Return one line about a loop, whose name gets `width` columns, and below it what there is to say about it."""
-    lines = [_one_line(result, width)]
+def result_lines(
+    result: Result, stored: Path | None, arguments: argparse.Namespace, width: int, *, judged: bool
+) -> list[str]:
+    """Return one line about a loop, and below it what there is to say about it.
+
+    Args:
+        result: what was found.
+        stored: where its counterexample is.
+        arguments: of the command line.
+        width: of the column of names.
+        judged: whether any case could be judged at all.
+    """
+    lines = [_one_line(result, width, judged=judged)]
     if result.assumes:
         lines.append(f"    assumes {', '.join(result.assumes)}: nothing else was tried")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
@@ -81,11 +91,13 @@ def _found(result: Result) -> str:
     return f"found after {_cases(result.found_after)}, then made as small as it would get"
 
 
-def _one_line(result: Result, width: int) -> str:
+def _one_line(result: Result, width: int, *, judged: bool) -> str:
     verdict = "holds" if result.holds else "VIOLATED"
     if result.interrupted and result.holds:
         verdict = "holds so far (interrupted)"
     worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds and result.cases else ""
+    if not judged:
+        verdict, worst = "unjudged", ""
     return f"{result.loop:<{width}}  {verdict:<8}  {_cases(result.cases):>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite import environment
 from gradcheck_suite.case import DEVICES, DTYPES
 from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli.interrupts import noted_interrupts
 from gradcheck_suite.contract import (
     ASSUMPTIONS,
     SUM_REDUCTION,
@@ -98,18 +96,23 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 @dataclass
 class _Judged:
-    """How many cases were judged at all, of one loop."""
+    """How many of one loop's cases were judged at all, and why the others were not."""
 
     count: int = 0
-    reasons: Counter[str] | None = None
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def note(self, verdict: Verdict) -> None:
-        reason = verdict.skipped or verdict.finding
-        if reason is None:
-            self.count += 1
-        else:
-            self.reasons = self.reasons or Counter()
+        if reason := verdict.skipped or verdict.finding:
             self.reasons[reason] += 1
+        else:
+            self.count += 1
+
+    def nothing(self, result: Result) -> str | None:
+        """Return why nothing can be said of the loop, or None where something can."""
+        if self.count or not result.holds or result.interrupted:
+            return None
+        ((reason, _),) = self.reasons.most_common(1) or [("none was drawn", 0)]
+        return f"{result.loop}: none of {result.cases} cases could be judged: {reason}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,19 +135,21 @@ def run(arguments: argparse.Namespace) -> int:
     about = environment.environment()
     print(output.header(arguments, about), flush=True)
     results: list[Result] = []
+    counts: list[_Judged] = []
     unjudged: list[str] = []
     interrupted = False
     width = max(map(len, loops))
-    with Progress(examples=arguments.examples) as progress, _interrupts() as pressed:
+    with Progress(examples=arguments.examples) as progress, noted_interrupts() as pressed:
         try:
             for name, loop in loops.items():
                 judged = _Judged()
                 result = _verify(arguments, name, loop, problem, judged, progress, pressed)
                 results.append(result)
-                if result.holds and not judged.count and not result.interrupted:
-                    reason = judged.reasons.most_common(1)[0][0] if judged.reasons else "none was drawn"
-                    unjudged.append(f"{name}: none of {result.cases} cases could be judged: {reason}")
-                _show(arguments, result, about, progress, width)
+                counts.append(judged)
+                nothing = judged.nothing(result)
+                _show(arguments, result, about, progress, width, judged=nothing is None)
+                if nothing:
+                    unjudged.append(nothing)
                 if result.interrupted or pressed:
                     interrupted = True
                     break
@@ -153,15 +158,15 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             # not where bad input has stopped the work before anything was found out
             if arguments.json is not None and (results or interrupted):
-                write_json(arguments.json, results_to_json(results, about))
-    print(output.summary(results, len(loops), interrupted=interrupted), flush=True)
-    if any(not result.holds for result in results):
-        return statuses.VIOLATED
-    if interrupted:
-        return statuses.INTERRUPTED
-    if unjudged:
+                document = results_to_json(results, about)
+                for entry, judged in zip(document["results"], counts, strict=False):
+                    entry["judged"] = judged.count
+                write_json(arguments.json, document)
+    violated = any(not result.holds for result in results)
+    if unjudged and not violated and not interrupted:
         raise UsageError(unjudged[0])
-    return statuses.HOLDS
+    print(output.summary(results, len(loops), interrupted=interrupted), flush=True)
+    return statuses.VIOLATED if violated else statuses.INTERRUPTED if interrupted else statuses.HOLDS
 
 
 def _list() -> int:
@@ -247,32 +252,20 @@ def _verify(
     )
 
 
-def _show(arguments: argparse.Namespace, result: Result, about: dict[str, Any], progress: Progress, width: int) -> None:
+def _show(
+    arguments: argparse.Namespace,
+    result: Result,
+    about: dict[str, Any],
+    progress: Progress,
+    width: int,
+    *,
+    judged: bool,
+) -> None:
     from gradcheck_suite.cli import output
     from gradcheck_suite.counterexamples import store_counterexample
 
     path = None if result.holds else store_counterexample(arguments.reports, result, about)
     progress.stop()
-    for line in output.result_lines(result, path, arguments, width):
+    for line in output.result_lines(result, path, arguments, width, judged=judged):
         print(line)
     sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Write Ctrl-C down as well as raising it, since a loop under test may catch whatever is raised inside it."""
-    pressed: list[int] = []
-
-    def note(signum: int, frame: Any) -> None:
-        pressed.append(signum)
-        raise KeyboardInterrupt
-
-    try:
-        previous = signal.signal(signal.SIGINT, note)
-    except ValueError:  # not in the main thread, where Ctrl-C never arrives
-        yield pressed
-        return
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,135 @@
+"""A folder with loops in it, and the command line called in this process."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from gradcheck_suite import verification
+from gradcheck_suite.__main__ import main
+from gradcheck_suite.case import Case
+from gradcheck_suite.plan import Plan
+from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.strategies import cases
+
+ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
+LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))
+LOOPS = """
+import torch
+from gradcheck_suite import Problem, training_loop
+
+def sound(run):
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for start in range(0, len(batches), run.accumulation_steps):
+            window = batches[start : start + run.accumulation_steps]
+            run.optimizer.zero_grad()
+            total = sum(run.count(batch) for batch in window)
+            for batch in window:
+                loss = run.loss(run.model, batch)
+                (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
+            run.optimizer.step()
+
+def chatty(run):
+    print("the loop says hello")
+    sound(run)
+
+def no_reset(run):
+    zero_grad, run.optimizer.zero_grad = run.optimizer.zero_grad, lambda: None
+    sound(run)
+
+def raises(run):
+    raise ValueError("two\\nlines")
+
+def never(run):
+    pass
+
+@training_loop(assumes=("sum-reduction",))
+def summed(run):
+    sound(run)
+
+def two(run, other):
+    pass
+
+NUMBER = 3
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, 1)
+
+def batch(items, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(items, 2, generator=generator), "y": torch.randn(items, 1, generator=generator)}
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+PROBLEM = Problem(model, batch, loss)
+CENTRED = Problem(model, batch, lambda m, b: (m(b["x"]) - b["y"]).std(correction=0))
+BROKEN = Problem(lambda seed: 1 / 0, batch, loss)
+VECTOR = Problem(model, batch, lambda m, b: m(b["x"]))
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The working directory, with `loops.py` in it."""
+    (tmp_path / "loops.py").write_text(textwrap.dedent(LOOPS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "cpu" if name == "JAX_PLATFORMS" else str(tmp_path.parent / name))
+    return tmp_path
+
+
+@pytest.fixture
+def run(project, capsys):
+    """Call the command line in this process."""
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def only_linear(monkeypatch):
+    """Draw one small problem only, so that nothing is compiled: what is drawn is tested elsewhere."""
+    monkeypatch.setattr(verification, "cases", lambda **o: cases(**{**o, "problem": o["problem"] or st.just(LINEAR)}))
+
+
+@pytest.fixture
+def untouched(project):
+    """Hold that the test leaves the working directory as it was."""
+    before = sorted(project.rglob("*"))
+    yield
+    after = [p for p in sorted(project.rglob("*")) if "__pycache__" not in p.parts]
+    assert after == before
+
+
+def files(folder: Path) -> list[str]:
+    """Return the names of all files below a folder."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+
+
+@pytest.fixture
+def a_case():
+    """One small case."""
+    return Case(LINEAR, Plan((1, 2), 2), seed=1)

@@ -1,0 +1,141 @@
+"""Bad usage and bad input: one clear line on standard error, status 2, and nothing written."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradcheck_suite import devices
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.optimizers import OPTIMIZERS
+from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
+
+
+def assert_one_line(outcome, *said):
+    assert outcome.status == statuses.BAD_USAGE == 2
+    assert outcome.err.startswith("gradcheck-suite")
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("\n")
+    assert "Traceback" not in outcome.err
+    for text in said:
+        assert text in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--examples 0", "--examples: expected a positive integer, got '0'"),
+        ("--examples -5", "--examples: expected a positive integer, got '-5'"),
+        ("--examples abc", "--examples: expected a positive integer, got 'abc'"),
+        ("--examples", "--examples: expected one argument"),
+        ("--seed -1", "--seed: expected an integer from 0 to 4294967295, got '-1'"),
+        ("--seed 4294967296", "--seed: expected an integer from 0"),
+        ("--seed 1.5", "got '1.5'"),
+        ("--dtype int8", "--dtype: expected one of float64, float32, bfloat16, float16; got 'int8'"),
+        ("--device tpu", "--device: expected one of cpu, cuda; got 'tpu'"),
+        ("--optimizer lion", "--optimizer: expected one of sgd, momentum"),
+        ("--assume luck", "--assume: expected one of equal-micro-batches, whole-windows, sum-reduction; got 'luck'"),
+        ("--time-limit 0", "--time-limit: expected a positive number of seconds, got '0'"),
+        ("--time-limit nan", "got 'nan'"),
+        ("--exam 5", "unrecognized arguments: --exam"),
+        ("--json missing/out.json", "--json missing/out.json: there is no folder missing"),
+        ("--json .", "--json .: expected the path of a file, got a folder"),
+        ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),
+        ("--problem loops.py", "--problem must be FILE.py:NAME"),
+        ("--problem loops.py:NUMBER", "loops.py:NUMBER is of type int: expected a gradcheck_suite.Problem"),
+        ("--problem loops.py:model", "loops.py:model failed: TypeError"),
+        ("zero", "no built-in loop is called 'zero' (did you mean 'zero_'?)"),
+        ("loops.py", "loops.py names no loop: expected loops.py:NAME; it defines sound"),
+        ("loop.py:sound", "loop.py: no such file (did you mean loops.py?)"),
+        ("loops.py:soud", "loops.py has no 'soud' (did you mean 'sound'?)"),
+        ("loops.py:two", "loops.py:two cannot be called with one argument: it is two(run, other)"),
+        ("loops.py:NUMBER", "loops.py:NUMBER is of type int, which cannot be called"),
+        ("loops.py:PROBLEM", "loops.py:PROBLEM is a Problem, not a loop: pass it as --problem loops.py:PROBLEM"),
+        (
+            "loops.py:summed --problem loops.py:PROBLEM",
+            "loops.py:summed assumes sum-reduction, but the reduction of loops.py:PROBLEM is 'mean'",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("untouched")
+def test_bad_arguments_of_verify(run, arguments, said):
+    assert_one_line(run("verify", *arguments.split()), "gradcheck-suite verify: error: ", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected a command, one of verify, replay, doctor"),
+        (["verfy"], "expected one of verify, replay, doctor; got 'verfy'"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["doctor", "extra"], "unrecognized arguments: extra"),
+        (["replay"], "CASE.json"),
+    ],
+)
+def test_bad_commands(run, arguments, said):
+    assert_one_line(run(*arguments), said)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("BROKEN", "the problem loops.py:BROKEN failed before any loop ran"),
+        ("BROKEN", "ZeroDivisionError: division by zero (loops.py, line "),
+        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (1, 1)"),
+    ],
+)
+@pytest.mark.usefixtures("untouched")
+def test_a_problem_that_breaks_its_contract(run, problem, said):
+    outcome = run("verify", "loops.py:sound", "--problem", f"loops.py:{problem}", "--json", "out.json")
+    assert_one_line(outcome, said)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_cuda_where_there_is_none(run, monkeypatch):
+    monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
+    assert_one_line(run("verify", "--device", "cuda"), "sees no CUDA device here: use --device cpu")
+
+
+@pytest.mark.parametrize("path", ["/proc/nothing", "/proc/nothing/deeper"])
+def test_reports_that_cannot_be_written(run, path):
+    pytest.importorskip("resource")  # /proc belongs to systems that have it
+    assert_one_line(run("verify", "zero_", "--reports", path), f"--reports {path}: ")
+
+
+def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch):
+    from gradcheck_suite import environment
+
+    monkeypatch.setattr(environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"])
+    for arguments in (["verify"], ["verify", "--list"]):
+        assert_one_line(run(*arguments), "torch is not installed: pip install")
+
+
+def test_a_bug_in_the_suite_is_neither_a_verdict_nor_bad_usage(run, monkeypatch):
+    from gradcheck_suite.cli import doctor
+
+    def broken(arguments):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(doctor, "run", broken)
+    outcome = run("doctor")
+    assert outcome.status == 70
+    assert "RuntimeError: planted" in outcome.err
+    assert outcome.err.endswith("this is a bug in gradcheck-suite; please report it\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"], ["replay", "--help"], ["doctor", "--help"]])
+def test_help(run, arguments):
+    outcome = run(*arguments)
+    assert outcome.status == 0
+    assert outcome.out.startswith("usage: gradcheck-suite")
+    assert outcome.err == ""
+
+
+def test_version(run):
+    from gradcheck_suite import __version__
+
+    assert run("--version").out == f"gradcheck-suite {__version__}\n"
+
+
+def test_what_the_parser_repeats_is_what_the_package_says():
+    assert tuple(OPTIMIZERS) == parsers.OPTIMIZER_NAMES
+    assert parsers.DEFAULT_TIME_LIMIT == DEFAULT_TIME_LIMIT

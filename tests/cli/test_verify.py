@@ -1,0 +1,211 @@
+"""`verify`: verdicts, words, files, statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from gradcheck_suite import case_from_json
+from gradcheck_suite.loops import BUILT_IN, MODES
+from gradcheck_suite.records import Result, Verdict, Violation
+
+from .conftest import files
+
+pytestmark = pytest.mark.usefixtures("only_linear")
+VIOLATION_KEYS = {
+    "kind", "diagnosis", "explanation", "parameter", "epoch", "window", "error", "allowed", "found_after", "case",
+}  # fmt: skip
+
+
+def test_a_sound_loop_holds_and_leaves_nothing_behind(run, project):
+    outcome = run("verify", "loops.py:sound", "--examples", 7)
+    assert outcome.status == 0
+    assert outcome.err == ""
+    assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of what is allowed", outcome.out)
+    assert outcome.out.endswith("the loop holds\n")
+    assert files(project) == ["loops.py"]
+
+
+def test_the_header_says_what_is_tried_and_with_which_precision(run):
+    outcome = run("verify", "zero_", "--examples", 1, "--seed", 3, "--dtype", "float32", "--optimizer", "adam")
+    assert "1 case per loop, seed 3, float32 on cpu, optimizer adam" in outcome.out
+    assert "matmul precision: torch highest (TF32 off, cuDNN TF32 off), jax highest" in outcome.out
+
+
+def test_a_violation_is_explained_stored_and_replayable(run, project):
+    outcome = run("verify", "loops.py:no_reset", "--examples", 50)
+    assert outcome.status == 1
+    assert outcome.err == ""
+    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    assert re.fullmatch(r"loops\.py-no_reset-[0-9a-f]{12}\.json", stored.name)
+    shown = outcome.out
+    for text in (
+        "VIOLATED",
+        "gradient: stale-window",
+        "parameter  0.weight",
+        "where rounding allows",
+        "expected",
+        "observed",
+        "linear       (n, 2) -> (n, 1)  bias=False, features=1",
+        "mse          (n, 1) -> scalar, reduction mean",
+        "accumulation_steps = 1",
+        "@example(Case(problem=ProblemSpec(",
+        "then made as small as it would get",
+        f"replay  gradcheck-suite replay reports/counterexamples/{stored.name}\n",
+        "1 of 1 loop violated: loops.py:no_reset\n",
+    ):
+        assert text in shown
+    command = shown.split("replay  gradcheck-suite ")[1].splitlines()[0].split()
+    again = run(*command)
+    assert again.status == 1
+    assert "gradient: stale-window" in again.out
+
+
+def test_a_pasted_example_is_the_stored_case(run, project):
+    import gradcheck_suite
+
+    outcome = run("verify", "loops.py:never")
+    pasted = re.search(r"@example\((.*)\)\n", outcome.out)
+    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    case = eval(pasted[1], vars(gradcheck_suite) | {n: getattr(gradcheck_suite, n) for n in gradcheck_suite.__all__})
+    assert case == case_from_json(json.loads(stored.read_text())["case"])
+
+
+def test_the_result_file_has_the_fixed_schema(run, project):
+    outcome = run("verify", "loops.py:sound", "loops.py:never", "--examples", 5, "--json", "out.json")
+    assert outcome.status == 1
+    document = json.loads((project / "out.json").read_text(), parse_constant=pytest.fail)
+    assert document["schema"] == 1
+    assert {"versions", "platform", "devices", "precision"} <= document["environment"].keys()
+    held, violated = document["results"]
+    assert (held["loop"], held["verdict"], held["cases"], held["violation"]) == ("loops.py:sound", "holds", 5, None)
+    assert held["seconds"] > 0
+    assert (violated["loop"], violated["verdict"]) == ("loops.py:never", "violated")
+    assert violated["violation"].keys() >= VIOLATION_KEYS
+    assert violated["violation"]["kind"] == "step-count"
+    assert violated["violation"]["diagnosis"] == "never-stepped"
+    assert case_from_json(violated["violation"]["case"]).plan.steps >= 1
+    assert files(project)[0] == "loops.py"
+    assert not [name for name in files(project) if name.endswith(".tmp")]
+
+
+def test_options_may_stand_between_loops(run):
+    outcome = run("verify", "loops.py:sound", "--examples", 2, "zero_")
+    assert outcome.status == 0
+    assert outcome.out.endswith("all 2 loops hold\n")
+
+
+def test_without_a_loop_every_reset_mode_is_verified(run, project):
+    outcome = run("verify", "--examples", 2, "--json", "out.json")
+    assert outcome.status == 0
+    assert [r["loop"] for r in json.loads((project / "out.json").read_text())["results"]] == list(MODES)
+
+
+def test_list_prints_every_built_in_loop(run):
+    outcome = run("verify", "--list")
+    assert outcome.status == 0
+    assert [line.split()[0] for line in outcome.out.splitlines()] == list(BUILT_IN)
+
+
+def test_a_loops_own_prints_pass(run):
+    assert "the loop says hello" in run("verify", "loops.py:chatty", "--examples", 1).out
+
+
+def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):
+    outcome = run("verify", "loops.py:raises")
+    assert outcome.status == 1
+    assert "the loop failed: ValueError: two lines (loops.py, line " in outcome.out
+    assert "Traceback (most recent call last):" in outcome.out
+    assert outcome.err == ""
+
+
+def test_a_loop_that_hangs_is_a_violation(run, project):
+    (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
+    outcome = run("verify", "slow.py:loop", "--time-limit", 0.2)
+    assert outcome.status == 1
+    assert "raised: timed-out" in outcome.out
+    assert "it did not return within 0.2 s (the time limit per case)" in outcome.out
+    assert re.search(r"replay  gradcheck-suite replay \S+ --time-limit 0.2\n", outcome.out)
+
+
+def test_assumptions_are_stated(run):
+    outcome = run("verify", "loops.py:sound", "--assume", "whole-windows", "--assume", "equal-micro-batches",
+                  "--examples", 2)  # fmt: skip
+    assert "assumes equal-micro-batches, whole-windows: nothing else was tried" in outcome.out
+
+
+def test_a_users_problem(run):
+    outcome = run("verify", "loops.py:sound", "--problem", "loops.py:PROBLEM", "--examples", 5)
+    assert outcome.status == 0
+    assert "problem loops.py:PROBLEM: only plans are drawn" in outcome.out
+    assert "JAX gives no second opinion" in outcome.out
+
+
+def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
+    assert run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status == 1
+    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    assert json.loads(stored.read_text())["case"]["problem"] == "loops.py:PROBLEM"
+    assert run("replay", stored).status == 1
+    assert run("replay", stored, "loops.py:sound").status == 0
+    assert run("replay", stored, "--problem", "loops.py:PROBLEM").status == 1
+
+
+def test_a_problem_that_is_not_accumulable_is_said_of_the_problem(run, project):
+    outcome = run("verify", "loops.py:sound", "--problem", "loops.py:CENTRED", "--json", "out.json")
+    assert outcome.status == 1
+    assert "loops.py:CENTRED: the objective is no sum over items" in outcome.out
+    assert "no loop is to blame" in outcome.out
+    (result,) = json.loads((project / "out.json").read_text())["results"]
+    assert result["violation"]["kind"] == "not-accumulable"
+
+
+def planted(monkeypatch, verdicts, **fields):
+    """Replace the search by one that comes to given verdicts."""
+    from gradcheck_suite import verification
+
+    def verify(loop, *, name, progress, **options):
+        for verdict in verdicts:
+            progress(verdict)
+        return Result(name, len(verdicts), 0.5, **fields)
+
+    monkeypatch.setattr(verification, "verify", verify)
+
+
+def test_findings_and_skipped_cases_are_reported(run, monkeypatch, a_case):
+    verdicts = [Verdict(a_case, finding="torch and JAX differ"), Verdict(a_case), Verdict(a_case, skipped="no\nkernel")]
+    planted(monkeypatch, verdicts, findings=("torch and JAX differ",), skipped={"no\nkernel": 1})
+    outcome = run("verify", "zero_")
+    assert outcome.status == 0
+    assert "finding, for which no loop is to blame: torch and JAX differ" in outcome.out
+    assert "1 case could not be judged here: no kernel" in outcome.out
+
+
+def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, monkeypatch, a_case):
+    planted(monkeypatch, [Verdict(a_case, skipped="no kernel")] * 3, skipped={"no kernel": 3})
+    outcome = run("verify", "zero_")
+    assert outcome.status == 2
+    assert outcome.err == "gradcheck-suite verify: error: zero_: none of 3 cases could be judged: no kernel\n"
+    assert re.search(r"zero_ +unjudged +3 cases", outcome.out)
+    assert "hold" not in outcome.out
+
+
+@pytest.mark.parametrize(("violated", "status"), [(False, 130), (True, 1)])
+def test_an_interrupt_keeps_what_was_found(run, project, monkeypatch, a_case, violated, status):
+    violation = Violation("step-count", "never-stepped", "planted", a_case) if violated else None
+    planted(monkeypatch, [Verdict(a_case)], interrupted=True, violation=violation)
+    outcome = run("verify", "zero_", "set_to_none", "--json", "out.json")
+    assert outcome.status == status
+    assert "interrupted, 0 of 2 loops went to the end" in outcome.out
+    (result,) = json.loads((project / "out.json").read_text())["results"]
+    assert (result["loop"], result["interrupted"]) == ("zero_", True)
+    assert outcome.err == ""
+
+
+def test_numbers_that_json_lacks_are_strings(run, project, monkeypatch, a_case):
+    violation = Violation("non-finite", "x", "planted", a_case, error=float("inf"), allowed=float("nan"))
+    planted(monkeypatch, [Verdict(a_case, violation)], violation=violation, found_after=1)
+    assert run("verify", "zero_", "--json", "out.json").status == 1
+    (result,) = json.loads((project / "out.json").read_text())["results"]
+    assert (result["violation"]["error"], result["violation"]["allowed"]) == ("inf", "nan")
