@@ -154,7 +154,7 @@ def _to_numpy(tree: Tree) -> Tree:
 
 def _forget_others(folder: Path) -> None:
     """Before the first program of a new environment is stored, drop those of all but the latest few others."""
-    if folder.exists() or not folder.parent.exists():
+    if folder.exists() or not folder.parent.is_dir():
         return
     others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
     for old in others[: -KEPT_ENVIRONMENTS or None]:

@@ -1,0 +1,90 @@
+"""The walk over layers is the gradient that JAX gives for the whole model, padded or not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, seed, settings
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, problems
+from gradcheck_suite.catalogue.build import draw_data
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.references import jax_reference
+from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
+from gradcheck_suite.references.jax_reference import large_batch_gradient, padded_rows
+from gradcheck_suite.references.reference import Reference, blame
+from gradcheck_suite.trial import generated_trial
+
+
+def _case(spec, plan=None):
+    return Case(spec, plan or Plan((1, 3, 2), 3), seed=5)
+
+
+def _close(one, other):
+    scale = max(1.0, *(float(np.abs(a).max(initial=0.0)) for a in other.values()))
+    for name, array in other.items():
+        np.testing.assert_allclose(one[name], array, rtol=0, atol=1e-12 * scale, err_msg=name)
+
+
+LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+
+
+@seed(0)
+@settings(max_examples=12, deadline=None)
+@given(spec=problems(max_layers=3))
+def test_walk_equals_the_whole_and_the_accumulated_gradient(spec):
+    reference = Reference(generated_trial(_case(spec)))
+    arrays = reference.trial.arrays
+    value, walked = large_batch_gradient(spec, reference.values64, arrays)
+    whole_value, whole = whole_gradient(spec, reference.values64, arrays)
+    assert value == pytest.approx(whole_value, rel=1e-12)
+    parameters = reference.layout.names
+    _close({n: walked[n] for n in parameters}, {n: whole[n] for n in parameters})
+    scanned = accumulated_gradient(spec, reference.values64, arrays, (1, 3, 2))
+    _close({n: scanned[n] for n in parameters}, {n: whole[n] for n in parameters})
+
+
+def test_linear_regression_by_hand():
+    data = {"x": np.array([[1.0, 2.0], [3.0, -1.0]]), "target": np.array([[1.0], [0.0]])}
+    values = {"0.weight": np.array([[0.5, 1.0]]), "0.bias": np.array([0.25])}
+    # residuals 2.75 - 1 and 0.75 - 0; the mean over two elements of r^2 has gradient sum(r x)
+    loss, gradient = large_batch_gradient(LINEAR, values, data)
+    assert loss == pytest.approx((1.75**2 + 0.75**2) / 2, rel=1e-15)
+    np.testing.assert_allclose(gradient["0.weight"], [[1.75 + 2.25, 3.5 - 0.75]], rtol=1e-15)
+    np.testing.assert_allclose(gradient["0.bias"], [2.5], rtol=1e-15)
+
+
+def test_padding_rows_change_nothing(monkeypatch):
+    spec = dataclasses.replace(LINEAR, layers=(Layer("layer_norm", affine=True), *LINEAR.layers))
+    values = Reference(generated_trial(_case(spec))).values64
+    data = draw_data(spec, 3, np.zeros(7, dtype=bool))
+    _, padded = large_batch_gradient(spec, values, data)
+    monkeypatch.setattr(jax_reference, "ROWS", {None: 7, 1: 7, 0: 14})
+    _, bare = large_batch_gradient(spec, values, data)
+    _close(padded, bare)
+
+
+@pytest.mark.parametrize(("rows", "axes", "size"), [(1, None, 96), (97, None, 384), (288, 1, 288), (513, 0, 2048)])
+def test_rows_grow_by_fours(rows, axes, size):
+    assert padded_rows(rows, axes) == size
+
+
+def test_a_wrong_jax_meaning_is_a_finding_and_no_loops_fault(monkeypatch):
+    kind = catalogue.LAYERS["tanh"]
+    wrong = dataclasses.replace(kind, name="tanh", jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
+    monkeypatch.setitem(catalogue.LAYERS, "tanh", wrong)
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
+    monkeypatch.setattr(jax_reference, "PROGRAMS", type(jax_reference.PROGRAMS)())
+    jax_reference._walk.cache_clear()
+    spec = dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers))
+    verdict = check(MODES["zero_"], Case(spec, Plan((1, 2), 2), seed=77))
+    jax_reference._walk.cache_clear()
+    assert verdict.violation is None
+    assert "no loop is to blame" in verdict.finding
+    assert "JAX large batch in one piece" in verdict.finding
+
+
+def test_blame_names_who_stands_alone():
+    ones, off = np.ones(3), np.array([1.0, 1.0, 1.1])
+    said = blame({"a": ones, "b": off, "c": ones.copy()}, np.full(3, 1e-9))
+    assert said == "a = c against b"

@@ -1,0 +1,89 @@
+"""Compiled programs: found again in memory and on disk, and never trusted further than that."""
+
+import numpy as np
+import pytest
+
+from gradcheck_suite.references import programs
+from gradcheck_suite.references.programs import Programs, cache_directory
+
+X = np.arange(3.0)
+
+
+def _double(x):
+    return 2 * x
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def _files(folder):
+    return [f for f in folder.rglob("*") if f.is_file()]
+
+
+def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
+    first, second = Programs(), Programs()
+    for _ in range(2):
+        np.testing.assert_array_equal(first.call("double", _double, X), [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(second.call("double", _double, X), [0.0, 2.0, 4.0])
+    assert (first.compiled, first.loaded) == (1, 0)
+    assert (second.compiled, second.loaded) == (0, 1)
+    assert len(_files(store)) == 1
+
+
+def test_other_shapes_are_other_programs(store):
+    kept = Programs()
+    kept.call("double", _double, X)
+    kept.call("double", _double, np.arange(4.0))
+    kept.call("double", _double, np.arange(3))
+    assert kept.compiled == 3
+
+
+def test_a_damaged_file_is_compiled_again(store):
+    Programs().call("double", _double, X)
+    (file,) = _files(store)
+    file.write_bytes(b"not a program")
+    kept = Programs()
+    np.testing.assert_array_equal(kept.call("double", _double, X), [0.0, 2.0, 4.0])
+    assert (kept.compiled, kept.loaded) == (1, 0)
+
+
+def test_memory_is_bounded_and_dropped_programs_come_back(store):
+    kept = Programs(maximum=2)
+    for n in (1, 2, 3, 1):
+        np.testing.assert_array_equal(kept.call("double", _double, np.ones(n)), np.full(n, 2.0))
+    assert len(kept._programs) == 2
+    assert (kept.compiled, kept.loaded) == (3, 1)
+
+
+def test_what_is_not_worth_storing_is_not_stored(store):
+    Programs().call("double", _double, X, store=False)
+    assert _files(store) == []
+
+
+def test_no_store_where_the_variable_is_empty(monkeypatch):
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
+    assert cache_directory() is None
+    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+
+
+def test_a_store_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(blocked))
+    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+
+
+def test_only_the_latest_environments_are_kept(store):
+    for name in "abcdef":
+        (store / name).mkdir()
+    Programs().call("double", _double, X)
+    assert len(list(store.iterdir())) == programs.KEPT_ENVIRONMENTS + 1
+
+
+def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
+    monkeypatch.setattr(programs, "COMPILER_OPTIONS", {"xla_no_such_option": True})
+    np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
