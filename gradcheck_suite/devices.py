@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from gradcheck_suite.case import DEVICES, DTYPES
@@ -14,6 +17,20 @@ def torch_dtype(name: str) -> torch.dtype:
         raise UsageError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's CPU operations in one thread: those of a generated model are too small to share.
+
+    With two threads on two busy cores the same cases were seen to take nine times as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def checked_device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from gradcheck_suite.contract import (
     assumptions_of,
     checked_assumptions,
 )
+from gradcheck_suite.devices import one_thread
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
@@ -181,11 +183,12 @@ def verify(
     started = time.perf_counter()
     interrupted = False
     try:
-        if problem is None:
-            search.probe(probe_cases(chosen, device))
-        _run(search, drawn, examples, seed_value)
-        if search.turn_to_other_fault():
+        with one_thread() if problem is None else nullcontext():
+            if problem is None:
+                search.probe(probe_cases(chosen, device))
             _run(search, drawn, examples, seed_value)
+            if search.turn_to_other_fault():
+                _run(search, drawn, examples, seed_value)
     except KeyboardInterrupt:
         interrupted = True
     except _StopError as stop:

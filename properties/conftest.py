@@ -28,6 +28,8 @@ settings.register_profile("dev", parent=settings.get_profile("default"), max_exa
 settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=2000, **_COMMON)
 settings.register_profile("gpu", parent=settings.get_profile("ci"), max_examples=50, **_COMMON)
 
+# what the properties compute is too small to share among threads
+torch.set_num_threads(1)
 # torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
 torch.sparse.check_sparse_tensor_invariants.enable()
 

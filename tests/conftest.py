@@ -1,8 +1,12 @@
-"""Hypothesis in the suite's own tests: no deadline, since a first case compiles; the same draws on every run."""
+"""The suite's own tests in one torch thread; Hypothesis without deadline, since a first case compiles; the same draws on every run."""
 
 from __future__ import annotations
 
+import torch
 from hypothesis import HealthCheck, settings
+
+# what the tests compute is too small to share among threads
+torch.set_num_threads(1)
 
 settings.register_profile(
     "gradcheck-suite-tests",
