@@ -1,4 +1,4 @@
-"""The suite's own tests in one torch thread; Hypothesis without deadline, since a first case compiles; the same draws on every run."""
+"""The tests run in one torch thread, without Hypothesis deadlines, since a first case compiles, on the same draws always."""
 
 from __future__ import annotations
 
