@@ -1,4 +1,4 @@
-"""The tests run in one torch thread, without Hypothesis deadlines, since a first case compiles, on the same draws always."""
+"""The tests run in one torch thread and on the same draws; without deadlines, since a first case compiles."""
 
 from __future__ import annotations
 
