@@ -33,6 +33,21 @@ torch.set_num_threads(1)
 # torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
 torch.sparse.check_sparse_tensor_invariants.enable()
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which `tox -e gpu` refuses to pass by skipping."""
+    parser.addoption("--require-cuda", action="store_true", help="fail where torch sees no CUDA device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to start where CUDA is required and there is none."""
+    if config.getoption("--require-cuda") and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
+            "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
+        )
+
+
 _executed = {"cases": 0}
 
 
