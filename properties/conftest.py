@@ -40,12 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start where CUDA is required and there is none."""
+    """Refuse to start where CUDA is required and there is none; without a chosen profile, take `dev`."""
     if config.getoption("--require-cuda") and not torch.cuda.is_available():
         raise pytest.UsageError(
             f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
             "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
         )
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("dev")  # Hypothesis' default has a deadline that no compilation meets
 
 
 _executed = {"cases": 0}
