@@ -55,6 +55,19 @@ def measured_bound(expected: Vector, in_float32: Sequence[Vector], terms: int, l
     return quick_bound(expected, terms) + MARGIN * (1 + terms) * scale * noise
 
 
+def summation_bound(sizes: Vector, items: int, layout: Layout) -> Vector:
+    """Return how far float64 sums of the same items' parts, in any order and grouping, may lie apart.
+
+    Where the parts cancel, to exactly 0 at times, the gradient itself says nothing about this.
+
+    Args:
+        sizes: (P,), the sum over items of the absolute value of each one's part.
+        items: how many there are.
+        layout: of the vector.
+    """
+    return 2 * (items + 3) * UNIT_ROUNDOFF["float64"] * layout.spread(_finite(sizes))
+
+
 def low_precision_bound(
     expected: Vector,
     large_batch: Vector,

@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue.kinds import Arrays
 from gradcheck_suite.contract import Problem
-from gradcheck_suite.numerics.bounds import low_precision_bound, measured_bound, quick_bound
+from gradcheck_suite.numerics.bounds import low_precision_bound, measured_bound, quick_bound, summation_bound
 from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
@@ -125,9 +125,20 @@ class Window:
         expected, terms = self.expected, len(self.members)
         try:
             in_float32 = [self._in(torch.float32, self.items, jitter=draw) for draw in range(NOISE_DRAWS)]
+            sizes = self._sum_of_sizes()
         except (RuntimeError, NotImplementedError):
             return 1024 * quick_bound(expected, terms)
-        return measured_bound(expected, in_float32, terms, self._reference.layout)
+        layout = self._reference.layout
+        return measured_bound(expected, in_float32, terms, layout) + summation_bound(sizes, len(self.items), layout)
+
+    def _sum_of_sizes(self) -> Vector:
+        """Return the sum over single items of the absolute value of each one's part in the gradient."""
+        cuts = [range(i, i + 1) for i in self.items]
+        parts = [
+            np.abs(self._in(torch.float64, cut)) * share for cut, share in zip(cuts, self._shares(cuts), strict=True)
+        ]
+        total: Vector = np.sum(parts, axis=0)
+        return total
 
     @cached_property
     def _low_precision(self) -> Vector:
@@ -135,10 +146,10 @@ class Window:
         plan, dtype = trial.case.plan, trial.dtype
         try:
             large = self._in(dtype, self.items)
-            shares = self._shares()
+            cuts = [plan.items(j) for j in self.members]
             parts = [
-                (self._in(dtype, plan.items(j)) * share, self._in(torch.float64, plan.items(j)) * share)
-                for j, share in zip(self.members, shares, strict=True)
+                (self._in(dtype, cut) * share, self._in(torch.float64, cut) * share)
+                for cut, share in zip(cuts, self._shares(cuts), strict=True)
             ]
         except (RuntimeError, NotImplementedError) as error:
             raise CannotJudgeError(f"the plain large batch fails in {trial.case.dtype}: {error}") from error
@@ -146,13 +157,13 @@ class Window:
             raise CannotJudgeError(f"the plain gradient of a batch is not finite in {trial.case.dtype}")
         return low_precision_bound(self.expected, large, parts, self._reference.layout, trial.case.dtype)
 
-    def _shares(self) -> list[float]:
-        """Return what each micro-batch's own gradient is multiplied by in the window's."""
+    def _shares(self, cuts: list[range]) -> list[float]:
+        """Return what the gradient of each part of the window's items is multiplied by in the window's."""
         trial = self._reference.trial
         if trial.problem.reduction == "sum":
-            return [1.0] * len(self.members)
+            return [1.0] * len(cuts)
         total = float(trial.count(trial.batch(self.items)))
-        return [float(trial.count(trial.batch(trial.case.plan.items(j)))) / total for j in self.members]
+        return [float(trial.count(trial.batch(cut))) / total for cut in cuts]
 
     def _in(self, dtype: torch.dtype, items: range, *, jitter: int | None = None) -> Vector:
         """Return the gradient of some items computed in `dtype`, at values moved by a rounding where asked for."""
