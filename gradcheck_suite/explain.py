@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.contract import Loop
+from gradcheck_suite.contract import Batch, Loop, Problem
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.numerics.reading import Diagnosis, Weights, diagnose
 from gradcheck_suite.observer import Observation
@@ -17,13 +18,19 @@ from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Violation
 from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.subject import Outcome, run_loop
-from gradcheck_suite.trial import generated_trial
+from gradcheck_suite.trial import Items, Trial, generated_trial
 
 _QUIET = 2.0**-20
 """A scale at which no threshold bites; a power of two, so that a linear loop's weights scale without rounding."""
 
 
-def _probe_steps(loop: Loop, plan: Plan, reduction: str, *, scale: float = 1.0) -> list[npt.NDArray[np.float64]] | None:
+Count = Callable[[list[int]], torch.Tensor]
+"""What the mean over some items, given by their indices, divides by."""
+
+
+def _probe_steps(
+    loop: Loop, plan: Plan, reduction: str, *, scale: float = 1.0, count: Count | None = None
+) -> list[npt.NDArray[np.float64]] | None:
     """Return, for each step the loop takes on the probe, the weight it gave each item; None where it fails there.
 
     Args:
@@ -31,16 +38,36 @@ def _probe_steps(loop: Loop, plan: Plan, reduction: str, *, scale: float = 1.0) 
         plan: of the case that is explained.
         reduction: likewise.
         scale: the probe's loss is multiplied by it, and the weights divided.
+        count: in place of the probe's own, which is the number of items.
     """
     trial = generated_trial(probe_case(plan, reduction))  # type: ignore[arg-type]
-    plain = trial.problem.loss
-    scaled = replace(trial.problem, loss=lambda model, batch: scale * plain(model, batch))
+    problem = trial.problem if count is None else _counted(trial.problem, count)
+    scaled = replace(problem, loss=lambda model, batch: scale * problem.loss(model, batch))
     outcome = run_loop(loop, replace(trial, problem=scaled))
     if outcome.raised is not None:
         return None
     none = np.zeros(plan.total_items)
     seen = [observation.gradients["0.weight"] for observation in outcome.observations]
     return [none if g is None else g.numpy() / scale for g in seen]
+
+
+def _counted(probe: Problem, count: Count) -> Problem:
+    """Return the probe with a mean that divides by another count; one of 0 counts for nothing."""
+
+    def count_batch(batch: Batch) -> torch.Tensor:
+        return count(batch["x"].reshape(-1).tolist())
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        total, divisor = model(batch).sum(), count_batch(batch)
+        return total / divisor if divisor else 0 * total
+
+    return replace(probe, loss=loss, count=count_batch)
+
+
+def _count_of(trial: Trial) -> Count:
+    """Return the count of a trial's items."""
+    items = Items(trial.data)
+    return lambda indices: trial.count(items.__getitems__(indices))
 
 
 def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[np.float64] | None:
@@ -51,45 +78,63 @@ def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[
     return np.array([part[0] for part in parts])
 
 
-def _weights(observed: npt.NDArray[np.float64], plan: Plan, epoch: int, window: int, reduction: str) -> Weights:
-    return Weights(
-        observed=observed,
-        counts=tuple(float(n) for n in plan.micro_batches),
-        window=plan.windows[window],
-        accumulation_steps=plan.accumulation_steps,
-        epoch=epoch,
-        reduction=reduction,
-    )
-
-
-def _read(loop: Loop, plan: Plan, reduction: str, step: int) -> tuple[Diagnosis, tuple[str, ...]]:
-    """Read a step's weights off the probe."""
-    steps = _probe_steps(loop, plan, reduction)
+def _on_probe(loop: Loop, plan: Plan, reduction: str, step: int, count: Count | None = None) -> Weights | Diagnosis:
+    """Return a step's weights on the probe, or why there are none."""
+    steps = _probe_steps(loop, plan, reduction, count=count)
     if steps is None or step >= len(steps):
-        return _not_linear("what the loop does with the read-out probe is no guide, since it fails there"), ()
+        return _not_linear("what the loop does with the read-out probe is no guide, since it fails there")
     items = steps[step]
     if not np.isfinite(items).all():
-        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite"), ()
-    quiet = _probe_steps(loop, plan, reduction, scale=_QUIET)
+        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
+    quiet = _probe_steps(loop, plan, reduction, scale=_QUIET, count=count)
     if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
         return _not_linear(
             "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
             "something depends on the gradient's size (clipping, normalising) or on chance (noise)"
-        ), ()
+        )
     observed = _per_micro_batch(items, plan)
     if observed is None:
-        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights"), ()
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
     epoch, window = divmod(step, len(plan.windows))
-    weights = _weights(observed, plan, epoch, window, reduction)
-    right = np.array([weights.expected if j in weights.window else 0.0 for j in range(len(observed))])
-    if np.allclose(observed, right, rtol=1e-9, atol=0):
+    counts = [float(count(list(plan.items(j)))) if count else float(n) for j, n in enumerate(plan.micro_batches)]
+    return Weights(
+        observed=observed,
+        counts=tuple(counts),
+        window=plan.windows[window],
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=reduction,
+        items=plan.micro_batches,
+    )
+
+
+def _right(weights: Weights) -> npt.NDArray[np.float64]:
+    """Return the weight that each micro-batch should have."""
+    counted = [j in weights.window and count > 0 for j, count in enumerate(weights.counts)]
+    return np.where(counted, weights.expected, 0.0)
+
+
+def _is_right(weights: Weights) -> bool:
+    return bool(np.allclose(weights.observed, _right(weights), rtol=1e-9, atol=0))
+
+
+def _read(loop: Loop, trial: Trial, step: int) -> tuple[Diagnosis, tuple[str, ...]]:
+    """Read a step's weights off the probe, counting items first, and as the trial does where that shows nothing."""
+    plan, reduction = trial.case.plan, trial.problem.reduction
+    found = _on_probe(loop, plan, reduction, step)
+    if isinstance(found, Weights) and _is_right(found) and reduction == "mean":
+        found = _on_probe(loop, plan, reduction, step, _count_of(trial))
+    if isinstance(found, Diagnosis):
+        return found, ()
+    if _is_right(found):
         return _not_linear(
-            "on the read-out probe the items' weights are right, so look at what depends on the gradient's values, "
-            "the model or the count (clipping, hooks, buffers, casts, counting items instead of targets)"
+            "on the read-out probe the items' weights are right, so look at what depends on the gradient's values "
+            "or on the model (clipping, hooks, buffers, casts)"
         ), ()
-    lines = ["weight of each item, by micro-batch (index, items, expected, observed):"]
-    lines += [f"  {j:>3} {n:>4} {right[j]:>12.6g} {observed[j]:>12.6g}" for j, n in enumerate(plan.micro_batches)]
-    return diagnose(weights), tuple(lines)
+    lines = ["weight of each item, by micro-batch (index, count, expected, observed):"]
+    rows = zip(found.counts, _right(found), found.observed, strict=True)
+    lines += [f"  {j:>3} {n:>4g} {right:>12.6g} {seen:>12.6g}" for j, (n, right, seen) in enumerate(rows)]
+    return diagnose(found), tuple(lines)
 
 
 def _not_linear(why: str) -> Diagnosis:
@@ -105,8 +150,7 @@ def explain_gradient(
     epoch: int,
 ) -> tuple[str, str, tuple[str, ...]]:
     """Return the diagnosis, an explanation and lines of detail for a wrong gradient."""
-    plan, reduction = reference.trial.case.plan, reference.trial.problem.reduction
-    layout = reference.layout
+    plan, layout = reference.trial.case.plan, reference.layout
     parameter, where = layout.place(difference.index)
     expected = layout.part(window.expected, parameter)
     observed = layout.part(reference.flat(observation.gradients), parameter)
@@ -115,7 +159,7 @@ def explain_gradient(
         f"{parameter}{list(where)}: expected {expected[where]:.9g}, observed {observed[where]:.9g}, "
         f"off by {difference.error:.3g} where rounding allows {difference.allowed:.3g}",
     )
-    diagnosis, table = _read(loop, plan, reduction, epoch * len(plan.windows) + window.index)
+    diagnosis, table = _read(loop, reference.trial, epoch * len(plan.windows) + window.index)
     return diagnosis.name, diagnosis.sentence, numbers + table
 
 

@@ -20,6 +20,8 @@ REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar], ...]:
     for name, value in options.items():
+        if name in ("kind", "layers"):
+            raise UsageError(f"{where}: option {name!r} has a name that JSON uses for something else; choose another")
         if not isinstance(value, bool | int | float | str | None):
             raise UsageError(
                 f"{where}: option {name!r} must be a bool, int, float, str or None, got {type(value).__name__}"

@@ -68,9 +68,9 @@ def _kind(
     name: str, module: Callable[..., torch.nn.Module], cell: Cell, choices: dict[str, Sequence[Any]]
 ) -> LayerKind:
     shapes: Sequence[Options] = (
-        {"layers": 1, "bidirectional": False},
-        {"layers": 1, "bidirectional": True},
-        {"layers": 2, "bidirectional": False},
+        {"depth": 1, "bidirectional": False},
+        {"depth": 1, "bidirectional": True},
+        {"depth": 2, "bidirectional": False},
     )
     # each further option is tried on one layer in one direction: the others share its code
     more = [{**shapes[0], option: value} for option, values in choices.items() for value in values[1:]]
@@ -84,18 +84,18 @@ def _kind(
         expect(signal.form == "sequence", name, "a sequence", signal)
         for option, values in choices.items():
             expect(o[option] in values, name, f"{option} among {tuple(values)}", o[option])
-        expect(o["features"] >= 1 and o["layers"] >= 1, name, "features and layers of at least 1", dict(o))
+        expect(o["features"] >= 1 and o["depth"] >= 1, name, "features and depth of at least 1", dict(o))
         return signal.with_features(o["features"] * (2 if o["bidirectional"] else 1))
 
     def build(signal: Signal, o: Options) -> torch.nn.Module:
         further = {option: o[option] for option in choices}
-        size, depth, both = o["features"], o["layers"], o["bidirectional"]
+        size, depth, both = o["features"], o["depth"], o["bidirectional"]
         return AllSteps(
             module(signal.features, size, num_layers=depth, bidirectional=both, batch_first=True, **further)
         )
 
     def meaning(o: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-        for i in range(o["layers"]):
+        for i in range(o["depth"]):
             directions = [f"l{i}", f"l{i}_reverse"] if o["bidirectional"] else [f"l{i}"]
             x = jnp.concatenate([_run(cell, o, params, suffix, x) for suffix in directions], axis=-1)
         return x

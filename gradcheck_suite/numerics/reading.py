@@ -27,6 +27,7 @@ class Weights:
         accumulation_steps: K.
         epoch: of the step, from 0.
         reduction: `"mean"` or `"sum"`.
+        items: in each micro-batch, where that is not what is counted.
     """
 
     observed: npt.NDArray[np.float64]
@@ -35,6 +36,7 @@ class Weights:
     accumulation_steps: int
     epoch: int
     reduction: str
+    items: tuple[int, ...] = ()
 
     @property
     def expected(self) -> float:
@@ -118,6 +120,14 @@ def _diagnose_window(
     per_mean = weights.observed[list(inside)] * counts
     if weights.reduction == "mean" and _close(per_mean, per_mean[0]):
         return _mean_of_means(float(per_mean[0]), len(weights.window), k)
+    if weights.reduction == "mean" and weights.items:
+        items = [weights.items[j] for j in inside]
+        if _close(per_mean, np.array(items) / sum(weights.items[j] for j in weights.window)):
+            return Diagnosis(
+                "wrong-count",
+                "each micro-batch's mean is weighted by its number of items, which is not what that mean divides by: "
+                "weight it by run.count(batch), which leaves out what is ignored",
+            )
     if (step := _geometric(ratio, per_mean, k)) is not None:
         return Diagnosis(
             "rescaled-accumulator",
