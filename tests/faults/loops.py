@@ -188,6 +188,17 @@ def count_of_the_epoch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
+@_shows("gradient/wrong-count")
+def items_in_place_of_counts(run: TrainingRun) -> None:
+    for window in _windows(run):
+        run.optimizer.zero_grad()
+        items = [len(batch["x"]) for batch in window]
+        for batch, n in zip(window, items, strict=True):
+            loss = run.loss(run.model, batch)
+            (loss * n / sum(items) if run.reduction == "mean" else loss).backward()
+        run.optimizer.step()
+
+
 @_shows("gradient/rounded-weights")
 def weights_in_float32(run: TrainingRun) -> None:
     for window in _windows(run):

@@ -5,6 +5,8 @@ The window under test is micro-batches 1 to 3, of 1, 2 and 3 items, in an epoch 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,14 @@ def test_geometric_weights_keep_their_name_however_small_the_first_one_is():
     diagnosis = diagnose(Weights(observed, (1.0,) * k, tuple(range(k)), k, 0, "mean"))
     assert diagnosis.name == "rescaled-accumulator"
     assert "weighs 11 times the one before it" in diagnosis.sentence
+
+
+def test_items_in_place_of_counts():
+    """Three micro-batches of 2, 2 and 4 items, of which 1, 2 and 3 count: n / (8 * count)."""
+    weights = Weights(np.array([2 / 8, 2 / 16, 4 / 24]), (1.0, 2.0, 3.0), (0, 1, 2), 3, 0, "mean", items=(2, 2, 4))
+    assert diagnose(weights).name == "wrong-count"
+    assert diagnose(replace(weights, items=(2, 2, 5))).name == "unrecognised-weights"
+    assert diagnose(replace(weights, observed=np.full(3, 1 / 2), items=(1, 2, 3))).name == "wrong-scale"
 
 
 @pytest.mark.parametrize(
