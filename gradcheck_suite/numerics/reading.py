@@ -111,6 +111,12 @@ def _diagnose_window(
             f"the weights are right to {np.abs(ratio - 1).max():.1g} only: counts or their quotients were rounded "
             "to a lower precision than the gradient's; compute them in the loss's dtype or in Python floats",
         )
+    if weights.reduction == "mean" and _counts_items(weights, counts, inside):
+        return Diagnosis(
+            "wrong-count",
+            "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
+            "weight each by run.count(batch) over the window's count",
+        )
     if _close(ratio, ratio[0]):
         return Diagnosis(
             "wrong-scale",
@@ -120,14 +126,6 @@ def _diagnose_window(
     per_mean = weights.observed[list(inside)] * counts
     if weights.reduction == "mean" and _close(per_mean, per_mean[0]):
         return _mean_of_means(float(per_mean[0]), len(weights.window), k)
-    if weights.reduction == "mean" and weights.items:
-        items = [weights.items[j] for j in inside]
-        if _close(per_mean, np.array(items) / sum(weights.items[j] for j in weights.window)):
-            return Diagnosis(
-                "wrong-count",
-                "each micro-batch's mean is weighted by its number of items, which is not what that mean divides by: "
-                "weight it by run.count(batch), which leaves out what is ignored",
-            )
     if (step := _geometric(ratio, per_mean, k)) is not None:
         return Diagnosis(
             "rescaled-accumulator",
@@ -159,6 +157,15 @@ def _diagnose_window(
         "unrecognised-weights",
         f"the window's micro-batches weigh {shown} per count, where {weights.expected:.6g} is right for each",
     )
+
+
+def _counts_items(weights: Weights, counts: npt.NDArray[np.float64], inside: Sequence[int]) -> bool:
+    """Whether means are weighted by their numbers of items, where those are not what the means divide by."""
+    if not weights.items or weights.items == weights.counts:
+        return False
+    items = np.array([weights.items[j] for j in inside])
+    per_mean = weights.observed[list(inside)] * counts
+    return _close(per_mean, items / sum(weights.items[j] for j in weights.window))
 
 
 def _geometric(ratio: npt.NDArray[np.float64], per_mean: npt.NDArray[np.float64], k: int) -> float | None:
