@@ -28,7 +28,7 @@ from jaxlib import version as jaxlib_version
 jax.config.update("jax_enable_x64", True)
 
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
-MAX_PROGRAMS = 2048
+MAX_PROGRAMS = 256
 KEPT_ENVIRONMENTS = 4
 COMPILER_OPTIONS: dict[str, str | bool] = {
     "xla_cpu_multi_thread_eigen": False,
