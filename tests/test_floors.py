@@ -25,6 +25,7 @@ FLOORS = {
     "errors": 0,
     "files": 0,
     "hints": 0,
+    "journal": 0,
     "plan": 0,
     "probe": 0,
     "records": 0,
@@ -49,6 +50,7 @@ FLOORS = {
     "describe": 3,
     "explain": 3,
     "loading": 3,
+    "scripts": 3,
     "strategies": 3,
     "verification": 3,
     # 4: what people meet

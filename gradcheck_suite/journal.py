@@ -1,0 +1,144 @@
+"""Records: append-only JSON lines, one file per kind, that the report is built from.
+
+A line is written by one `write` call and flushed to disk, so a run that is killed loses at most the record it was
+writing; a torn or foreign line is skipped by the reader and told of, never guessed at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+SCHEMA = 1
+FOLDER = "records"
+KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a records file.
+
+    Attributes:
+        kind: what it is about, one of `KINDS`; each kind has a file of its own, `records/<kind>.jsonl`.
+        data: JSON-ready; NaN and infinities are strings.
+        environment: of the run, as `environment.environment()` gives it.
+        command: that made the record, for a reader to run again.
+        time: when it was written, ISO 8601 in UTC.
+    """
+
+    kind: str
+    data: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    time: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON-ready data."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "time": self.time,
+            "command": self.command,
+            "environment": dict(self.environment),
+            "data": dict(self.data),
+        }
+
+
+def records_path(reports: Path, kind: str) -> Path:
+    """Return where a kind's records are kept."""
+    if kind not in KINDS:
+        raise UsageError(f"record kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    return reports / FOLDER / f"{kind}.jsonl"
+
+
+def append_record(
+    reports: Path, kind: str, data: Mapping[str, Any], *, environment: Mapping[str, Any], command: str
+) -> Path:
+    """Append one record and return the file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = records_path(reports, kind)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = Record(kind, data, environment, command, now)
+    line = json.dumps(record.to_json(), allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            # a torn line at the end, left by a run that was killed, must not swallow this one
+            torn = file.tell() > 0 and not _ends_with_newline(path)
+            file.write((("\n" if torn else "") + line).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    return path
+
+
+def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
+    """Return a kind's records, oldest first, and what could not be read, one line each; nothing where there is no file.
+
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+    path = records_path(reports, kind)
+    records: list[Record] = []
+    problems: list[str] = []
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    for number, line in _lines(content):
+        where = f"{path.name}, line {number}"
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            problems.append(f"{where}: damaged; left out")
+            continue
+        if not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind:
+            problems.append(f"{where}: not a record of kind {kind!r}; left out")
+        elif found.get("schema") != SCHEMA:
+            problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
+        else:
+            environment = found.get("environment")
+            records.append(
+                Record(
+                    kind,
+                    found["data"],
+                    environment if isinstance(environment, dict) else {},
+                    str(found.get("command", "")),
+                    str(found.get("time", "")),
+                )
+            )
+    return records, problems
+
+
+def this_command() -> str:
+    """Return the command that runs now, its program's folder left out: a record names no machine's paths."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = f"python -m {Path(sys.argv[0]).parent.name}"
+    return " ".join([program, *sys.argv[1:]])
+
+
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
