@@ -47,3 +47,40 @@ def test_a_fault_before_the_divergence_is_still_found():
     assert verdict.violation is not None
     assert verdict.violation.diagnosis == "wrong-scale"
     assert verdict.violation.window == 0
+
+
+SATURATED = Case(
+    ProblemSpec(
+        Input("sequence", length=3, padded=True, size=4),
+        (
+            Layer("residual", Layer("attention", causal=True, heads=1)),
+            Layer("max_over_time", shared=False),
+            Layer("unused", features=1),
+        ),
+        Loss("l1", reduction="sum"),
+    ),
+    Plan((5, 5, 8, 4, 8, 2, 1, 1, 4, 8, 8), accumulation_steps=3, epochs=2),
+    seed=9592350,
+    optimizer="nesterov",
+)
+"""The last step finds parameters near 1,000: torch's softmax gradient is exactly 0 there, JAX's a rounding of 1e6."""
+
+
+def test_rounding_of_a_saturated_softmax_is_not_blamed():
+    assert check(MODES["zero_"], SATURATED).violation is None
+
+
+def test_a_dropped_micro_batch_at_saturation_is_still_found():
+    def drops_the_last(run):
+        for step in range(len(run.loader) // 3 * 2 + 2):
+            run.optimizer.zero_grad()
+            batches = list(run.loader)
+            first = step % 4 * 3
+            window = batches[first : first + 3]
+            for batch in window[:-1] if step == 7 else window:
+                run.loss(run.model, batch).backward()
+            run.optimizer.step()
+
+    verdict = check(drops_the_last, SATURATED)
+    assert verdict.violation is not None
+    assert (verdict.violation.epoch, verdict.violation.window) == (1, 3)
