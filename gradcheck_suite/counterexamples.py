@@ -1,4 +1,4 @@
-"""Violations kept on disk, one file each, in the form that `gradcheck-suite replay` takes."""
+"""Violations kept on disk: one file each in the form that `gradcheck-suite replay` takes, and a script beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from gradcheck_suite.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.files import write_json
+from gradcheck_suite.files import write_json, write_text
 from gradcheck_suite.records import Result
 
 FOLDER = "counterexamples"
@@ -57,6 +57,22 @@ def store_counterexample(reports: Path, result: Result, environment: Mapping[str
         "environment": dict(environment),
     }
     write_json(path, document)
+    return path
+
+
+def script_path(stored: Path) -> Path:
+    """Return where the script of a stored counterexample belongs: beside it, under the same name."""
+    return stored.with_suffix(".py")
+
+
+def store_script(stored: Path, text: str) -> Path:
+    """Write the script of a stored counterexample, whole or not at all, and return where.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = script_path(stored)
+    write_text(path, text)
     return path
 
 

@@ -12,7 +12,7 @@ from gradcheck_suite.errors import UsageError
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON document to a temporary file beside `path`, then rename it into place.
+    """Write a JSON document as `write_text` does.
 
     Args:
         path: of the file; its folders are made where missing.
@@ -21,7 +21,19 @@ def write_json(path: Path, document: Any) -> None:
     Raises:
         UsageError: the file cannot be written; nothing of it remains.
     """
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text to a temporary file beside `path`, then rename it into place.
+
+    Args:
+        path: of the file; its folders are made where missing.
+        text: all of it.
+
+    Raises:
+        UsageError: the file cannot be written; nothing of it remains.
+    """
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,11 @@ class SelfAttention(torch.nn.Module):
     def __init__(self, features: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.attention = torch.nn.MultiheadAttention(features, heads, batch_first=True)
-        self._causal = causal
+        self.features, self.heads, self.causal = features, heads, causal
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         length = x.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if self._causal else None
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
         y, _ = self.attention(
             x,
             x,
@@ -31,7 +31,7 @@ class SelfAttention(torch.nn.Module):
             # torch's masks are True where a position is to be ignored
             key_padding_mask=None if mask is None else ~mask,
             attn_mask=future,
-            is_causal=self._causal,
+            is_causal=self.causal,
             need_weights=False,
         )
         return y

@@ -16,10 +16,10 @@ class MaskedDropout(torch.nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self._p = p
+        self.p = p
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        return x * keep / (1 - self._p)
+        return x * keep / (1 - self.p)
 
 
 def _variants(signal: Signal) -> Sequence[Options]:

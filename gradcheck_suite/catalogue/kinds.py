@@ -89,7 +89,8 @@ class LayerKind:
         variants: the options to draw from for an input signal, simplest first; empty when the kind does not take it.
         out: the signal that comes out; `UsageError` where options or signal do not fit.
         torch_module: (signal, options) -> the module. Its forward takes the layer's input, and by keyword what
-            `extras` and `uses_mask` promise.
+            `extras` and `uses_mask` promise. A class of the catalogue keeps its constructor's arguments as
+            attributes of the same names, as torch's own do: scripts of counterexamples write the call from them.
         jax_apply: (options, parameters and buffers by name, input of shape (n, *size), extras) -> output. Pure.
         axes: trailing axes that the layer mixes: 0 for pointwise, 1 for one that acts on each feature row, None for
             all of an item's. The JAX reference folds the other axes together, which keeps compilations few.

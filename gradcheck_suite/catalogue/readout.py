@@ -29,6 +29,7 @@ class Readout(torch.nn.Module):
 
     def __init__(self, items: int) -> None:
         super().__init__()
+        self.items = items
         self.weight = torch.nn.Parameter(torch.zeros(items))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

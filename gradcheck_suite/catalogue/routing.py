@@ -26,9 +26,9 @@ THRESHOLD = 9 / 64  # exact in every dtype, bfloat16 included
 class Unused(torch.nn.Linear):
     """A linear layer beside a parameter that it holds and never uses."""
 
-    def __init__(self, size: int, features: int) -> None:
-        super().__init__(size, features)
-        self.spare = torch.nn.Parameter(torch.empty(features, size))
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.spare = torch.nn.Parameter(torch.empty(out_features, in_features))
 
 
 class Routed(torch.nn.Module):
@@ -37,11 +37,11 @@ class Routed(torch.nn.Module):
     def __init__(self, size: int, features: int, ways: int) -> None:
         super().__init__()
         self.ways = torch.nn.ModuleList(torch.nn.Linear(size, features) for _ in range(ways))
-        self._features = features
+        self.size, self.features = size, features
 
     def send(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return (n, features) for rows (n, size) and the index of the layer that each takes, (n,)."""
-        y = rows.new_zeros(len(rows), self._features)
+        y = rows.new_zeros(len(rows), self.features)
         for way, layer in enumerate(self.ways):
             members = (chosen == way).nonzero()[:, 0]
             if len(members):
@@ -65,6 +65,7 @@ class Mixture(Routed):
 
     def __init__(self, size: int, features: int, experts: int) -> None:
         super().__init__(size, features, experts)
+        self.experts = experts
         self.gate = torch.nn.Linear(size, experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

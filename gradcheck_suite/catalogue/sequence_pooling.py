@@ -31,12 +31,12 @@ class MaxOverTime(torch.nn.Module):
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self._shared = shared
+        self.shared = shared
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), -torch.inf)
-        return x.amax(1) if self._shared else x.max(1).values
+        return x.amax(1) if self.shared else x.max(1).values
 
 
 class LastStep(torch.nn.Module):

@@ -18,6 +18,7 @@ class TiedLinear(torch.nn.Module):
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
+        self.size, self.hidden = size, hidden
         self.weight = torch.nn.Parameter(torch.empty(hidden, size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,11 +30,11 @@ class TiedEmbedding(torch.nn.Module):
 
     def __init__(self, vocabulary: int, features: int, sparse: bool) -> None:
         super().__init__()
+        self.vocabulary, self.features, self.sparse = vocabulary, features, sparse
         self.weight = torch.nn.Parameter(torch.empty(vocabulary, features))
-        self._sparse = sparse
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        read = torch.nn.functional.embedding(x, self.weight, sparse=self._sparse)
+        read = torch.nn.functional.embedding(x, self.weight, sparse=self.sparse)
         return torch.nn.functional.linear(torch.tanh(read), self.weight)
 
 

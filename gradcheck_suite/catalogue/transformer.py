@@ -20,17 +20,18 @@ _ACTIVATIONS = ("relu", "gelu")
 class Block(torch.nn.Module):
     """`torch.nn.TransformerEncoderLayer` without dropout, which would draw other units in torch than in JAX."""
 
-    def __init__(self, features: int, options: Options) -> None:
+    def __init__(self, features: int, heads: int, activation: str, norm_first: bool) -> None:
         super().__init__()
+        self.features, self.heads, self.activation, self.norm_first = features, heads, activation, norm_first
         self.block = torch.nn.TransformerEncoderLayer(
             features,
-            options["heads"],
+            heads,
             dim_feedforward=HIDDEN,
             dropout=0.0,
-            activation=options["activation"],
+            activation=activation,
             layer_norm_eps=_EPS,
             batch_first=True,
-            norm_first=options["norm_first"],
+            norm_first=norm_first,
         )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +72,7 @@ def _out(signal: Signal, options: Options) -> Signal:
 
 
 def _torch(signal: Signal, options: Options) -> torch.nn.Module:
-    return Block(signal.features, options)
+    return Block(signal.features, options["heads"], options["activation"], options["norm_first"])
 
 
 def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:

@@ -37,13 +37,13 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
 
 
 def result_lines(
-    result: Result, stored: Path | None, arguments: argparse.Namespace, width: int, *, judged: bool
+    result: Result, stored: tuple[Path, Path] | None, arguments: argparse.Namespace, width: int, *, judged: bool
 ) -> list[str]:
     """Return one line about a loop, and below it what there is to say about it.
 
     Args:
         result: what was found.
-        stored: where its counterexample is.
+        stored: where its counterexample is, and the script that shows it.
         arguments: of the command line.
         width: of the column of names.
         judged: whether any case could be judged at all.
@@ -61,7 +61,12 @@ def result_lines(
         lines.append(f"    {_found(result)}")
     if stored is not None:
         limit = "" if arguments.time_limit == DEFAULT_TIME_LIMIT else f" --time-limit {arguments.time_limit:g}"
-        lines += [f"    stored  {stored}", f"    replay  gradcheck-suite replay {shlex.quote(str(stored))}{limit}"]
+        case, script = (shlex.quote(str(path)) for path in stored)
+        lines += [
+            f"    stored  {stored[0]}",
+            f"    script  python {script}",
+            f"    replay  gradcheck-suite replay {case}{limit}",
+        ]
     return lines
 
 

@@ -21,6 +21,7 @@ from gradcheck_suite.contract import (
     assumptions_of,
     checked_assumptions,
 )
+from gradcheck_suite.counterexamples import store_counterexample, store_script
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.files import expect_writable_folder, write_json
 from gradcheck_suite.records import Result, Verdict, results_to_json
@@ -147,7 +148,9 @@ def run(arguments: argparse.Namespace) -> int:
                 results.append(result)
                 counts.append(judged)
                 nothing = judged.nothing(result)
-                _show(arguments, result, about, progress, width, judged=nothing is None)
+                stored = None if result.holds else _store(arguments, result, loop, problem, about)
+                progress.stop()
+                _show(arguments, result, stored, width, judged=nothing is None)
                 if nothing:
                     unjudged.append(nothing)
                 if result.interrupted or pressed:
@@ -252,20 +255,23 @@ def _verify(
     )
 
 
+def _store(
+    arguments: argparse.Namespace, result: Result, loop: Loop, problem: Problem | None, about: dict[str, Any]
+) -> tuple[Path, Path]:
+    """Store a violation and the script that shows it; return where."""
+    from gradcheck_suite.scripts import script_text
+
+    assert result.violation is not None
+    case = store_counterexample(arguments.reports, result, about)
+    text = script_text(loop, result.loop, result.violation, problem=problem, time_limit_s=arguments.time_limit)
+    return case, store_script(case, text)
+
+
 def _show(
-    arguments: argparse.Namespace,
-    result: Result,
-    about: dict[str, Any],
-    progress: Progress,
-    width: int,
-    *,
-    judged: bool,
+    arguments: argparse.Namespace, result: Result, stored: tuple[Path, Path] | None, width: int, *, judged: bool
 ) -> None:
     from gradcheck_suite.cli import output
-    from gradcheck_suite.counterexamples import store_counterexample
 
-    path = None if result.holds else store_counterexample(arguments.reports, result, about)
-    progress.stop()
-    for line in output.result_lines(result, path, arguments, width, judged=judged):
+    for line in output.result_lines(result, stored, arguments, width, judged=judged):
         print(line)
     sys.stdout.flush()

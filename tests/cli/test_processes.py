@@ -37,7 +37,7 @@ def test_a_violation_end_to_end(project):
     plan = result["violation"]["case"]["plan"]
     assert result["violation"]["diagnosis"] == "stale-window"
     assert len(plan["micro_batches"]) <= 3
-    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    (stored,) = (project / "reports" / "counterexamples").glob("*.json")
     again = command("replay", str(stored), cwd=project)
     assert (again.returncode, again.stderr) == (1, "")
     left = {path.name for path in project.iterdir()}

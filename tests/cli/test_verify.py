@@ -38,7 +38,7 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
     outcome = run("verify", "loops.py:no_reset", "--examples", 50)
     assert outcome.status == 1
     assert outcome.err == ""
-    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    (stored,) = (project / "reports" / "counterexamples").glob("*.json")
     assert re.fullmatch(r"loops\.py-no_reset-[0-9a-f]{12}\.json", stored.name)
     shown = outcome.out
     for text in (
@@ -68,7 +68,7 @@ def test_a_pasted_example_is_the_stored_case(run, project):
 
     outcome = run("verify", "loops.py:never")
     pasted = re.search(r"@example\((.*)\)\n", outcome.out)
-    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    (stored,) = (project / "reports" / "counterexamples").glob("*.json")
     case = eval(pasted[1], vars(gradcheck_suite) | {n: getattr(gradcheck_suite, n) for n in gradcheck_suite.__all__})
     assert case == case_from_json(json.loads(stored.read_text())["case"])
 
@@ -145,7 +145,7 @@ def test_a_users_problem(run):
 
 def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
     assert run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status == 1
-    (stored,) = (project / "reports" / "counterexamples").iterdir()
+    (stored,) = (project / "reports" / "counterexamples").glob("*.json")
     assert json.loads(stored.read_text())["case"]["problem"] == "loops.py:PROBLEM"
     assert run("replay", stored).status == 1
     assert run("replay", stored, "loops.py:sound").status == 0
