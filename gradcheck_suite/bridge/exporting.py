@@ -1,0 +1,161 @@
+"""A loss as a graph of ATen operations, by `torch.export`.
+
+The graph is decomposed until every operation is in the table, and no further: where torch has a derivative formula of
+its own for an operation, the table's entry follows that formula's conventions, which a decomposition would lose.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram, default_decompositions
+
+from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
+from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
+from gradcheck_suite.bridge.sources import where_from
+from gradcheck_suite.bridge.table import lowering_of
+from gradcheck_suite.contract import Batch
+from gradcheck_suite.trial import leaves, map_leaves
+
+LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
+_GRAD_MODE = "wrap_with_set_grad_enabled"
+
+
+class _LossModule(nn.Module):
+    """The loss as a module whose inputs are the batch's tensors, in order."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
+        super().__init__()
+        self.model = model
+        self._loss, self._batch = loss, batch
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the batch that the tensors make."""
+        remaining = iter(tensors)
+        return self._loss(self.model, map_leaves(lambda _: next(remaining), self._batch))
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported loss.
+
+    Attributes:
+        program: torch's program, decomposed.
+        default_float: torch's default dtype when it was exported, which integers become in some operations.
+    """
+
+    program: ExportedProgram
+    default_float: torch.dtype
+
+
+def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
+    """Export `loss(model, batch)` at this batch's shapes.
+
+    Raises:
+        NotExportable: torch cannot export it; the message says what to do.
+        UnknownOperation: an operation is not in the table.
+        RandomnessError: it draws random numbers.
+    """
+    tensors = tuple(leaves(batch))
+    module = _LossModule(model, loss, batch).train(model.training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
+        try:
+            program = torch.export.export(module, tensors, strict=False)
+        except Exception as error:
+            raise NotExportable(_not_exportable(error)) from error
+        for graph_module in _graph_modules(program.graph_module):
+            _stop_gradients_without_grad(graph_module)
+        program = program.run_decompositions(_decompositions())
+    for node in program.graph.nodes:
+        _check(node)
+    return Exported(program, torch.get_default_dtype())
+
+
+def _decompositions() -> Any:
+    """Return torch's decompositions of what the table lacks."""
+    decompositions = default_decompositions()
+    for op in list(decompositions):
+        if isinstance(op, torch._ops.OpOverload) and lowering_of(op) is not None:
+            del decompositions[op]
+    return decompositions
+
+
+def _graph_modules(root: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    for module in root.modules():
+        if isinstance(module, fx.GraphModule):
+            yield module
+
+
+def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
+    """Detach, inside each `no_grad` region, every operation's arguments: decomposing forgets such regions."""
+    for node in list(graph_module.graph.nodes):
+        if getattr(node.target, "__name__", "") != _GRAD_MODE or node.args[0]:
+            continue
+        region = getattr(graph_module, node.args[1].target)
+        for inner in list(region.graph.nodes):
+            if inner.op != "call_function" or inner.target is operator.getitem:
+                continue
+            if not isinstance(inner.target, torch._ops.OpOverload):
+                continue
+            with region.graph.inserting_before(inner):
+                inner.args = fx.map_arg(inner.args, lambda arg, g=region.graph: _detached(g, arg))
+                inner.kwargs = fx.map_arg(inner.kwargs, lambda arg, g=region.graph: _detached(g, arg))
+        region.recompile()
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return node
+    detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    return detached
+
+
+def _check(node: fx.Node) -> None:
+    """Refuse an operation that JAX cannot be asked to do."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
+        return
+    name = _name(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if lowering_of(node.target) is not None:
+            return
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise RandomnessError(random_message(f"{name} draws random numbers", node))
+    raise UnknownOperation(
+        f"the bridge to JAX does not know {name}{where_from(node)}: tell it with "
+        f"@gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or replace the operation"
+    )
+
+
+def random_message(what: str, node: fx.Node) -> str:
+    """Say that a loss is random, and what to do."""
+    return (
+        f"{what}{where_from(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
+        "put that module in eval mode in Problem.model, or make the random numbers part of the batch"
+    )
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else f"torch.ops.higher_order.{target}"
+
+
+def _not_exportable(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    depends = "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
+    if depends:
+        advice = (
+            "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
+            "not repeat. Write it with torch.where, masks or torch.cond, or compute the decision in Problem.batch"
+        )
+    else:
+        advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
+    return f"torch.export does not take this loss ({kind}: {text[:300]}): {advice}"

@@ -1,0 +1,221 @@
+"""Functions of one number, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy import special
+
+from gradcheck_suite.bridge.dtypes import Array, default_float, is_complex, is_float, is_inexact, promote
+from gradcheck_suite.bridge.table import register_op
+
+
+def _entr(x: Array) -> Array:
+    inside = jnp.where(x > 0, x, 1)
+    return jnp.where(x > 0, -x * jnp.log(inside), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf)))
+
+
+def _sinc(x: Array) -> Array:
+    at_zero = x == 0
+    scaled = jnp.where(at_zero, 1, x * jnp.pi)
+    return jnp.where(at_zero, 1, jnp.sin(scaled) / scaled)
+
+
+FLOATING: dict[str, Callable[[Array], Array]] = {
+    "aten.acos": jnp.arccos,
+    "aten.acosh": jnp.arccosh,
+    "aten.asin": jnp.arcsin,
+    "aten.asinh": jnp.arcsinh,
+    "aten.atan": jnp.arctan,
+    "aten.atanh": jnp.arctanh,
+    "aten.cos": jnp.cos,
+    "aten.cosh": jnp.cosh,
+    "aten.deg2rad": jnp.deg2rad,
+    "aten.digamma": special.digamma,
+    "aten.erf": special.erf,
+    "aten.erfc": special.erfc,
+    "aten.erfinv": special.erfinv,
+    "aten.exp": jnp.exp,
+    "aten.exp2": jnp.exp2,
+    "aten.expm1": jnp.expm1,
+    "aten.i0": special.i0,
+    "aten.lgamma": special.gammaln,
+    "aten.log": jnp.log,
+    "aten.log10": jnp.log10,
+    "aten.log1p": jnp.log1p,
+    "aten.log2": jnp.log2,
+    "aten.rad2deg": jnp.rad2deg,
+    "aten.reciprocal": lambda x: 1 / x,
+    "aten.rsqrt": lambda x: 1 / jnp.sqrt(x),
+    "aten.sigmoid": jax.nn.sigmoid,
+    "aten.sin": jnp.sin,
+    "aten.sinc": _sinc,
+    "aten.sinh": jnp.sinh,
+    "aten.special_entr": _entr,
+    "aten.special_i0e": special.i0e,
+    "aten.special_i1": special.i1,
+    "aten.special_i1e": special.i1e,
+    "aten.special_log_ndtr": special.log_ndtr,
+    "aten.special_ndtri": special.ndtri,
+    "aten.sqrt": jnp.sqrt,
+    "aten.tan": jnp.tan,
+    "aten.tanh": jnp.tanh,
+}
+"""Functions that take integers to torch's default floating dtype."""
+
+
+def _keeping_integers(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda x: function(x) if is_inexact(x) else x
+
+
+def _sgn(x: Array) -> Array:
+    if not is_complex(x):
+        return jnp.sign(x)
+    size = jnp.abs(jnp.where(x == 0, 1, x))
+    return jnp.where(x == 0, 0, x / size)
+
+
+KEEPING: dict[str, Callable[[Array], Array]] = {
+    "aten.abs": jnp.abs,
+    "aten.ceil": _keeping_integers(jnp.ceil),
+    "aten.floor": _keeping_integers(jnp.floor),
+    "aten.frac": lambda x: x - jnp.trunc(x),
+    "aten.neg": jnp.negative,
+    "aten.positive": lambda x: x,
+    "aten.sgn": _sgn,
+    "aten.sign": lambda x: x if x.dtype == jnp.bool_ else jnp.sign(x),
+    "aten.square": lambda x: x * x,
+    "aten.trunc": _keeping_integers(jnp.trunc),
+}
+"""Functions that keep the dtype."""
+
+
+def _floating(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    return lambda self: function(*promote(self, floating=True))
+
+
+for _name, _function in FLOATING.items():
+    register_op(_name)(_floating(_function))
+for _name, _function in KEEPING.items():
+    register_op(_name)(_function)
+
+
+@register_op("aten.round")
+def round_(self: Array, decimals: int = 0) -> Array:
+    """Half to even; torch divides by 10^-decimals where decimals are negative, and so must we."""
+    if not is_inexact(self):
+        return self
+    if decimals == 0:
+        return jnp.round(self)
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(self * scale) / scale if decimals > 0 else jnp.round(self / scale) * scale
+
+
+@register_op("aten.polygamma", "aten.special_polygamma")
+def polygamma(n: int, self: Array) -> Array:
+    """The (n+1)th derivative of log gamma."""
+    (x,) = promote(self, floating=True)
+    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+
+
+@register_op("aten.logit")
+def logit(self: Array, eps: float | None = None) -> Array:
+    """log(x / (1 - x)); clamped to [eps, 1 - eps] with no gradient outside."""
+    (x,) = promote(self, floating=True)
+    if eps is not None:
+        x = jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
+    return jnp.log(x / (1 - x))
+
+
+@register_op("aten.nan_to_num")
+def nan_to_num(
+    self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Array:
+    """What was replaced has no gradient."""
+    if not is_float(self):
+        return self
+    limits = jnp.finfo(self.dtype)
+    out = jnp.where(jnp.isnan(self), 0.0 if nan is None else nan, self)
+    out = jnp.where(self == jnp.inf, limits.max if posinf is None else posinf, out)
+    return jnp.where(self == -jnp.inf, limits.min if neginf is None else neginf, out).astype(self.dtype)
+
+
+@register_op("aten.clamp", "aten.clamp_min", "aten.clip")
+def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
+    """At a bound the gradient is the input's, as torch has it; where min exceeds max the result is max."""
+    dtype = jnp.result_type(*promote(*(x for x in (self, min, max) if x is not None)))
+    x = jnp.asarray(self, dtype)
+    if min is not None:
+        low = jnp.asarray(min, dtype)
+        x = jnp.where((x < low) | jnp.isnan(low), low, x)
+    if max is not None:
+        high = jnp.asarray(max, dtype)
+        x = jnp.where((x > high) | jnp.isnan(high), high, x)
+    return x
+
+
+@register_op("aten.clamp_max")
+def clamp_max(self: Array, max: Any) -> Array:
+    """Clamp with no lower bound."""
+    return clamp(self, None, max)
+
+
+@register_op("aten.angle")
+def angle(self: Array) -> Array:
+    """Of a real number pi or 0, NaN of NaN, with no gradient."""
+    if is_complex(self):
+        nought = self == 0
+        return jnp.where(nought, 0, jnp.angle(jnp.where(nought, 1, self)))
+    x = lax.stop_gradient(self)
+    dtype = x.dtype if is_float(x) else default_float()
+    flat = jnp.where(jnp.isnan(x) if is_float(x) else False, x, 0)
+    return jnp.where(x < 0, jnp.pi, flat).astype(dtype)
+
+
+@register_op("aten.conj", "aten._conj", "aten.conj_physical", "aten._conj_physical")
+def conj(self: Array) -> Array:
+    """The complex conjugate; a real tensor is its own."""
+    return jnp.conj(self)
+
+
+register_op("aten.resolve_conj", "aten.resolve_neg")(lambda self: self)
+
+
+@register_op("aten.real")
+def real(self: Array) -> Array:
+    """The real part."""
+    return jnp.real(self)
+
+
+@register_op("aten.imag")
+def imag(self: Array) -> Array:
+    """The imaginary part."""
+    return jnp.imag(self)
+
+
+@register_op("aten.view_as_real")
+def view_as_real(self: Array) -> Array:
+    """(...) complex to (..., 2) real."""
+    return jnp.stack([jnp.real(self), jnp.imag(self)], axis=-1)
+
+
+@register_op("aten.view_as_complex")
+def view_as_complex(self: Array) -> Array:
+    """(..., 2) real to (...) complex."""
+    return lax.complex(self[..., 0], self[..., 1])
+
+
+@register_op("aten.complex")
+def complex_(real: Array, imag: Array) -> Array:
+    """A complex number from its parts."""
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@register_op("aten.polar")
+def polar(abs: Array, angle: Array) -> Array:
+    """A complex number from its size and angle."""
+    return lax.complex(abs * jnp.cos(angle), abs * jnp.sin(angle))

@@ -1,0 +1,160 @@
+"""Decompositions and solutions of linear systems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy import linalg as scipy_linalg
+
+from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.table import register_op
+
+
+def _t(x: Array) -> Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _no_error(x: Array) -> Array:
+    return jnp.zeros(x.shape[:-2], jnp.int32)
+
+
+@register_op("aten.linalg_cholesky_ex")
+def cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+    """The triangular factor, and 0 for success."""
+    del check_errors
+    lower = jnp.linalg.cholesky(self, symmetrize_input=True)
+    return (jnp.conj(_t(lower)) if upper else lower), _no_error(self)
+
+
+register_op("aten.cholesky")(lambda self, upper=False: cholesky_ex(self, upper=upper)[0])
+
+
+@register_op("aten.linalg_inv_ex")
+def inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, Array]:  # noqa: N803  (the schema's name)
+    """The inverse, and 0 for success."""
+    del check_errors
+    return jnp.linalg.inv(A), _no_error(A)
+
+
+@register_op("aten._linalg_det")
+def det(A: Array) -> tuple[Array, Array, Array]:  # noqa: N803
+    """The determinant; the factors that torch's backward uses are empty here."""
+    nothing = jnp.zeros(0, A.dtype)
+    return jnp.linalg.det(A), nothing, nothing
+
+
+@register_op("aten._linalg_slogdet")
+def slogdet(A: Array) -> tuple[Array, Array, Array, Array]:  # noqa: N803
+    """Sign and logarithm of the determinant's size; the factors are empty here."""
+    nothing = jnp.zeros(0, A.dtype)
+    sign, log = jnp.linalg.slogdet(A)
+    return sign, log, nothing, nothing
+
+
+def _solved(a: Array, b: Array, left: bool) -> Array:
+    if not left:
+        return _t(_solved(_t(a), _t(b), True))
+    if b.ndim == a.ndim - 1 or (b.ndim == 1 and a.ndim == 2):
+        return jnp.linalg.solve(a, b[..., None])[..., 0]
+    return jnp.linalg.solve(a, b)
+
+
+@register_op("aten._linalg_solve_ex")
+def solve_ex(
+    A: Array,  # noqa: N803
+    B: Array,  # noqa: N803
+    *,
+    left: bool = True,
+    check_errors: bool = False,
+) -> tuple[Array, ...]:
+    """X with A X = B, or X A = B; the factors and flags of torch's backward are empty here."""
+    del check_errors
+    nothing = jnp.zeros(0, A.dtype)
+    return _solved(A, B, left), nothing, nothing, _no_error(A)
+
+
+@register_op("aten.linalg_solve_triangular")
+def solve_triangular(
+    self: Array,
+    B: Array,  # noqa: N803
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
+) -> Array:
+    """X with A X = B for a triangular A."""
+    if not left:
+        return _t(solve_triangular(_t(self), _t(B), upper=not upper, unitriangular=unitriangular))
+    batch = jnp.broadcast_shapes(self.shape[:-2], B.shape[:-2])
+    a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (self, B))
+    return lax.linalg.triangular_solve(a, b, left_side=True, lower=not upper, unit_diagonal=unitriangular)
+
+
+@register_op("aten.triangular_solve")
+def triangular_solve(
+    self: Array,
+    A: Array,  # noqa: N803
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+) -> tuple[Array, Array]:
+    """The same, in torch's older form; also A."""
+    a, up = (jnp.conj(_t(A)) if jnp.iscomplexobj(A) else _t(A), not upper) if transpose else (A, upper)
+    return solve_triangular(a, self, upper=up, unitriangular=unitriangular), A
+
+
+@register_op("aten.cholesky_solve", "aten._cholesky_solve_helper")
+def cholesky_solve(self: Array, input2: Array, upper: bool = False, **_: Any) -> Array:
+    """X with L L' X = B, for the factor L."""
+    lower = jnp.conj(_t(input2)) if upper else input2
+    half = solve_triangular(lower, self, upper=False)
+    return solve_triangular(jnp.conj(_t(lower)), half, upper=True)
+
+
+@register_op("aten.cholesky_inverse")
+def cholesky_inverse(self: Array, upper: bool = False) -> Array:
+    """The inverse of L L', for the factor L."""
+    return cholesky_solve(jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape), self, upper)
+
+
+@register_op("aten.linalg_qr")
+def qr(A: Array, mode: str = "reduced") -> tuple[Array, Array]:  # noqa: N803
+    """Q and R."""
+    if mode == "r":
+        return jnp.zeros(0, A.dtype), jnp.linalg.qr(A, mode="r")
+    q, r = jnp.linalg.qr(A, mode=mode)
+    return q, r
+
+
+@register_op("aten._linalg_svd")
+def svd(
+    A: Array,  # noqa: N803
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """U, the singular values and V'; U and V are defined up to signs only."""
+    del driver
+    if not compute_uv:
+        nothing = jnp.zeros(0, A.dtype)
+        return nothing, jnp.linalg.svd(A, compute_uv=False), nothing
+    u, s, v = jnp.linalg.svd(A, full_matrices=full_matrices)
+    return u, s, v
+
+
+@register_op("aten._linalg_eigh")
+def eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:  # noqa: N803
+    """Eigenvalues in order and eigenvectors, which are defined up to signs only."""
+    if not compute_v:
+        return jnp.linalg.eigvalsh(A, UPLO=UPLO), jnp.zeros(0, A.dtype)
+    values, vectors = jnp.linalg.eigh(A, UPLO=UPLO)
+    return values, vectors
+
+
+@register_op("aten.linalg_matrix_exp")
+def matrix_exp(self: Array) -> Array:
+    """The exponential of square matrices."""
+    return scipy_linalg.expm(self)

@@ -1,0 +1,185 @@
+"""Normalisation over features, groups, batches. Running statistics come back as results, never as writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.table import register_op
+
+
+def _standardised(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
+    """Return (x - mean) * rstd, mean and rstd, axes kept."""
+    mean = jnp.mean(x, axis=axes, keepdims=True)
+    off = x - mean
+    rstd = 1 / jnp.sqrt(jnp.mean(off * off, axis=axes, keepdims=True) + eps)
+    return off * rstd, mean, rstd
+
+
+def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+@register_op("aten.native_layer_norm")
+def native_layer_norm(
+    input: Array, normalized_shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float
+) -> tuple[Array, Array, Array]:
+    """Over the last axes; also mean and reciprocal deviation."""
+    axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    out, mean, rstd = _standardised(input, axes, eps)
+    return _affine(out, weight, bias), mean, rstd
+
+
+@register_op("aten._fused_rms_norm")
+def fused_rms_norm(
+    input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None
+) -> tuple[Array, Array]:
+    """X / sqrt(mean x^2 + eps) over the last axes; eps is the machine's where none is given."""
+    axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    eps = float(jnp.finfo(input.dtype).eps) if eps is None else eps
+    rstd = 1 / jnp.sqrt(jnp.mean(input * input, axis=axes, keepdims=True) + eps)
+    return _affine(input * rstd, weight, None), rstd
+
+
+@register_op("aten.native_group_norm")
+def native_group_norm(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    N: int,  # noqa: N803  (the schema's name)
+    C: int,  # noqa: N803
+    HxW: int,  # noqa: N803
+    group: int,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Over each group of channels; also mean and reciprocal deviation, (N, group)."""
+    out, mean, rstd = _standardised(input.reshape(N, group, C // group * HxW), (2,), eps)
+    shape = (1, C, *[1] * (input.ndim - 2))
+    out = out.reshape(input.shape)
+    weight, bias = (None if p is None else p.reshape(shape) for p in (weight, bias))
+    return _affine(out, weight, bias), mean[..., 0], rstd[..., 0]
+
+
+def _per_channel(p: Array | None, x: Array) -> Array | None:
+    return None if p is None else p.reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+def _batch_norm(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """Return the output, the batch's mean and rstd (empty outside training) and the new running statistics."""
+    axes = (0, *range(2, x.ndim))
+    if not training:
+        assert running_mean is not None
+        assert running_var is not None
+        rstd = 1 / jnp.sqrt(running_var + eps)
+        mean_, rstd_ = _per_channel(running_mean, x), _per_channel(rstd, x)
+        out = _affine((x - mean_) * rstd_, _per_channel(weight, x), _per_channel(bias, x))
+        nothing = jnp.zeros(0, x.dtype)
+        return out, nothing, nothing, running_mean, running_var
+    out, mean, rstd = _standardised(x, axes, eps)
+    out = _affine(out, _per_channel(weight, x), _per_channel(bias, x))
+    mean, rstd = mean.reshape(-1), rstd.reshape(-1)
+    count = math.prod(x.shape[a] for a in axes)
+    if running_mean is not None:
+        running_mean = momentum * lax.stop_gradient(mean) + (1 - momentum) * running_mean
+    if running_var is not None:
+        unbiased = jnp.var(lax.stop_gradient(x), axis=axes) * (count / max(count - 1, 1))
+        running_var = momentum * unbiased + (1 - momentum) * running_var
+    return out, mean, rstd, running_mean, running_var
+
+
+@register_op("aten._native_batch_norm_legit_functional")
+def batch_norm_functional(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Over the batch, or by running statistics; the new ones are the last two results."""
+    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@register_op("aten._native_batch_norm_legit.no_stats")
+def batch_norm_without_statistics(
+    input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    """Over the batch, with no running statistics."""
+    return _batch_norm(input, weight, bias, None, None, training, momentum, eps)[:3]
+
+
+@register_op("aten._native_batch_norm_legit_no_training")
+def batch_norm_no_training(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """By running statistics."""
+    return _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
+
+
+@register_op("aten.native_batch_norm")
+def native_batch_norm(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array | None,
+    running_var: Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Over the batch, or by running statistics, which it does not update."""
+    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
+
+
+@register_op("aten._batch_norm_with_update_functional")
+def batch_norm_with_update(
+    input: Array,
+    weight: Array | None,
+    bias: Array | None,
+    running_mean: Array,
+    running_var: Array,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Over the batch; output, mean, rstd, a reserve of torch's own, and the new running statistics."""
+    out, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return out, mean, rstd, jnp.zeros(0, jnp.uint8), *running
+
+
+@register_op("aten._weight_norm_interface")
+def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
+    """G v / |v|, the norm taken over all axes but `dim`; also the norm."""
+    axes = tuple(a for a in range(v.ndim) if a != dim % v.ndim)
+    norm = jnp.sqrt(jnp.sum(v * v, axis=axes, keepdims=True))
+    return v * (g / norm), norm
+
+
+@register_op("aten.renorm")
+def renorm(self: Array, p: Any, dim: int, maxnorm: Any) -> Array:
+    """Slices along `dim` scaled down to a norm of at most `maxnorm`."""
+    axes = tuple(a for a in range(self.ndim) if a != dim % self.ndim)
+    norm = jnp.sum(jnp.abs(self) ** float(p), axis=axes, keepdims=True) ** (1 / float(p))
+    return jnp.where(norm > maxnorm, self * (maxnorm / (norm + 1e-7)), self)

@@ -1,0 +1,23 @@
+"""Where in the user's code an exported operation comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
+_BRIDGE = str(Path(__file__).parent)
+
+
+def where_from(node: fx.Node) -> str:
+    """Return ` (FILE, line N: code)` of the innermost frame outside torch and this package, or nothing."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    foreign = [f for f in frames if not f["file"].startswith((_TORCH, _BRIDGE))]
+    if not frames:
+        return ""
+    frame = (foreign or frames)[-1]
+    return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
