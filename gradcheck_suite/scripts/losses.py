@@ -166,6 +166,8 @@ class _Fold(ast.NodeTransformer):
         match node:
             case ast.Compare(ast.Constant(left), [ast.Eq()], [ast.Constant(right)]):
                 return ast.Constant(left == right)
+            case ast.Compare(ast.Constant(left), [ast.NotEq()], [ast.Constant(right)]):
+                return ast.Constant(left != right)
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:

@@ -124,7 +124,7 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
         further = {"nonlinearity": inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")}
         parameters = {**inspect.signature(torch.nn.RNNBase).parameters, **further}
         del parameters["mode"]
-    return list(parameters.values())
+    return [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -53,10 +53,12 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
         "accumulation_steps = 1",
         "@example(Case(problem=ProblemSpec(",
         "then made as small as it would get",
+        f"script  python reports/counterexamples/{stored.stem}.py\n",
         f"replay  gradcheck-suite replay reports/counterexamples/{stored.name}\n",
         "1 of 1 loop violated: loops.py:no_reset\n",
     ):
         assert text in shown
+    assert files(project / "reports" / "counterexamples") == [stored.name, f"{stored.stem}.py"]
     command = shown.split("replay  gradcheck-suite ")[1].splitlines()[0].split()
     again = run(*command)
     assert again.status == 1
