@@ -154,15 +154,25 @@ def program_cache() -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Return all of it as JSON-ready data."""
+    """Return what a record says of where it was made, as JSON-ready data; no path and no name of the machine."""
     return {
         "versions": versions(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
         "processor_count": os.cpu_count(),
         "devices": devices(),
         "precision": precision_flags(),
-        "program_cache": program_cache(),
     }
+
+
+def processor() -> str:
+    """Return the processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def abilities() -> list[Ability]:

@@ -46,6 +46,8 @@ FLOORS = {
     "trial": 2,
     # 3: checking and drawing
     "checking": 3,
+    "claims": 3,
+    "costs": 3,
     "counterexamples": 3,
     "describe": 3,
     "explain": 3,

@@ -1,0 +1,158 @@
+"""What each reset mode costs in time: the reset by itself, one backward, one whole window.
+
+    pytest properties/bench_modes.py [--reports DIR] [--device cpu|cuda]
+
+Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run as the
+floor. A reset is timed with a fresh set of non-zero gradients for every round, since the second reset in a row does
+nothing, and with the caches flushed. `set_to_none` moves its cost into the next backward: look at the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from gradcheck_suite.costs.clock import timer
+from gradcheck_suite.costs.floors import copy_bandwidth, flush
+from gradcheck_suite.costs.models import Size, build, micro_batch
+from gradcheck_suite.costs.resets import MODES, Mode, prepare, window
+
+ROUNDS = {"cpu": 15, "cuda": 50}
+PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
+MICRO_BATCHES = (1, 4)
+DTYPES = ("float32", "bfloat16")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    device = metafunc.config.getoption("--bench-device")
+    sizes = [Size(n, layout) for n in PARAMETERS[device] for layout in ("many", "few")]
+    if "size" in metafunc.fixturenames:
+        metafunc.parametrize("size", sizes, ids=lambda size: size.name)
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", [device])
+
+
+@cache
+def _bandwidth(device: str) -> float:
+    return copy_bandwidth(device, timer(device))
+
+
+@cache
+def _flush(device: str) -> Callable[[], None]:
+    return flush(device)
+
+
+def _measure(
+    benchmark: Any,
+    keep: Callable[..., None],
+    device: str,
+    run: Callable[[], Any],
+    setup: Callable[[], Any],
+    **about: Any,
+) -> None:
+    flush_caches = _flush(device)
+
+    def prepared() -> None:
+        setup()
+        flush_caches()
+
+    benchmark._timer = timer(device)
+    benchmark.extra_info.update(about, device=device, bytes_per_second=_bandwidth(device))
+    benchmark.pedantic(run, setup=prepared, rounds=ROUNDS[device], warmup_rounds=3)
+    keep(benchmark)
+
+
+@pytest.mark.benchmark(group="reset")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
+def test_reset(benchmark: Any, keep: Callable[..., None], mode: Mode, size: Size, dtype: str, device: str) -> None:
+    kind = getattr(torch, dtype)
+    parameters = list(build(size, device, kind).parameters())
+    _measure(
+        benchmark,
+        keep,
+        device,
+        run=lambda: mode.reset(parameters),
+        setup=lambda: prepare(mode, parameters),
+        measures="reset",
+        mode=mode.name,
+        dtype=dtype,
+        parameters=size.total,
+        tensors=size.tensors,
+        layout=size.layout,
+        micro_batches=0,
+        predicted_bytes=size.bytes(kind) if mode.keeps else 0,
+    )
+
+
+@pytest.mark.benchmark(group="backward")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", [MODES["zero_"], MODES["set_to_none"]], ids=lambda mode: mode.name)
+def test_first_backward(
+    benchmark: Any, keep: Callable[..., None], mode: Mode, size: Size, dtype: str, device: str
+) -> None:
+    kind = getattr(torch, dtype)
+    model = build(size, device, kind)
+    parameters, batch = list(model.parameters()), micro_batch(size, device, kind)
+    losses: list[torch.Tensor] = []
+
+    def setup() -> None:
+        prepare(mode, parameters)
+        mode.reset(parameters)
+        losses[:] = [model(batch).sum()]
+
+    _measure(
+        benchmark,
+        keep,
+        device,
+        run=lambda: losses[0].backward(),
+        setup=setup,
+        measures="backward",
+        mode=mode.name,
+        dtype=dtype,
+        parameters=size.total,
+        tensors=size.tensors,
+        layout=size.layout,
+        micro_batches=1,
+        predicted_bytes=3 * size.bytes(kind) if mode.keeps else 0,
+    )
+
+
+@pytest.mark.benchmark(group="window")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
+def test_window(
+    benchmark: Any,
+    keep: Callable[..., None],
+    mode: Mode,
+    size: Size,
+    micro_batches: int,
+    dtype: str,
+    device: str,
+) -> None:
+    kind = getattr(torch, dtype)
+    model = build(size, device, kind)
+    parameters = list(model.parameters())
+    batches = [micro_batch(size, device, kind, j) for j in range(micro_batches)]
+    prepare(mode, parameters)
+    additions = micro_batches if mode.keeps else micro_batches - 1
+    _measure(
+        benchmark,
+        keep,
+        device,
+        run=lambda: window(mode, model, parameters, batches),
+        setup=lambda: None,
+        measures="window",
+        mode=mode.name,
+        dtype=dtype,
+        parameters=size.total,
+        tensors=size.tensors,
+        layout=size.layout,
+        micro_batches=micro_batches,
+        predicted_bytes=(3 * additions + (1 if mode.keeps else 0)) * size.bytes(kind),
+    )

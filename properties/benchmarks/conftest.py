@@ -1,0 +1,58 @@
+"""Options of the benchmarks, and the fixture that keeps what they measure as records for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradcheck_suite.environment import environment, set_precision
+from gradcheck_suite.journal import append_record, this_command
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the benchmarks' options."""
+    group = parser.getgroup("gradcheck-suite benchmarks")
+    group.addoption("--bench-device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default cpu)")
+    group.addoption(
+        "--bench-records", type=Path, metavar="DIR", help="append each row to DIR/records, which the report reads"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to measure on a device that is not there."""
+    if config.getoption("--bench-device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here")
+    set_precision()
+
+
+@cache
+def _environment() -> dict[str, Any]:
+    return environment()
+
+
+@pytest.fixture
+def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return a function that appends a finished benchmark, or a dict of figures, to the records asked for."""
+    reports: Path | None = request.config.getoption("--bench-records")
+
+    def append(measured: Any, kind: str = "benchmark") -> None:
+        if reports is None:
+            return
+        data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
+        append_record(reports, kind, data, environment=_environment(), command=this_command())
+
+    return append
+
+
+def _seconds(benchmark: Any) -> dict[str, Any]:
+    """Return the statistics of a finished benchmark, in seconds."""
+    stats = benchmark.stats.stats
+    return {
+        "seconds": {"min": stats.min, "median": stats.median, "mean": stats.mean, "stddev": stats.stddev},
+        "rounds": stats.rounds,
+    }
