@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 
 from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue import LAYERS, LOSSES
@@ -14,6 +15,7 @@ from gradcheck_suite.checking import check
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.records import Violation
 from gradcheck_suite.scripts import losses, models, script_text, subjects
+from gradcheck_suite.strategies import cases, plans
 from gradcheck_suite.trial import generated_trial
 from tests.faults.loops import no_divide
 from tests.scripts.problems import gradients, layer_problems, load, loss_problems, status
@@ -36,10 +38,9 @@ def assert_same(observed, expected):
     np.testing.assert_allclose(np.asarray(observed), expected, rtol=0, atol=RELATIVE * largest)
 
 
-def assert_text_means_the_same(spec, seed, tmp_path):
+def assert_text_means_the_same(case, tmp_path):
     """Compare model, loss, count and data of a script with the catalogue's torch, on each micro-batch."""
     __tracebackhide__ = True
-    case = Case(spec, PLAN, seed=seed)
     text = script_text(no_divide, NAME, Violation("step-count", "planted", "planted", case))
     assert not IMPORT.search(text)
     script, trial = load(text, tmp_path), generated_trial(case)
@@ -63,7 +64,7 @@ def assert_text_means_the_same(spec, seed, tmp_path):
 def assert_texts_mean_the_same(specs, tmp_path):
     __tracebackhide__ = True
     for seed, spec in enumerate(specs):
-        assert_text_means_the_same(spec, seed, tmp_path)
+        assert_text_means_the_same(Case(spec, PLAN, seed=seed), tmp_path)
 
 
 @pytest.mark.parametrize(("what", "name"), KINDS)
@@ -71,6 +72,12 @@ def test_every_variant_means_what_the_catalogue_means(what, name, tmp_path):
     specs = problems(what, name)
     assert specs
     assert_texts_mean_the_same(specs, tmp_path)
+
+
+@given(cases(plan=plans(max_epochs=1, max_windows=2, max_accumulation_steps=2)))
+def test_drawn_models_mean_what_the_catalogue_means(tmp_path_factory, case):
+    """Layers of several kinds behind and inside each other."""
+    assert_text_means_the_same(case, tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize(("name", "option"), [("leaky_relu", "negative_slope"), ("attention", "causal"),
