@@ -45,6 +45,7 @@ FLOORS = {
     "subject": 2,
     "trial": 2,
     # 3: checking and drawing
+    "bridge": 3,
     "checking": 3,
     "claims": 3,
     "costs": 3,

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import jax
 import pytest
 import torch
 
 from gradcheck_suite.costs.clock import timer
 from gradcheck_suite.costs.floors import copy_bandwidth, flush
+from gradcheck_suite.costs.jax_window import compiled_window, memory_bytes, runner
 from gradcheck_suite.costs.models import Size, build, micro_batch
 from gradcheck_suite.costs.resets import MODES, Mode, prepare, window
 
@@ -25,6 +27,7 @@ ROUNDS = {"cpu": 15, "cuda": 50}
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
+JAX_PLATFORM = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -156,3 +159,27 @@ def test_window(
         micro_batches=micro_batches,
         predicted_bytes=(3 * additions + (1 if mode.keeps else 0)) * size.bytes(kind),
     )
+
+
+@pytest.mark.benchmark(group="window")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+def test_window_in_jax(
+    benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, dtype: str, device: str
+) -> None:
+    program, arguments = compiled_window(size, micro_batches, dtype, jax.devices(JAX_PLATFORM[device])[0])
+    run = runner(program, arguments)
+    benchmark.extra_info.update(
+        measures="window",
+        mode="jax_scan",
+        dtype=dtype,
+        parameters=size.total,
+        tensors=size.tensors,
+        layout=size.layout,
+        micro_batches=micro_batches,
+        device=device,
+        bytes_per_second=_bandwidth(device),
+        xla_memory_bytes=memory_bytes(program),
+    )
+    benchmark.pedantic(run, setup=_flush(device), rounds=ROUNDS[device], warmup_rounds=3)
+    keep(benchmark)
