@@ -56,6 +56,7 @@ FLOORS = {
     "scripts": 3,
     "strategies": 3,
     "verification": 3,
+    "zoo": 3,
     # 4: what people meet
     "__init__": 4,
     "__main__": 4,

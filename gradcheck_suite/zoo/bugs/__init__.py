@@ -1,0 +1,1 @@
+"""One known bug a file, each with a `BUG`."""
