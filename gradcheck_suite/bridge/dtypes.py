@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 jax.config.update("jax_enable_x64", True)
 
@@ -136,9 +137,14 @@ def promote_some(*operands: Any, floating: bool = False) -> list[Array | None]:
     return [None if x is None else next(present) for x in operands]
 
 
+def absolute(x: Array) -> Array:
+    """|x|, of a real array, with gradient 0 at 0 as in torch; JAX has 1 there."""
+    return x * lax.stop_gradient(jnp.sign(x))
+
+
 def to_array(tensor: torch.Tensor) -> Array:
     """Return a torch tensor's values as a JAX array of the same dtype, which shares no memory with it."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype is torch.bfloat16:
         return jnp.asarray(tensor.to(torch.float32).numpy()).astype(jnp.bfloat16)
-    return jnp.array(tensor.numpy(), copy=True)
+    return jnp.array(tensor.numpy(force=True), copy=True)

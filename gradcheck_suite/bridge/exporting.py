@@ -6,10 +6,13 @@ its own for an operation, the table's entry follows that formula's conventions, 
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +67,7 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
     """
     tensors = tuple(leaves(batch))
     module = _LossModule(model, loss, batch).train(model.training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
+    with _quiet():
         try:
             program = torch.export.export(module, tensors, strict=False)
         except Exception as error:
@@ -76,6 +78,19 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
     for node in program.graph.nodes:
         _check(node)
     return Exported(program, torch.get_default_dtype())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep export's own deprecations, and the graphs that it logs when it fails, from the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _decompositions() -> Any:
@@ -104,9 +119,10 @@ def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
                 continue
             if not isinstance(inner.target, torch._ops.OpOverload):
                 continue
+            detached = partial(_detached, region.graph)
             with region.graph.inserting_before(inner):
-                inner.args = fx.map_arg(inner.args, lambda arg, g=region.graph: _detached(g, arg))
-                inner.kwargs = fx.map_arg(inner.kwargs, lambda arg, g=region.graph: _detached(g, arg))
+                inner.args = fx.map_arg(inner.args, detached)
+                inner.kwargs = fx.map_arg(inner.kwargs, detached)
         region.recompile()
 
 

@@ -120,7 +120,7 @@ def softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
 @register_op("aten.log_sigmoid")
 def log_sigmoid(self: Array) -> Array:
     """log(sigmoid(x)) without overflow."""
-    return jnp.where(self <= 0, self, 0) - jnp.log1p(jnp.exp(-jnp.abs(self)))
+    return -jnp.logaddexp(-self, 0.0)
 
 
 @register_op("aten.log_sigmoid_forward")

@@ -39,8 +39,8 @@ LOGICAL: dict[str, Callable[..., Array]] = {
     "aten.logical_or": jnp.logical_or,
     "aten.logical_xor": jnp.logical_xor,
 }
-for _name, _function in LOGICAL.items():
-    register_op(_name)(lambda self, other, _function=_function: _function(self, other))
+for _name, _logic in LOGICAL.items():
+    register_op(_name)(lambda self, other, _logic=_logic: _logic(self, other))
 
 UNARY: dict[str, Callable[[Array], Array]] = {
     "aten.bitwise_not": jnp.invert,
@@ -52,8 +52,8 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "aten.logical_not": jnp.logical_not,
     "aten.signbit": lambda x: jnp.signbit(x) if is_inexact(x) else x < 0,
 }
-for _name, _function in UNARY.items():
-    register_op(_name)(lambda self, _function=_function: _function(self))
+for _name, _test in UNARY.items():
+    register_op(_name)(lambda self, _test=_test: _test(self))
 
 
 @register_op("aten.isclose")

@@ -28,7 +28,7 @@ def _transposed_kernel(weight: Array, groups: int) -> Array:
     return jnp.flip(w, tuple(range(2, w.ndim)))
 
 
-@register_op("aten.convolution", "aten._convolution")
+@register_op("aten.convolution")
 def convolution(
     input: Array,
     weight: Array,
@@ -81,6 +81,7 @@ def im2col(
     self: Array, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Array:
     """(N, C, H, W) to (N, C kh kw, L): torch's unfold."""
+    kernel_size, dilation, padding, stride = (_each(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = self if self.ndim == 4 else self[None]
     n, c, h, w = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
@@ -103,6 +104,7 @@ def col2im(
     stride: Sequence[int],
 ) -> Array:
     """(N, C kh kw, L) to (N, C, H, W), overlapping entries summed: torch's fold."""
+    kernel_size, dilation, padding, stride = (_each(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = self if self.ndim == 3 else self[None]
     n, (h, w), (kh, kw) = x.shape[0], output_size, kernel_size
     c = x.shape[1] // (kh * kw)

@@ -47,6 +47,8 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
     del sparse_grad
     if self.ndim == 0 or index.ndim == 0:
         return jnp.reshape(self.reshape(-1)[index.reshape(-1)], index.shape)
+    if index.size == 0:
+        return jnp.zeros(index.shape, self.dtype)
     cut = tuple(slice(None) if a == dim % self.ndim else slice(n) for a, n in enumerate(index.shape))
     return jnp.take_along_axis(self[cut], index, axis=dim)
 
@@ -99,7 +101,8 @@ def searchsorted(
     sequence, values = promote(sorted_sequence, self)
     from_right = right or side == "right"
     compare = jnp.less_equal if from_right else jnp.less
-    below = compare(sequence[..., None, :], values.reshape(*values.shape, 1))
+    sequence = sequence if sequence.ndim == 1 else sequence[..., None, :]
+    below = compare(sequence, values[..., None])
     return jnp.sum(below, axis=-1, dtype=jnp.int32 if out_int32 else jnp.int64)
 
 
@@ -115,12 +118,6 @@ def one_hot(self: Array, num_classes: int = -1) -> Array:
     if num_classes < 0:
         num_classes = int(np.asarray(lax.stop_gradient(self)).max()) + 1
     return (self[..., None] == jnp.arange(num_classes)).astype(jnp.int64)
-
-
-@register_op("aten.unique_dim", "aten._unique2", "aten.unique_consecutive", dynamic=True)
-def unique(*_: Any, **__: Any) -> Any:
-    """Not lowered: its results have no derivative and their shape depends on values."""
-    raise NotImplementedError("the values of unique() depend on the data; compute them in Problem.batch")
 
 
 @register_op("aten.bincount", dynamic=True)

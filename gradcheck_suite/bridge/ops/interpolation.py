@@ -26,7 +26,7 @@ def _scale(size: int, out: int, align_corners: bool, scale: float | None) -> flo
 
 def _sources(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
     step = _scale(size, out, align_corners, scale)
-    places = np.arange(out)
+    places = np.arange(out, dtype=np.float64)
     return places * step if align_corners else (places + 0.5) * step - 0.5
 
 

@@ -105,12 +105,13 @@ def triangular_solve(
     return solve_triangular(a, self, upper=up, unitriangular=unitriangular), A
 
 
-@register_op("aten.cholesky_solve", "aten._cholesky_solve_helper")
+@register_op("aten.cholesky_solve")
 def cholesky_solve(self: Array, input2: Array, upper: bool = False, **_: Any) -> Array:
     """X with L L' X = B, for the factor L."""
     lower = jnp.conj(_t(input2)) if upper else input2
-    half = solve_triangular(lower, self, upper=False)
-    return solve_triangular(jnp.conj(_t(lower)), half, upper=True)
+    # torch reads a triangle, but differentiates as if it had read the whole matrix
+    lower = lower + lax.stop_gradient(jnp.tril(lower) - lower)
+    return _solved(jnp.matmul(lower, jnp.conj(_t(lower))), self, True)
 
 
 @register_op("aten.cholesky_inverse")

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array, is_inexact
+from gradcheck_suite.bridge.dtypes import Array, absolute, is_inexact
 from gradcheck_suite.bridge.table import register_op
 
 HIGHEST = lax.Precision.HIGHEST
@@ -18,7 +18,7 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
-@register_op("aten.mm", "aten.bmm", "aten.matmul", "aten.mv", "aten.dot", "aten.linalg_matmul")
+@register_op("aten.mm", "aten.bmm", "aten.matmul", "aten.mv", "aten.dot")
 def matmul(self: Array, *args: Array, **kwargs: Array) -> Array:
     """The matrix product, over leading axes."""
     (other,) = (*args, *kwargs.values())
@@ -99,7 +99,7 @@ def trilinear(
 
 def _distances(off: Array, p: float) -> Array:
     """Norms over the last axis, with gradient 0 where two points are the same."""
-    size = jnp.abs(off)
+    size = absolute(off)
     if p == 0:
         return jnp.sum(lax.stop_gradient(off != 0), axis=-1).astype(off.dtype)
     if p == 1:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.dtypes import Array, absolute
 from gradcheck_suite.bridge.ops.activations import log_sigmoid
 from gradcheck_suite.bridge.table import register_op
 
@@ -30,7 +30,7 @@ def mse_loss(self: Array, target: Array, reduction: int = MEAN) -> Array:
 def smooth_l1_loss(self: Array, target: Array, reduction: int = MEAN, beta: float = 1.0) -> Array:
     """Quadratic within beta, linear beyond."""
     off = self - target
-    size = jnp.abs(off)
+    size = absolute(off)
     if beta == 0:
         return _reduced(size, reduction)
     return _reduced(jnp.where(size < beta, 0.5 * off * off / beta, size - 0.5 * beta), reduction)
@@ -40,7 +40,7 @@ def smooth_l1_loss(self: Array, target: Array, reduction: int = MEAN, beta: floa
 def huber_loss(self: Array, target: Array, reduction: int = MEAN, delta: float = 1.0) -> Array:
     """Quadratic within delta, linear beyond."""
     off = self - target
-    size = jnp.abs(off)
+    size = absolute(off)
     return _reduced(jnp.where(size < delta, 0.5 * off * off, delta * (size - 0.5 * delta)), reduction)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.ops.reductions import vector_norm
 from gradcheck_suite.bridge.table import register_op
 
 
@@ -87,6 +88,8 @@ def _batch_norm(
         assert running_var is not None
         rstd = 1 / jnp.sqrt(running_var + eps)
         mean_, rstd_ = _per_channel(running_mean, x), _per_channel(rstd, x)
+        assert mean_ is not None
+        assert rstd_ is not None
         out = _affine((x - mean_) * rstd_, _per_channel(weight, x), _per_channel(bias, x))
         nothing = jnp.zeros(0, x.dtype)
         return out, nothing, nothing, running_mean, running_var
@@ -181,5 +184,5 @@ def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
 def renorm(self: Array, p: Any, dim: int, maxnorm: Any) -> Array:
     """Slices along `dim` scaled down to a norm of at most `maxnorm`."""
     axes = tuple(a for a in range(self.ndim) if a != dim % self.ndim)
-    norm = jnp.sum(jnp.abs(self) ** float(p), axis=axes, keepdims=True) ** (1 / float(p))
+    norm = vector_norm(self, p, axes, keepdim=True)
     return jnp.where(norm > maxnorm, self * (maxnorm / (norm + 1e-7)), self)

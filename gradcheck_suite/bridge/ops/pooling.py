@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, 
         flat = flat * size + np.clip(where, 0, max(size - 1, 0))
     windows = flat.shape[:n]
     flat, inside = flat.reshape(*windows, -1), inside.reshape(*windows, -1)
-    taken = x.reshape(*x.shape[: x.ndim - n], -1)[..., flat]
+    taken = x.reshape(*x.shape[: x.ndim - n], math.prod(spatial))[..., flat]
     return jnp.where(inside, taken, outside), flat
 
 
@@ -81,13 +82,14 @@ def _max_pool(n: int) -> None:
         arguments = zip(self.shape[-n:], kernel, stride, _each(padding, n), _each(dilation, n), strict=True)
         return _max(self, [_windows(*each, ceil_mode) for each in arguments])
 
-    register_op(f"aten.max_pool{n}d_with_indices")(pool)
-    register_op(f"aten.max_pool{n}d")(lambda *args, **kwargs: pool(*args, **kwargs)[0])
-    register_op(f"aten.adaptive_max_pool{n}d")(
-        lambda self, output_size: _max(
-            self, [_adaptive(s, o) for s, o in zip(self.shape[-n:], _each(output_size, n), strict=True)]
-        )
-    )
+    def adaptive(self: Array, output_size: Any) -> tuple[Array, Array]:
+        """The largest of windows that share out the input evenly."""
+        sizes = zip(self.shape[-n:], _each(output_size, n), strict=True)
+        return _max(self, [_adaptive(size, size if out is None else out) for size, out in sizes])
+
+    if n > 1:  # torch builds one dimension from two
+        register_op(f"aten.max_pool{n}d_with_indices")(pool)
+        register_op(f"aten.adaptive_max_pool{n}d")(adaptive)
 
 
 def _avg_pool(n: int) -> None:
@@ -126,7 +128,8 @@ def _avg_pool(n: int) -> None:
         return jnp.sum(_gathered(self, places, 0)[0], axis=-1) / jnp.asarray(count, self.dtype)
 
     register_op(f"aten.avg_pool{n}d")(pool)
-    register_op(f"aten.adaptive_avg_pool{n}d", f"aten._adaptive_avg_pool{n}d")(adaptive)
+    if n > 1:
+        register_op(f"aten._adaptive_avg_pool{n}d")(adaptive)
 
 
 for _n in (1, 2, 3):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array, default_float, is_complex, is_inexact, jax_dtype
+from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_float, is_inexact, jax_dtype
 from gradcheck_suite.bridge.table import register_op
 
 Dims = int | Sequence[int] | None
@@ -157,7 +157,7 @@ def count_nonzero(self: Array, dim: Dims = None) -> Array:
     return jnp.sum(self != 0, axis=axes_of(self, dim), dtype=jnp.int64)
 
 
-@register_op("aten.logsumexp", "aten.special_logsumexp")
+@register_op("aten.logsumexp")
 def logsumexp(self: Array, dim: Dims, keepdim: bool = False) -> Array:
     """Log sum e^x; -infinity of nothing but -infinity."""
     x = self if is_inexact(self) else self.astype(default_float())
@@ -176,28 +176,28 @@ def vector_norm(
 ) -> Array:
     """(sum |x|^ord)^(1/ord); where the norm is 0 so is its gradient."""
     x = self if dtype is None else self.astype(jax_dtype(dtype))
-    axes, ord = axes_of(x, dim), float(ord)
+    axes, order = axes_of(x, dim), float(ord)
     if is_complex(x):
         nought = x == 0
         size = jnp.where(nought, 0, jnp.abs(jnp.where(nought, 1, x)))
     else:
-        size = jnp.abs(x)
-    if ord == 0:
+        size = absolute(x) if is_float(x) else jnp.abs(x)
+    if order == 0:
         return jnp.sum(lax.stop_gradient(size != 0), axis=axes, keepdims=keepdim, dtype=size.dtype)
-    if ord == 1:
+    if order == 1:
         return jnp.sum(size, axis=axes, keepdims=keepdim)
-    if math.isinf(ord):
-        return (jnp.max if ord > 0 else jnp.min)(size, axis=axes, keepdims=keepdim)
-    if ord == 2:
+    if math.isinf(order):
+        return (jnp.max if order > 0 else jnp.min)(size, axis=axes, keepdims=keepdim)
+    if order == 2:
         powers = size * size if is_complex(x) else x * x
         total = jnp.sum(powers, axis=axes, keepdims=keepdim)
         return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
-    if ord > 0:
+    if order > 0:
         # a zero entry contributes no gradient, though the derivative of |x|^ord may be infinite there
-        powers = jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** ord)
+        powers = jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** order)
         total = jnp.sum(powers, axis=axes, keepdims=keepdim)
-        return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1 / ord))
-    return jnp.sum(size**ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+        return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1 / order))
+    return jnp.sum(size**order, axis=axes, keepdims=keepdim) ** (1 / order)
 
 
 def _norm(self: Array, p: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Array:

@@ -72,13 +72,25 @@ def scatter_reduce_old(
     return _scattered(self, dim, index, value if src is None else src, how)
 
 
+def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
+    """Self times the entries of src that the index sends to each place, with a right gradient where factors are 0."""
+    if self.ndim == 0:
+        return _multiplied(self.reshape(1), 0, index.reshape(-1), src.reshape(-1)).reshape(())
+    dim = dim % self.ndim
+    cut = tuple(slice(None) if a == dim else slice(n) for a, n in enumerate(index.shape))
+    sources = jnp.moveaxis(src[tuple(slice(n) for n in index.shape)].astype(self.dtype), dim, -1)[..., None, :]
+    sent = jnp.moveaxis(index, dim, -1)[..., None, :] == jnp.arange(self.shape[dim])[:, None]
+    factors = jnp.prod(jnp.where(sent, sources, 1), axis=-1)
+    return self.at[cut].multiply(jnp.moveaxis(factors, -1, dim), unique_indices=True)
+
+
 def _reduced(self: Array, dim: int, index: Array, src: Array, reduce: str, include_self: bool) -> Array:
     """Torch's scatter_reduce, its gradients those of torch: equals share, products over the others."""
     neutral = {"sum": 0, "mean": 0, "prod": 1}
     if reduce in neutral:
         start = self if include_self else _scattered(self, dim, index, neutral[reduce], "set")
         if reduce == "prod":
-            return _scattered(start, dim, index, src, "multiply")
+            return _multiplied(start, dim, index, src)
         total = _scattered(start, dim, index, src, "add")
         if reduce == "sum":
             return total

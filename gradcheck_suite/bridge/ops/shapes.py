@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from gradcheck_suite.bridge.dtypes import Array, jax_dtype, promote
-from gradcheck_suite.bridge.ops.views import as_strided, slice_
+from gradcheck_suite.bridge.ops.views import as_strided
 from gradcheck_suite.bridge.table import register_op
 
 
-@register_op("aten._to_copy", "aten.to")
+@register_op("aten._to_copy")
 def to_copy(self: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
     """In another dtype; floating numbers become integers towards 0."""
     if dtype is None:
@@ -170,6 +170,3 @@ def block_diag(tensors: Sequence[Array]) -> Array:
         out = out.at[row : row + block.shape[0], column : column + block.shape[1]].set(block)
         row, column = row + block.shape[0], column + block.shape[1]
     return out
-
-
-register_op("aten.slice_copy.Tensor")(slice_)

@@ -21,19 +21,19 @@ def nothing(*_: Any, **__: Any) -> None:
     """What torch checked when it exported."""
 
 
-@register_op("aten.sym_size.int", "aten.size.int")
+@register_op("aten.sym_size.int")
 def sym_size(self: Array, dim: int) -> int:
     """The length of an axis."""
     return self.shape[dim]
 
 
-@register_op("aten.sym_numel", "aten.numel")
+@register_op("aten.sym_numel")
 def sym_numel(self: Array) -> int:
     """The number of entries."""
     return self.size
 
 
-@register_op("aten._local_scalar_dense", "aten.item", dynamic=True)
+@register_op("aten._local_scalar_dense", dynamic=True)
 def item(self: Array) -> bool | int | float | complex:
     """A tensor's only value, as a Python number."""
     number: bool | int | float | complex = lax.stop_gradient(self).item()

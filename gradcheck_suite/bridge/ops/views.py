@@ -17,9 +17,6 @@ from gradcheck_suite.bridge.table import register_op
     "aten.alias",
     "aten.clone",
     "aten.contiguous",
-    "aten.detach_copy",
-    "aten.lift",
-    "aten.lift_fresh",
     "aten.lift_fresh_copy",
 )
 def alias(self: Array, memory_format: Any = None) -> Array:
@@ -34,7 +31,7 @@ def detach(self: Array) -> Array:
     return lax.stop_gradient(self)
 
 
-@register_op("aten.view.default", "aten._unsafe_view", "aten.reshape", "aten.view_copy")
+@register_op("aten.view.default", "aten._unsafe_view", "aten.reshape")
 def view(self: Array, size: Sequence[int] = (), shape: Sequence[int] = ()) -> Array:
     """Another shape of as many entries; -1 is whatever is left."""
     return jnp.reshape(self, tuple(size) or tuple(shape))
@@ -102,13 +99,6 @@ def select(self: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(self, index, dim, keepdims=False)
 
 
-@register_op("aten.narrow")
-def narrow(self: Array, dim: int, start: int, length: int) -> Array:
-    """`length` entries from `start` on."""
-    start = start + self.shape[dim] if start < 0 else start
-    return lax.slice_in_dim(self, start, start + length, axis=dim)
-
-
 @register_op("aten.diagonal")
 def diagonal(self: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
     """The diagonal of two axes, as the last axis."""
@@ -134,15 +124,15 @@ def as_strided(self: Array, size: Sequence[int], stride: Sequence[int], storage_
     return self.reshape(-1)[place]
 
 
-@register_op("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor")
+@register_op("aten.split.Tensor", "aten.unsafe_split.Tensor")
 def split(self: Array, split_size: int, dim: int = 0) -> tuple[Array, ...]:
     """Pieces of one size, the last one possibly smaller."""
     if split_size == 0:
         return (self,)
-    return tuple(jnp.split(self, range(split_size, self.shape[dim], split_size), axis=dim))
+    return tuple(jnp.split(self, list(range(split_size, self.shape[dim], split_size)), axis=dim))
 
 
-@register_op("aten.split_with_sizes", "aten.split_with_sizes_copy", "aten.unsafe_split_with_sizes")
+@register_op("aten.split_with_sizes", "aten.unsafe_split_with_sizes")
 def split_with_sizes(self: Array, split_sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]:
     """Pieces of given sizes."""
     return tuple(jnp.split(self, np.cumsum(split_sizes)[:-1].tolist(), axis=dim))
