@@ -28,6 +28,7 @@ FLOORS = {
     "journal": 0,
     "plan": 0,
     "probe": 0,
+    "reach": 0,
     "records": 0,
     "spec": 0,
     # 1: numbers
@@ -62,6 +63,7 @@ FLOORS = {
     "__main__": 4,
     "cli": 4,
     "environment": 4,
+    "report": 4,
 }
 """The floor of every module, packages as a whole."""
 FRAMEWORKS = ("torch", "jax", "jaxlib")

@@ -24,6 +24,8 @@ from gradcheck_suite.contract import (
 from gradcheck_suite.counterexamples import store_counterexample, store_script
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.files import expect_writable_folder, write_json
+from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.reach import Reach
 from gradcheck_suite.records import Result, Verdict, results_to_json
 
 if TYPE_CHECKING:
@@ -101,12 +103,14 @@ class _Judged:
 
     count: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    reach: Reach = field(default_factory=Reach)
 
     def note(self, verdict: Verdict) -> None:
         if reason := verdict.skipped or verdict.finding:
             self.reasons[reason] += 1
         else:
             self.count += 1
+            self.reach.note(verdict.case)
 
     def nothing(self, result: Result) -> str | None:
         """Return why nothing can be said of the loop, or None where something can."""
@@ -149,6 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
                 counts.append(judged)
                 nothing = judged.nothing(result)
                 stored = None if result.holds else _store(arguments, result, loop, problem, about)
+                _record(arguments, result, stored, judged, about)
                 progress.stop()
                 _show(arguments, result, stored, width, judged=nothing is None)
                 if nothing:
@@ -192,7 +197,8 @@ def _expect_places(arguments: argparse.Namespace) -> None:
         if not folder.is_dir():
             raise UsageError(f"--json {arguments.json}: there is no folder {folder}; make it first")
         expect_writable_folder(folder, f"--json {arguments.json}")
-    expect_writable_folder(arguments.reports / "counterexamples", f"--reports {arguments.reports}")
+    for folder in ("counterexamples", "records"):
+        expect_writable_folder(arguments.reports / folder, f"--reports {arguments.reports}")
 
 
 def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem | None]:
@@ -265,6 +271,28 @@ def _store(
     case = store_counterexample(arguments.reports, result, about)
     text = script_text(loop, result.loop, result.violation, problem=problem, time_limit_s=arguments.time_limit)
     return case, store_script(case, text)
+
+
+def _record(
+    arguments: argparse.Namespace,
+    result: Result,
+    stored: tuple[Path, Path] | None,
+    judged: _Judged,
+    about: dict[str, Any],
+) -> None:
+    """Append the result to the records that the report is built from."""
+    data = {
+        **result.to_json(),
+        "judged": judged.count,
+        "reached": judged.reach.to_json(),
+        "problem": arguments.problem,
+        "dtype": arguments.dtype,
+        "device": arguments.device,
+        "optimizer": arguments.optimizer,
+        "seed": arguments.seed,
+        "stored": None if stored is None else stored[0].name,
+    }
+    append_record(arguments.reports, "verify", data, environment=about, command=this_command())
 
 
 def _show(

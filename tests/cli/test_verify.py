@@ -8,6 +8,7 @@ import re
 import pytest
 
 from gradcheck_suite import case_from_json
+from gradcheck_suite.journal import read_records
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.records import Result, Verdict, Violation
 
@@ -19,13 +20,17 @@ VIOLATION_KEYS = {
 }  # fmt: skip
 
 
-def test_a_sound_loop_holds_and_leaves_nothing_behind(run, project):
+def test_a_sound_loop_holds_and_leaves_its_record_alone(run, project):
     outcome = run("verify", "loops.py:sound", "--examples", 7)
     assert outcome.status == 0
     assert outcome.err == ""
     assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of what is allowed", outcome.out)
     assert outcome.out.endswith("the loop holds\n")
-    assert files(project) == ["loops.py"]
+    assert files(project) == ["loops.py", "reports/records/verify.jsonl"]
+    ((record,), problems) = read_records(project / "reports", "verify")
+    assert problems == []
+    assert (record.data["verdict"], record.data["judged"], record.data["dtype"]) == ("holds", 7, "float64")
+    assert sum(record.data["reached"]["inputs"].values()) == 7
 
 
 def test_the_header_says_what_is_tried_and_with_which_precision(run):

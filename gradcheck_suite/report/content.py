@@ -1,0 +1,139 @@
+"""What a report consists of, whatever it is written as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        caption: what its rows are.
+        columns: the header.
+        rows: one cell for each column; numbers are shown with three digits.
+        note: under the table.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot.
+
+    Attributes:
+        svg: the drawing, black on nothing.
+        alt: what it shows, for those who cannot see it.
+        caption: under it.
+    """
+
+    svg: str
+    alt: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        key: its anchor.
+        title: its heading.
+        text: paragraphs.
+        tables: after the text.
+        figures: after the tables.
+        commands: that make the figures of this section again.
+        missing: what has not been run, said plainly; None where everything was.
+    """
+
+    key: str
+    title: str
+    text: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    commands: tuple[str, ...] = ()
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole.
+
+    Attributes:
+        title: of the page.
+        made: when, ISO 8601.
+        answers: the questions a reader comes with, each with its answer and the section that has the figures.
+        sections: in order.
+        environments: what the records were made on, as pairs of a name and a value.
+        problems: records that could not be read.
+    """
+
+    title: str
+    made: str
+    answers: tuple[tuple[str, str, str], ...]
+    sections: tuple[Section, ...]
+    environments: tuple[tuple[tuple[str, str], ...], ...] = ()
+    problems: tuple[str, ...] = field(default_factory=tuple)
+
+
+def shown(value: Cell) -> str:
+    """Return a cell as text: numbers with three digits, nothing as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return value
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON-ready data, the drawings left out."""
+    return {
+        "schema": 1,
+        "title": report.title,
+        "made": report.made,
+        "answers": [{"question": q, "answer": a, "section": s} for q, a, s in report.answers],
+        "sections": [
+            {
+                "key": section.key,
+                "title": section.title,
+                "text": list(section.text),
+                "tables": [
+                    {
+                        "caption": table.caption,
+                        "columns": list(table.columns),
+                        "rows": [list(row) for row in table.rows],
+                        "note": table.note,
+                    }
+                    for table in section.tables
+                ],
+                "figures": [{"alt": f.alt, "caption": f.caption} for f in section.figures],
+                "commands": list(section.commands),
+                "missing": section.missing,
+            }
+            for section in report.sections
+        ],
+        "environments": [dict(environment) for environment in report.environments],
+        "problems": list(report.problems),
+    }
+
+
+def unique(values: Sequence[str]) -> tuple[str, ...]:
+    """Return the values without repetitions, in order."""
+    return tuple(dict.fromkeys(v for v in values if v))
