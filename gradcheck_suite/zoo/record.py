@@ -23,6 +23,7 @@ class Bug:
         optimizer: where it shows under a real one only.
         dtype: of the drawn cases.
         assumes: what the loop relies on, rightly: the bug is none of these.
+        least_micro_batches: fewest micro-batches in a case that shows it at all.
     """
 
     number: int
@@ -36,3 +37,4 @@ class Bug:
     optimizer: str | None = None
     dtype: str = "float64"
     assumes: tuple[str, ...] = ()
+    least_micro_batches: int = 1
