@@ -176,7 +176,7 @@ def logaddexp2(self: Array, other: Array) -> Array:
     return jnp.logaddexp2(*promote(self, other))
 
 
-@register_op("aten.xlogy", "aten.special_xlogy")
+@register_op("aten.xlogy")
 def xlogy(self: Any, other: Any) -> Array:
     """X log(y), 0 where x is 0 unless y is NaN."""
     x, y = promote(self, other, floating=True)

@@ -90,7 +90,7 @@ def im2col(
         for size, each in zip((h, w), zip(kernel_size, dilation, padding, stride, strict=True), strict=True)
     )
     taken = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
-    out = taken.reshape(n, c * kernel_size[0] * kernel_size[1], -1)
+    out = taken.reshape(n, c * kernel_size[0] * kernel_size[1], rows.shape[1] * columns.shape[1])
     return out if self.ndim == 4 else out[0]
 
 

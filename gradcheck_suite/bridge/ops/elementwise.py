@@ -28,11 +28,20 @@ def _abs(x: Array) -> Array:
     return jnp.where(nought, 0, jnp.abs(jnp.where(nought, 1, x)))
 
 
-def _trigamma(x: Array) -> Array:
-    """The derivative of digamma; below 1/2 by reflection, since JAX's polygamma loses all digits below -6."""
+def _cotangent_derivative(n: int, x: Array) -> Array:
+    """The nth derivative of pi cot(pi x)."""
+    if n == 0:
+        return jnp.pi / jnp.tan(jnp.pi * x)
+    return jax.jvp(lambda y: _cotangent_derivative(n - 1, y), (x,), (jnp.ones_like(x),))[1]
+
+
+def _reflected_polygamma(n: int, x: Array) -> Array:
+    """The nth derivative of digamma; below 1/2 by reflection, since JAX's polygamma loses all digits below -6."""
     below = x < 0.5
-    direct = special.polygamma(1, jnp.where(below, 1 - x, x))
-    return jnp.where(below, (jnp.pi / jnp.sin(jnp.pi * jnp.where(below, x, 0.5))) ** 2 - direct, direct)
+    direct = special.polygamma(n, jnp.where(below, 1 - x, x))
+    if n % 2:
+        direct = jnp.where(below, -direct, direct)
+    return jnp.where(below, direct - _cotangent_derivative(n, jnp.where(below, x, 0.25)), direct)
 
 
 @jax.custom_jvp
@@ -42,7 +51,7 @@ def _digamma(x: Array) -> Array:
 
 @_digamma.defjvp
 def _digamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _digamma(*primals), _trigamma(*primals) * tangents[0]
+    return _digamma(*primals), _reflected_polygamma(1, *primals) * tangents[0]
 
 
 def _sinc(x: Array) -> Array:
@@ -145,7 +154,7 @@ def round_(self: Array, decimals: int = 0) -> Array:
 def polygamma(n: int, self: Array) -> Array:
     """The (n+1)th derivative of log gamma."""
     (x,) = promote(self, floating=True)
-    return _digamma(x) if n == 0 else _trigamma(x) if n == 1 else special.polygamma(n, x)
+    return _digamma(x) if n == 0 else _reflected_polygamma(n, x)
 
 
 @register_op("aten.logit")

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array, jax_dtype, promote
+from gradcheck_suite.bridge.dtypes import Array, promote
 from gradcheck_suite.bridge.table import register_op
 
 
@@ -124,8 +123,10 @@ def one_hot(self: Array, num_classes: int = -1) -> Array:
 def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> Array:
     """How often, or with what weight, each number occurs."""
     length = max(minlength, int(np.asarray(lax.stop_gradient(self)).max(initial=-1)) + 1)
-    counts = jnp.bincount(self, None if weights is None else lax.stop_gradient(weights), length=length)
-    return counts.astype(jax_dtype(torch.int64)) if weights is None else counts
+    if weights is None:
+        return jnp.bincount(self, length=length).astype(jnp.int64)
+    still = lax.stop_gradient(weights)
+    return jnp.bincount(self, still if still.dtype == jnp.float32 else still.astype(jnp.float64), length=length)
 
 
 @register_op("aten.histc")

@@ -42,7 +42,7 @@ def inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, Array]:  # n
 def det(A: Array) -> tuple[Array, Array, Array]:  # noqa: N803
     """The determinant; the factors that torch's backward uses are empty here."""
     nothing = jnp.zeros(0, A.dtype)
-    return jnp.linalg.det(A), nothing, nothing
+    return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype), nothing, nothing
 
 
 @register_op("aten._linalg_slogdet")
@@ -149,10 +149,11 @@ def svd(
 @register_op("aten._linalg_eigh")
 def eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:  # noqa: N803
     """Eigenvalues in order and eigenvectors, which are defined up to signs only."""
-    if not compute_v:
-        return jnp.linalg.eigvalsh(A, UPLO=UPLO), jnp.zeros(0, A.dtype)
-    values, vectors = jnp.linalg.eigh(A, UPLO=UPLO)
-    return values, vectors
+    triangle = jnp.tril(A) if UPLO == "L" else _t(jnp.triu(A)).conj()
+    whole = triangle + jnp.conj(_t(jnp.tril(triangle, -1)))
+    # torch reads a triangle, but differentiates as if it had read the whole matrix
+    values, vectors = jnp.linalg.eigh(A + lax.stop_gradient(whole - A), symmetrize_input=False)
+    return values, vectors if compute_v else jnp.zeros(0, A.dtype)
 
 
 @register_op("aten.linalg_matrix_exp")

@@ -189,11 +189,15 @@ def ctc_loss(
     emit = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (times, *labels.shape)), axis=2)
     alpha = jnp.full(labels.shape, low, log_probs.dtype).at[:, :2].set(emit[0, :, :2])
     alpha = jnp.where((jnp.arange(labels.shape[1]) == 1) & (lengths[:, None] == 0), low, alpha)
-    for time in range(1, times):
+
+    def later(alpha: Array, at: tuple[Array, Array]) -> tuple[Array, None]:
+        time, emitted = at
         one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=low)[:, :-1]
         two = jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=low)[:, : alpha.shape[1]]
-        step = add(alpha, one, jnp.where(may_skip, two, low)) + emit[time]
-        alpha = jnp.where((time < inputs)[:, None], step, alpha)
+        step = add(alpha, one, jnp.where(may_skip, two, low)) + emitted
+        return jnp.where((time < inputs)[:, None], step, alpha), None
+
+    alpha, _ = lax.scan(later, alpha, (jnp.arange(1, times), emit[1:]))
     last = jnp.take_along_axis(alpha, 2 * lengths[:, None], axis=1)[:, 0]
     before = jnp.take_along_axis(alpha, jnp.maximum(2 * lengths[:, None] - 1, 0), axis=1)[:, 0]
     return -add(last, jnp.where(lengths > 0, before, low)), jnp.zeros(0, log_probs.dtype)

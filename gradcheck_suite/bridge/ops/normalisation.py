@@ -174,10 +174,10 @@ def batch_norm_with_update(
 
 @register_op("aten._weight_norm_interface")
 def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
-    """G v / |v|, the norm taken over all axes but `dim`; also the norm."""
+    """G v / |v|, the norm taken over all axes but `dim`; also the norm, without its gradient."""
     axes = tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     norm = jnp.sqrt(jnp.sum(v * v, axis=axes, keepdims=True))
-    return v * (g / norm), norm
+    return v * (g / norm), lax.stop_gradient(norm)
 
 
 @register_op("aten.renorm")

@@ -148,4 +148,7 @@ def max_unpool(
     flat = self.reshape(int(np.prod(lead, dtype=int)), -1)
     where = indices.reshape(flat.shape)
     out = jnp.zeros((flat.shape[0], int(np.prod(output_size))), self.dtype)
-    return out.at[jnp.arange(flat.shape[0])[:, None], where].set(flat).reshape(*lead, *output_size)
+    written = out.at[jnp.arange(flat.shape[0])[:, None], where].set(lax.stop_gradient(flat))
+    # torch's gradient is that of the place, also for an entry that another one overwrote there
+    linear = out.at[jnp.arange(flat.shape[0])[:, None], where].add(flat)
+    return (written + (linear - lax.stop_gradient(linear))).reshape(*lead, *output_size)

@@ -14,7 +14,6 @@ from gradcheck_suite.bridge.table import register_op
     "aten._assert_async",
     "aten._assert_scalar",
     "aten._assert_tensor_metadata",
-    "aten.sym_constrain_range",
     "aten.sym_constrain_range_for_size",
 )
 def nothing(*_: Any, **__: Any) -> None:

@@ -1,0 +1,1 @@
+"""Tests of the bridge from torch.export to JAX."""

@@ -1,0 +1,41 @@
+"""A whole loss in torch and in JAX: its value, its gradient, its buffers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradcheck_suite.bridge import Lowered, arguments_of, lower
+
+TOLERANCE = 1e-10
+"""Of the largest entry of all gradients."""
+
+
+def assert_agrees(
+    model: nn.Module, loss: Any, batch: Any, *, tolerance: float = TOLERANCE, jit: bool = True
+) -> Lowered:
+    """Hold JAX's loss, gradient and buffers to torch's, and return the lowered loss."""
+    __tracebackhide__ = True
+    lowered = lower(model, loss, batch)
+    got, gradient, buffers = lowered.value_and_gradient(*arguments_of(model, batch), jit=jit)
+    model = copy.deepcopy(model)
+    value = loss(model, batch)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expected = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
+    assert gradient.keys() == trainable.keys()
+    arrays = {
+        name: np.zeros(tuple(p.shape)) if g is None else g.to_dense().numpy(force=True)
+        for (name, p), g in zip(trainable.items(), expected, strict=True)
+    }
+    assert abs(got - value.item()) <= tolerance * max(1.0, abs(value.item())), f"loss: {got}, expected {value.item()}"
+    largest = max(float(np.abs(g).max(initial=0)) for g in arrays.values())
+    for name, want in arrays.items():
+        worst = float(np.abs(gradient[name] - want).max(initial=0))
+        assert worst <= tolerance * largest, f"{name}: off by {worst:.2g}, the largest entry is {largest:.2g}"
+    for name, buffer in model.named_buffers():
+        np.testing.assert_allclose(buffers[name], buffer.numpy(), rtol=max(tolerance, 1e-12), err_msg=name)
+    return lowered

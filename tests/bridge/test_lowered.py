@@ -1,0 +1,312 @@
+"""Whole losses through the bridge: what export does to a module, and what must survive it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from gradcheck_suite.bridge import arguments_of, jax_gradient, lower
+from tests.bridge.agreeing import assert_agrees
+
+X = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(6, 4)
+TOKENS = torch.tensor([[3, 1, 0, 0], [2, 5, 4, 0], [6, 6, 1, 2]])
+
+
+class Of(nn.Module):
+    """A module with a forward of one's own, over one linear layer."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4).double()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+def squares(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+def test_no_gradient_flows_through_no_grad_and_detach():
+    def forward(self, x):
+        h = self.linear(x)
+        with torch.no_grad():
+            still = torch.tanh(self.linear(x)) * 2
+            with torch.enable_grad():
+                again = self.linear(x)
+        return h * still + self.linear(h).detach() + h.data + again
+
+    assert_agrees(Of(forward), squares, X)
+
+
+def test_writes_in_no_grad_stop_gradients_too():
+    def forward(self, x):
+        h = self.linear(x)
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h * self.seen
+
+    model = Of(forward)
+    model.register_buffer("seen", torch.ones(4, dtype=torch.float64))
+    assert_agrees(model, squares, X)
+
+
+def test_in_place_operations_and_writes_to_views():
+    def forward(self, x):
+        h = self.linear(x)
+        h[:, 1] = h[:, 0] * 2
+        h[2:4] += 1
+        h[h > 0.5] = 0.25
+        h.t()[3].mul_(3)
+        return F.relu(h, inplace=True).add_(x)
+
+    assert_agrees(Of(forward), squares, X)
+
+
+def test_buffers_come_back():
+    def forward(self, x):
+        self.steps += 1
+        return self.norm(self.linear(x))
+
+    model = Of(forward, norm=nn.BatchNorm1d(4).double())
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+    lowered = assert_agrees(model, squares, X)
+    assert set(lowered.buffers) == {"steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert model.steps == 0
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_a_tied_parameter_has_one_gradient_under_its_first_name():
+    embedding = nn.Embedding(7, 4, padding_idx=0).double()
+    head = nn.Linear(4, 7, bias=False).double()
+    head.weight = embedding.weight
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), ignore_index=0)
+
+    model = Of(lambda self, x: self.head(self.linear(self.embedding(x))), embedding=embedding, head=head)
+    lowered = assert_agrees(model, loss, TOKENS)
+    assert lowered.parameters == ("linear.weight", "linear.bias", "embedding.weight")
+
+
+def test_a_frozen_parameter_has_no_gradient_and_an_unreached_one_zeros():
+    model = Of(lambda self, x: self.linear(x), other=nn.Linear(2, 2).double())
+    model.linear.bias.requires_grad_(False)
+    lowered = assert_agrees(model, squares, X)
+    assert lowered.trainable == ("linear.weight", "other.weight", "other.bias")
+    gradient = jax_gradient(model, squares, X)
+    assert not gradient["other.weight"].any()
+
+
+def test_constants_and_closures_are_carried_over():
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x) * scale + torch.tensor(0.5, dtype=torch.float64) + torch.arange(4) / 3
+
+    assert_agrees(Of(forward), squares, X)
+
+
+def test_integers_become_floats_as_in_torch():
+    def forward(self, x):
+        count = (x > 0).sum()
+        share = count / x.numel()
+        half = torch.arange(4) * 0.5
+        return self.linear(x) * share + half + count // 4 + (x > 0) * 2 + x.argmax(1, keepdim=True) % 3
+
+    assert_agrees(Of(forward), squares, X)
+
+
+def test_batches_are_trees_with_whatever_else_in_them():
+    batch = {"x": X, "pair": (X * 2, [TOKENS]), "name": "text", "times": 3}
+
+    def loss(model, batch):
+        assert batch["name"] == "text"
+        return batch["times"] * (model(batch["x"]) * batch["pair"][0]).mean() + batch["pair"][1][0].sum()
+
+    assert_agrees(Of(lambda self, x: self.linear(x)), loss, batch)
+
+
+def test_shapes_that_depend_on_values_run_without_jit():
+    def loss(model, batch):
+        out = model(batch)
+        return out[batch[:, 0] > 0.2].sum() / 3 + out.masked_select(out.detach() > 0).sum()
+
+    assert_agrees(Of(lambda self, x: self.linear(x)), loss, X, jit=False)
+
+
+def test_recurrent_layers():
+    modules = {
+        "lstm": nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True, proj_size=2).double(),
+        "gru": nn.GRU(4, 4, bias=False).double(),
+        "rnn": nn.RNN(4, 4, nonlinearity="relu").double(),
+    }
+
+    def forward(self, x):
+        h, (last, cell) = self.lstm(self.linear(x))
+        h, _ = self.gru(h)
+        return self.rnn(h)[0].sum() + last.sum() + cell.sum()
+
+    assert_agrees(Of(forward, **modules), squares, torch.stack([X, X.flip(0), X * 0.5]))
+
+
+def test_the_transformer_of_torch():
+    model = nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True).double()
+
+    def loss(model, batch):
+        mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+        out = model(batch, batch.flip(0), tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=batch[:, :, 0] > 0.9)
+        return (out * batch).sum()
+
+    assert_agrees(model, loss, torch.stack([X * 0.3, X.flip(0) * 0.3]))
+
+
+def test_convolutions_pooling_and_interpolation():
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same", padding_mode="reflect", groups=2),
+        nn.BatchNorm2d(4),
+        nn.MaxPool2d(2, 1, 1),
+        nn.ConvTranspose2d(4, 2, 3, 2, output_padding=1),
+        nn.Upsample(scale_factor=0.6, mode="bicubic"),
+        nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"),
+        nn.AdaptiveAvgPool2d(3),
+        nn.LocalResponseNorm(2),
+        nn.PixelUnshuffle(3),
+    ).double()
+    images = torch.sin(torch.arange(2 * 2 * 5 * 6, dtype=torch.float64)).reshape(2, 2, 5, 6)
+    assert_agrees(model, squares, images)
+
+
+def test_weight_and_spectral_norm():
+    from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+    torch.manual_seed(0)
+    model = nn.Sequential(weight_norm(nn.Linear(4, 3)), spectral_norm(nn.Linear(3, 3))).double()
+    assert_agrees(model, squares, X)
+
+
+LOGITS = torch.sin(torch.arange(24, dtype=torch.float64)).reshape(6, 4)
+CLASSES = torch.tensor([0, 3, 1, -100, 2, 2])
+UNIT = torch.sigmoid(LOGITS.roll(1))
+SIGNS = torch.where(LOGITS.roll(2) > 0, 1.0, -1.0).double()
+LOSSES = {
+    "cross entropy, weights, smoothing": lambda z: F.cross_entropy(
+        z, CLASSES, weight=torch.tensor([1.0, 2.0, 0.5, 3.0]).double(), label_smoothing=0.1
+    ),
+    "cross entropy of probabilities": lambda z: F.cross_entropy(z, UNIT),
+    "cross entropy in two dimensions": lambda z: F.cross_entropy(z.reshape(1, 4, 2, 3), CLASSES.reshape(1, 2, 3)),
+    "ctc": lambda z: F.ctc_loss(
+        F.log_softmax(z[:, None], -1), torch.tensor([[1, 1, 2]]), torch.tensor([6]), torch.tensor([3])
+    ),
+    "ctc that cannot be": lambda z: (
+        F.ctc_loss(F.log_softmax(z[:, None], -1), torch.tensor([[1, 1, 1, 1]]), (6,), (4,), zero_infinity=True)
+        + z.sum()
+    ),
+    "binary": lambda z: F.binary_cross_entropy(torch.sigmoid(z), UNIT),
+    "binary with logits": lambda z: F.binary_cross_entropy_with_logits(z, UNIT, pos_weight=UNIT[0]),
+    "kl": lambda z: F.kl_div(F.log_softmax(z, 1), torch.softmax(UNIT, 1), reduction="batchmean"),
+    "smooth l1": lambda z: F.smooth_l1_loss(z, UNIT, beta=0.3),
+    "huber": lambda z: F.huber_loss(z, UNIT, delta=0.3),
+    "poisson": lambda z: F.poisson_nll_loss(z, UNIT, full=True),
+    "gaussian": lambda z: F.gaussian_nll_loss(z, UNIT, UNIT.exp()),
+    "cosine": lambda z: F.cosine_embedding_loss(z, UNIT, SIGNS[:, 0], margin=0.1),
+    "hinge": lambda z: F.hinge_embedding_loss(z, SIGNS),
+    "ranking": lambda z: F.margin_ranking_loss(z[:, 0], z[:, 1], SIGNS[:, 0], margin=0.2),
+    "triplet": lambda z: F.triplet_margin_loss(z, UNIT, SIGNS),
+    "margin": lambda z: F.multi_margin_loss(z, CLASSES.abs() % 4, p=2),
+    "labels": lambda z: F.multilabel_soft_margin_loss(z, (SIGNS > 0).double()),
+    "soft margin": lambda z: F.soft_margin_loss(z, SIGNS),
+    "eigenvectors": lambda z: (torch.linalg.eigh(z.T @ z + 0.1 * UNIT.T @ UNIT)[1] ** 4 * UNIT[:4]).sum(),
+    "singular vectors": lambda z: (torch.linalg.svd(z)[0][:, :4] ** 2 * UNIT).sum(),
+    "spectrum": lambda z: (torch.fft.rfft(z).abs() ** 2 * torch.fft.fft(UNIT).real[:, :3]).sum(),
+    "einsum": lambda z: torch.einsum("bi,bj,ij->b", z, UNIT, z.T @ UNIT).sin().sum(),
+    "cumulative": lambda z: (z.cumsum(0) * z.cumprod(1) + z.logcumsumexp(1) + z.cummax(0)[0]).sum(),
+    "sorted": lambda z: (z.sort(1)[0] * UNIT).sum() + z.topk(2)[0].sum() + z.median(0)[0].sum() + z.quantile(0.3),
+    "scattered": lambda z: (
+        torch.zeros(6, 9, dtype=z.dtype)
+        .scatter_reduce(1, torch.arange(24).reshape(6, 4) % 3, z, "amax", include_self=False)
+        .sum()
+        + z.new_zeros(3, 4).index_add(0, torch.tensor([0, 2, 1, 0, 0, 2]), z).pow(2).sum()
+    ),
+    "grouped query attention": lambda z: (
+        F.scaled_dot_product_attention(
+            z.reshape(1, 4, 3, 2),
+            z.reshape(1, 4, 3, 2)[:, :2],
+            z.reshape(1, 4, 3, 2)[:, 2:],
+            is_causal=True,
+            enable_gqa=True,
+            scale=0.7,
+        )
+        .pow(2)
+        .sum()
+    ),
+    "rows that see nothing": lambda z: (
+        F.scaled_dot_product_attention(
+            z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), attn_mask=LOGITS @ LOGITS.T > 1
+        )
+        .pow(2)
+        .sum()
+    ),
+    "bag": lambda z: (
+        F.embedding_bag(torch.tensor([0, 1, 3, 3]), z, torch.tensor([0, 2]), mode="mean", padding_idx=1).pow(2).sum()
+    ),
+    "instance norm": lambda z: F.instance_norm(z.reshape(2, 3, 4)).pow(3).sum(),
+    "group norm": lambda z: (F.group_norm(z, 2, UNIT[0]) ** 3).sum() + (F.rms_norm(z, (4,), UNIT[1]) ** 3).sum(),
+    "sampled": lambda z: (
+        F.grid_sample(
+            z.reshape(1, 2, 3, 4), torch.stack([UNIT, SIGNS * 0.4], -1).reshape(1, 4, 6, 2), align_corners=False
+        )
+        .pow(2)
+        .sum()
+    ),
+    "folded": lambda z: F.fold(F.unfold(z.reshape(1, 1, 4, 6), 2), (4, 6), 2).pow(2).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_functions(loss):
+    model = Of(lambda self, x: self.linear(x))
+    assert_agrees(model, lambda model, batch: LOSSES[loss](model(batch)), LOGITS)
+
+
+def test_a_target_that_counts_nothing_gives_nan_and_no_gradient():
+    """As torch has it: the mean of nothing is NaN, its gradient 0."""
+    model = Of(lambda self, x: self.linear(x))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), torch.full((6,), -100))
+
+    lowered = lower(model, loss, LOGITS)
+    value, gradient, _ = lowered.value_and_gradient(*arguments_of(model, LOGITS), jit=True)
+    assert np.isnan(value)
+    assert not any(g.any() for g in gradient.values())
+
+
+def test_the_padding_row_of_an_embedding_has_no_gradient():
+    model = Of(lambda self, x: self.table(x), table=nn.Embedding(7, 4, padding_idx=0, scale_grad_by_freq=True).double())
+    assert_agrees(model, squares, TOKENS)
+    assert not jax_gradient(model, squares, TOKENS)["table.weight"][0].any()
+
+
+def test_complex_parameters_have_torchs_gradient_not_its_conjugate():
+    model = Of(lambda self, x: (x * self.phase).abs().pow(2) + (x * self.phase).imag)
+    model.phase = nn.Parameter(torch.complex(X[0], X[1]))
+    assert_agrees(model, squares, X)
+
+
+def test_a_planted_fault_in_a_gradient_is_seen():
+    model = Of(lambda self, x: self.linear(x))
+    assert_agrees(model, squares, X)
+    with pytest.raises(AssertionError, match="linear.weight: off by"):
+        assert_agrees(
+            model,
+            lambda m, b: squares(m, b) if torch.compiler.is_exporting() else squares(m, b.detach() * 1.0000001),
+            X,
+        )

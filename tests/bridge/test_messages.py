@@ -1,0 +1,177 @@
+"""What the bridge says when it cannot carry a loss over, and how a user teaches it an operation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+from gradcheck_suite.bridge import (
+    BridgeError,
+    NotExportable,
+    RandomnessError,
+    UnknownOperation,
+    WrongLowering,
+    jax_gradient,
+    register_op,
+    table,
+)
+from gradcheck_suite.bridge.table import _FAMILY, _TABLE
+from gradcheck_suite.errors import UsageError
+from tests.bridge.agreeing import assert_agrees
+
+X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(3, 4)
+MODEL = nn.Linear(4, 4).double()
+
+
+@torch.library.custom_op("bridge_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@pytest.fixture
+def restored_table():
+    kept = dict(_TABLE), dict(_FAMILY)
+    yield
+    for store, before in zip((_TABLE, _FAMILY), kept, strict=True):
+        store.clear()
+        store.update(before)
+
+
+def of_doubled(model, batch):
+    return doubled(model(batch)).pow(2).mean()
+
+
+def test_an_unknown_operation_is_named_with_its_line_and_the_way_to_register_it(restored_table):
+    with pytest.raises(UnknownOperation) as raised:
+        jax_gradient(MODEL, of_doubled, X)
+    message = str(raised.value)
+    assert "bridge_tests.doubled.default" in message
+    assert "test_messages.py, line" in message
+    assert "return doubled(model(batch)).pow(2).mean()" in message
+    assert "register_op('bridge_tests.doubled.default')" in message
+    assert isinstance(raised.value, UsageError)
+
+    @register_op("bridge_tests.doubled.default")
+    def doubled_in_jax(x):
+        return x * 2
+
+    assert_agrees(MODEL, of_doubled, X)
+    assert table()["bridge_tests.doubled.default"] == "test_messages"
+
+
+@pytest.mark.parametrize(
+    ("lowering", "received"),
+    [
+        (lambda x: (x * 2).astype(jnp.float32), "float32"),
+        (lambda x: x[0], r"float64\[4\]"),
+        (lambda x: 2.0, "float where torch"),
+        (lambda x: x * [], "failed"),
+    ],
+)
+def test_a_wrong_lowering_is_named_with_what_came_and_what_was_expected(restored_table, lowering, received):
+    register_op("bridge_tests.doubled")(lowering)
+    with pytest.raises(WrongLowering, match=received) as raised:
+        jax_gradient(MODEL, of_doubled, X)
+    assert "bridge_tests.doubled.default (test_messages.py, line" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["add", "aten.add.Tensor.more", 3])
+def test_a_name_that_is_none_is_refused(name):
+    with pytest.raises(UsageError, match=r"expected names such as 'aten.add'"):
+        register_op(name)
+
+
+RANDOM = {
+    "dropout": lambda model, batch: torch.nn.functional.dropout(model(batch), 0.5).mean(),
+    "rand": lambda model, batch: (model(batch) * torch.rand(4)).mean(),
+    "randn_like": lambda model, batch: (model(batch) + torch.randn_like(batch)).mean(),
+    "bernoulli": lambda model, batch: (model(batch) * torch.bernoulli(batch * 0 + 0.5)).mean(),
+    "attention": lambda model, batch: torch.nn.functional.scaled_dot_product_attention(
+        *[model(batch)[None, None]] * 3, dropout_p=0.2
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", RANDOM)
+def test_randomness_is_said_clearly_with_its_line(loss):
+    with pytest.raises(RandomnessError) as raised:
+        jax_gradient(MODEL, RANDOM[loss], X)
+    message = str(raised.value)
+    assert "test_messages.py, line" in message
+    assert "torch and JAX would draw different numbers" in message
+    assert "eval mode" in message
+
+
+def test_decisions_on_values_are_said_clearly():
+    def loss(model, batch):
+        out = model(batch)
+        return out.mean() if out.sum() > 0 else out.pow(2).mean()
+
+    with pytest.raises(NotExportable, match="takes a Python decision") as raised:
+        jax_gradient(MODEL, loss, X)
+    assert "torch.where" in str(raised.value)
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(BridgeError, match="must be one scalar tensor"):
+        jax_gradient(MODEL, lambda model, batch: model(batch), X)
+
+
+def test_a_loss_that_writes_to_a_parameter_is_refused():
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+            return x * self.weight
+
+    with pytest.raises(BridgeError, match="writes to the parameter 'weight'"):
+        jax_gradient(Clamped(), lambda model, batch: model(batch).mean(), X)
+
+
+def test_other_export_failures_say_what_torch_said():
+    def loss(model, batch):
+        return model(batch).mean() * float(bytes(batch.numpy().data)[0])
+
+    with pytest.raises(NotExportable, match="make the loss exportable"):
+        jax_gradient(MODEL, loss, X)
+
+
+class Straight(torch.autograd.Function):
+    """A straight-through estimator: its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_custom_backward_is_refused_since_export_forgets_it():
+    with pytest.raises(BridgeError, match=r"Straight.*a backward of its own"):
+        jax_gradient(MODEL, lambda model, batch: Straight.apply(model(batch)).mean(), X)
+
+
+def test_a_gradient_hook_is_refused_since_export_forgets_it():
+    def loss(model, batch):
+        out = model(batch)
+        out.register_hook(lambda grad: grad.clamp(max=0.01))
+        return out.mean()
+
+    with pytest.raises(BridgeError, match="hook"):
+        jax_gradient(MODEL, loss, X)
