@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.export import ExportedProgram, default_decompositions
 
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
+from gradcheck_suite.bridge.forgotten import refuse_what_export_forgets
 from gradcheck_suite.bridge.sources import where_from
 from gradcheck_suite.bridge.table import lowering_of
 from gradcheck_suite.contract import Batch
@@ -36,12 +38,22 @@ class _LossModule(nn.Module):
     def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
         super().__init__()
         self.model = model
-        self._loss, self._batch = loss, batch
+        self._loss, self._batch = _named_forward(loss), batch
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the loss of the batch that the tensors make."""
         remaining = iter(tensors)
         return self._loss(self.model, map_leaves(lambda _: next(remaining), self._batch))
+
+
+def _named_forward(function: Any) -> Any:
+    """Return a function whose frames are called `forward`: of others export records no lines."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace(co_name="forward")
+    copy = FunctionType(code, function.__globals__, "forward", function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 @dataclass(frozen=True)
@@ -61,10 +73,12 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
     """Export `loss(model, batch)` at this batch's shapes.
 
     Raises:
+        BridgeError: it has a backward of its own, or is no scalar.
         NotExportable: torch cannot export it; the message says what to do.
         UnknownOperation: an operation is not in the table.
         RandomnessError: it draws random numbers.
     """
+    refuse_what_export_forgets(model, loss, batch)
     tensors = tuple(leaves(batch))
     module = _LossModule(model, loss, batch).train(model.training)
     with _quiet():
@@ -172,6 +186,8 @@ def _not_exportable(error: Exception) -> str:
             "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
             "not repeat. Write it with torch.where, masks or torch.cond, or compute the decision in Problem.batch"
         )
+    elif "fake tensor in the exported program" in text:
+        advice = "tensor.data cannot be exported: write tensor.detach()"
     else:
         advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
     return f"torch.export does not take this loss ({kind}: {text[:300]}): {advice}"

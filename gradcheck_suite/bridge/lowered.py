@@ -221,7 +221,7 @@ def _check_kind(node: fx.Node, out: Any) -> None:
     shape = tuple(expected.shape)
     known = all(isinstance(n, int) for n in shape)
     weak = getattr(out, "weak_type", False)
-    if getattr(out, "dtype", None) != dtype or (known and out.shape != shape) or weak:
+    if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
         got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
         raise WrongLowering(
             f"the lowering of {node.target}{where_from(node)} gives {got}{' (weakly typed)' if weak else ''} where "

@@ -122,6 +122,14 @@ def test_decisions_on_values_are_said_clearly():
     assert "torch.where" in str(raised.value)
 
 
+def test_a_decision_inside_torch_is_said_too():
+    def loss(model, batch):
+        return torch.nn.functional.gaussian_nll_loss(model(batch), batch, batch.exp())
+
+    with pytest.raises(NotExportable, match=r"functional.py:\d+ in gaussian_nll_loss"):
+        jax_gradient(MODEL, loss, X)
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(BridgeError, match="must be one scalar tensor"):
         jax_gradient(MODEL, lambda model, batch: model(batch), X)
@@ -142,6 +150,11 @@ def test_a_loss_that_writes_to_a_parameter_is_refused():
         jax_gradient(Clamped(), lambda model, batch: model(batch).mean(), X)
 
 
+def test_data_is_to_be_written_detach():
+    with pytest.raises(NotExportable, match=r"write tensor.detach\(\)"):
+        jax_gradient(MODEL, lambda model, batch: (model(batch) * model(batch).data).mean(), X)
+
+
 def test_other_export_failures_say_what_torch_said():
     def loss(model, batch):
         return model(batch).mean() * float(bytes(batch.numpy().data)[0])
@@ -154,11 +167,11 @@ class Straight(torch.autograd.Function):
     """A straight-through estimator: its backward is not the derivative of its forward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x):  # noqa: D102
         return x.round()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # noqa: D102
         return grad
 
 

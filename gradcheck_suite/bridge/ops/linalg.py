@@ -142,7 +142,12 @@ def svd(
     if not compute_uv:
         nothing = jnp.zeros(0, A.dtype)
         return nothing, jnp.linalg.svd(A, compute_uv=False), nothing
-    u, s, v = jnp.linalg.svd(A, full_matrices=full_matrices)
+    u, s, v = jnp.linalg.svd(A, full_matrices=False)
+    if full_matrices and A.shape[-1] != A.shape[-2]:
+        # the vectors of the null space have no derivative
+        whole_u, _, whole_v = jnp.linalg.svd(lax.stop_gradient(A), full_matrices=True)
+        u = jnp.concatenate([u, whole_u[..., :, u.shape[-1] :]], axis=-1)
+        v = jnp.concatenate([v, whole_v[..., v.shape[-2] :, :]], axis=-2)
     return u, s, v
 
 

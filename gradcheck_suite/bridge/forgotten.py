@@ -1,0 +1,90 @@
+"""What `torch.export` forgets: backwards that are not the derivative of their forward.
+
+A custom `autograd.Function` or a gradient hook changes the gradient and leaves no trace in the exported graph. JAX
+would differentiate the forward and disagree with torch, and nobody would know why: so the loss is run once in torch,
+and such things are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from gradcheck_suite.bridge.errors import BridgeError
+from gradcheck_suite.contract import Batch
+from gradcheck_suite.trial import map_leaves
+
+ALLOWED = ("CheckpointFunctionBackward", "GeneratedBackwardFor_")
+"""Beginnings of names: functions that recompute their forward, and custom operations, which have lowerings."""
+_ADVICE = (
+    "torch.export keeps only the forward, so JAX would differentiate that and rightly disagree. "
+    "Check this loop without JAX, or write the operation so that its gradient follows from its forward "
+    "(x + (round(x) - x).detach())"
+)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes whether the forward hangs a hook on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooked = self.hooked or func is torch.Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Leave buffers, and torch's random numbers, as they were."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def refuse_what_export_forgets(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
+    """Run the loss once in torch, and refuse it if its gradient is not the derivative of its forward.
+
+    Raises:
+        BridgeError: there is a custom backward or a gradient hook; the message names it.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
+    watch = _Watch()
+    with _restored(model), watch, torch.enable_grad():
+        value = loss(model, map_leaves(torch.clone, batch))
+    if watch.hooked:
+        raise BridgeError(f"the forward registers a gradient hook on a tensor: {_ADVICE}")
+    if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+        got = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise BridgeError(
+            f"the loss must be one scalar tensor of floating point, got {got}: reduce it with .mean() or .sum()"
+        )
+    for node in _ancestors(value.grad_fn):
+        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith(ALLOWED):
+            name = type(node).__name__.removesuffix("Backward")
+            raise BridgeError(f"{name} is an autograd.Function with a backward of its own: {_ADVICE}")
+
+
+def _ancestors(node: Any) -> Iterator[Any]:
+    seen, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        yield current
+        pending.extend(parent for parent, _ in current.next_functions)
