@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradcheck_suite.case_reading import read_case, stolen_buffer
 from gradcheck_suite.contract import Batch, Loop, Problem
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.numerics.reading import Diagnosis, Weights, diagnose
@@ -159,8 +160,56 @@ def explain_gradient(
         f"{parameter}{list(where)}: expected {expected[where]:.9g}, observed {observed[where]:.9g}, "
         f"off by {difference.error:.3g} where rounding allows {difference.allowed:.3g}",
     )
-    diagnosis, table = _read(loop, reference.trial, epoch * len(plan.windows) + window.index)
+    step = epoch * len(plan.windows) + window.index
+    seen = reference.flat(observation.gradients)
+    if found := _poisoned(reference, window, seen, epoch):
+        return found.name, found.sentence, numbers
+    diagnosis, table = _read(loop, reference.trial, step)
+    if diagnosis.name == "not-linear":
+        diagnosis = _read_further(loop, reference, window, seen, epoch, step) or diagnosis
     return diagnosis.name, diagnosis.sentence, numbers + table
+
+
+def _poisoned(reference: Reference, window: Window, observed: npt.NDArray[np.float64], epoch: int) -> Diagnosis | None:
+    """Say that a NaN or infinity of an earlier window is still there, where that is how it looks."""
+    bad = ~np.isfinite(observed) & np.isfinite(window.expected)
+    if not bad.any() or window.moved:
+        return None
+    earlier = range(len(reference.trial.case.plan.windows)) if epoch else range(window.index)
+    sources = [i for i in earlier if i != window.index and not np.isfinite(reference.window(i).expected[bad]).all()]
+    if not sources:
+        return None
+    return Diagnosis(
+        "poisoned-by-earlier-window",
+        f"window {sources[0]}'s gradient is rightly not finite, and this one's is not because of it: what was there "
+        "was scaled, not cleared; reset with zero_() or None, since 0 * NaN is NaN",
+    )
+
+
+def _read_further(
+    loop: Loop, reference: Reference, window: Window, observed: npt.NDArray[np.float64], epoch: int, step: int
+) -> Diagnosis | None:
+    """Name a fault that depends on the model, from the case itself; None where it gives nothing away."""
+    if found := stolen_buffer(reference):
+        return found
+    trial = reference.trial
+    quiet = run_loop(loop, replace(trial, problem=_quiet(trial.problem)))
+    if step >= len(quiet.observations):
+        return None
+    again = reference.flat(quiet.observations[step].gradients) / _QUIET
+    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
+    own_losses = np.array_equal(again * _QUIET, observed)
+    if not own_losses and not np.allclose(again, observed, rtol=1e-9, atol=1e-9 * np.abs(observed).max(initial=0.0)):
+        return _not_linear(
+            "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
+            "something depends on the gradient's size (clipping, decay, normalising) or on chance (noise)"
+        )
+    return read_case(reference, window, observed, epoch)
+
+
+def _quiet(problem: Problem) -> Problem:
+    """Return the problem with its loss made small."""
+    return replace(problem, loss=lambda model, batch: _QUIET * problem.loss(model, batch))
 
 
 def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violation:

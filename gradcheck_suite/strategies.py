@@ -27,8 +27,11 @@ ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
 SIZES = (1, 2, 3, 4, 5, 8)
 MAX_MICRO_BATCHES = 24
 MAX_INNER_LAYERS = 2
+SMALL_MICRO_BATCHES = 3
 CHOOSY_WEIGHT = 2
 """How many times more a loss that takes few signals is drawn where it fits."""
+MASKABLE_WEIGHT = 8
+"""Likewise for one that can ignore targets: most training of language models, and where counts and items part."""
 
 
 Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
@@ -185,9 +188,11 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     """
     kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
     choosy = [kind for kind in kinds if not kind.variants(vector(1))]
+    places = [(kind, list(kind.variants(signal))) for kind in kinds + choosy * CHOOSY_WEIGHT]
+    ignoring = [(kind, [o for o in kind.variants(signal) if kind.maskable(o)]) for kind in kinds]
+    places += [place for place in ignoring if place[1]] * MASKABLE_WEIGHT
     return _choices(
-        (kind.name, [o for o in kind.variants(signal) if not uniform or kind.uniform(signal, o)])
-        for kind in kinds + choosy * CHOOSY_WEIGHT
+        (kind.name, [o for o in variants if not uniform or kind.uniform(signal, o)]) for kind, variants in places
     )
 
 
@@ -249,6 +254,7 @@ def cases(
     device: str = "cpu",
     optimizer: str | None = None,
     assumes: Iterable[str] = (),
+    small: bool = False,
 ) -> Case:
     """Draw cases.
 
@@ -260,6 +266,7 @@ def cases(
         device: of every case, `"cpu"` or `"cuda"`.
         optimizer: of every case; None for one whose step changes nothing.
         assumes: what the loop relies on, names from `ASSUMPTIONS`.
+        small: whether to draw only what is taken in at a glance: one layer, at most `SMALL_MICRO_BATCHES`.
     """
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -276,11 +283,14 @@ def cases(
     if not isinstance(plan, st.SearchStrategy | None):
         raise InvalidArgument(f"plan must be a strategy, such as just(Plan(...)), got {plan!r}")
     if problem is None:
-        problem = problems(sparse=sparse, assumes=chosen)
+        problem = problems(sparse=sparse, assumes=chosen, max_layers=1 if small else 5)
     spec = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
         maskable = isinstance(spec, ProblemSpec) and loss_kind(spec.loss).maskable(spec.loss.o)
         plan = plans(assumes=chosen, maskable=maskable)
+        if small:
+            few = plans(max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=chosen, maskable=maskable)
+            plan = few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES)
     seed = draw(st.integers(0, MAX_SEED))
     return Case(spec, draw(plan), dtype=dtype, device=device, seed=seed, optimizer=optimizer)
 

@@ -27,11 +27,13 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Result, Verdict, Violation
-from gradcheck_suite.strategies import cases, reductions_within, size_of
+from gradcheck_suite.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
 
 DEFAULT_EXAMPLES = 200
 SHRINK_SECONDS = 30.0
+SMALL_EXAMPLES = 60
+"""Small cases that are tried where shrinking has left a larger one."""
 Progress = Callable[[Verdict], None]
 
 
@@ -78,6 +80,13 @@ class _Search:
             if self._on_probe is not None:
                 return
 
+    def is_small(self) -> bool:
+        """Whether there is nothing to make smaller, or what there is fits on a line."""
+        if self.smallest is None:
+            return True
+        layers, micro_batches, *_ = size_of(self.smallest.case)
+        return layers <= 2 and micro_batches <= SMALL_MICRO_BATCHES
+
     def turn_to_other_fault(self) -> bool:
         """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
         if self.smallest is not None or self._other is None:
@@ -113,6 +122,11 @@ class _Search:
         if self.found_after is None:
             self.found_after = self.cases
         sought = self.smallest or self._on_probe
+        named = sought is not None and sought.diagnosis == "not-linear" and violation.diagnosis != "not-linear"
+        if named and self.smallest is not None and size_of(violation.case) < size_of(self.smallest.case):
+            # what could not be read on a larger case has its name on a smaller one
+            self.smallest = violation
+            return True
         if sought is not None and (violation.kind, violation.diagnosis) != (sought.kind, sought.diagnosis):
             self._other = self._other or violation
             return False
@@ -144,6 +158,7 @@ def verify(
     optimizer: str | None = None,
     assumes: Iterable[str] = (),
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    plan: st.SearchStrategy[Plan] | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Verify a loop on drawn cases.
@@ -160,6 +175,7 @@ def verify(
         optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
         assumes: what the loop relies on, beside what it states itself.
         time_limit_s: seconds per case.
+        plan: in place of `strategies.plans()`; the read-out probe, whose plans are its own, is then left out.
         progress: called with every verdict.
 
     Raises:
@@ -172,23 +188,30 @@ def verify(
     chosen = checked_assumptions(assumes) | assumptions_of(loop)
     if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
         raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
-    drawn = cases(
-        problem=None if problem is None else problem_name,
-        dtype=dtype,
-        device=device,
-        optimizer=optimizer,
-        assumes=tuple(sorted(chosen)),
+    drawn, small = (
+        cases(
+            problem=None if problem is None else problem_name,
+            plan=plan,
+            dtype=dtype,
+            device=device,
+            optimizer=optimizer,
+            assumes=tuple(sorted(chosen)),
+            small=few,
+        )
+        for few in (False, True)
     )
     search = _Search(loop, problem, time_limit_s, progress)
     started = time.perf_counter()
     interrupted = False
     try:
         with one_thread() if problem is None else nullcontext():
-            if problem is None:
+            if problem is None and plan is None:
                 search.probe(probe_cases(chosen, device))
             _run(search, drawn, examples, seed_value)
             if search.turn_to_other_fault():
                 _run(search, drawn, examples, seed_value)
+            if not search.is_small():
+                _run(search, small, SMALL_EXAMPLES, seed_value)
     except KeyboardInterrupt:
         interrupted = True
     except _StopError as stop:

@@ -36,6 +36,12 @@ def _needs_a_bias(run):
     dict(run.model.named_parameters())["0.bias"].grad.mul_(2)
 
 
+def _square(run):
+    for p in run.model.parameters():
+        if p.ndim == 2:
+            p.grad.mul_(p.grad)
+
+
 def _noise(run):
     for p in run.model.parameters():
         p.grad.add_(torch.randn_like(p.grad))
@@ -49,8 +55,7 @@ def _normalise(run):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_double_matrices, "on the read-out probe the items' weights are right"),
-        (_needs_a_bias, "it fails there"),
+        (_square, "(clipping, decay, normalising)"),
         (_noise, "on chance (noise)"),
         (_normalise, "(clipping, normalising)"),
     ],
@@ -60,6 +65,14 @@ def test_what_is_no_matter_of_weights_is_said_to_be_none(change, says):
     violation = check(_then(change), CASE).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
     assert says in violation.explanation
+
+
+@pytest.mark.parametrize(("change", "where"), [(_double_matrices, "0.weight"), (_needs_a_bias, "0.bias")])
+def test_a_fault_of_one_parameter_is_read_on_the_case_itself(change, where):
+    violation = check(_then(change), CASE).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+    assert f"in {where} alone" in violation.explanation
+    assert "weighs 2 times what it should" in violation.explanation
 
 
 def test_items_of_one_micro_batch_may_be_weighted_unequally():

@@ -28,6 +28,7 @@ class Weights:
         epoch: of the step, from 0.
         reduction: `"mean"` or `"sum"`.
         items: in each micro-batch, where that is not what is counted.
+        total: the window's count, where some of it is in micro-batches that are not looked at.
     """
 
     observed: npt.NDArray[np.float64]
@@ -37,11 +38,17 @@ class Weights:
     epoch: int
     reduction: str
     items: tuple[int, ...] = ()
+    total: float | None = None
+
+    @property
+    def window_count(self) -> float:
+        """What the window's mean divides by."""
+        return sum(self.counts[j] for j in self.window) if self.total is None else self.total
 
     @property
     def expected(self) -> float:
         """The weight that each micro-batch of the window should have."""
-        return 1.0 if self.reduction == "sum" else 1.0 / sum(self.counts[j] for j in self.window)
+        return 1.0 if self.reduction == "sum" else 1.0 / self.window_count
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,10 @@ def _close(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
     return bool(np.allclose(a, b, rtol=TOLERANCE, atol=0.0))
 
 
-def _named_factor(factor: float, weights: Weights) -> str:
+def named_factor(factor: float, weights: Weights) -> str:
+    """Return what a factor is in terms of the run, as the end of a sentence; empty where it is none of these."""
     short, k = len(weights.window), weights.accumulation_steps
-    total = sum(weights.counts[j] for j in weights.window)
+    total = weights.window_count
     names = [
         (k, f"accumulation_steps = {k}"),
         (1 / k, f"1/accumulation_steps = 1/{k}"),
@@ -121,7 +129,7 @@ def _diagnose_window(
         return Diagnosis(
             "wrong-scale",
             f"every item of the window weighs {ratio[0]:.6g} times what it should"
-            f"{_named_factor(float(ratio[0]), weights)}",
+            f"{named_factor(float(ratio[0]), weights)}",
         )
     per_mean = weights.observed[list(inside)] * counts
     if weights.reduction == "mean" and _close(per_mean, per_mean[0]):

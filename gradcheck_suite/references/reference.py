@@ -112,6 +112,20 @@ class Window:
         """The float64 gradient that loops are held to: JAX's where there is one."""
         return self.torch if self.jax is None else self.jax
 
+    @property
+    def allowed(self) -> Vector:
+        """What rounding allows of each element, measured."""
+        return self._measured if self._reference.trial.case.dtype == "float64" else self._low_precision
+
+    @property
+    def moved(self) -> bool:
+        """Whether this is at parameters that a real optimizer has moved."""
+        return self._parameters is not None
+
+    def model(self) -> torch.nn.Module:
+        """Return the float64 model at the window's parameters."""
+        return self._reference.model(torch.float64, self._parameters)
+
     def compare(self, observed: Vector) -> Difference:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows."""
         expected, terms = self.expected, len(self.members)

@@ -8,14 +8,16 @@ from gradcheck_suite.contract import Batch, Problem, TrainingRun
 from gradcheck_suite.loops.windows import window_count, windows
 from gradcheck_suite.zoo.record import Bug
 
+WIDTH = 6
+
 
 class Router(torch.nn.Module):
     """A linear model with a router of its own, which only the auxiliary loss trains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.main = torch.nn.Linear(2, 1, bias=False)
-        self.router = torch.nn.Linear(2, 1, bias=False)
+        self.main = torch.nn.Linear(WIDTH, 1, bias=False)
+        self.router = torch.nn.Linear(WIDTH, 1, bias=False)
 
     def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the main and the auxiliary mean over the items."""
@@ -28,7 +30,7 @@ def _model(seed: int) -> torch.nn.Module:
 
 
 def _batch(items: int, seed: int) -> Batch:
-    return torch.randn(items, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(items, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

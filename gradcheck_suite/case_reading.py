@@ -1,0 +1,143 @@
+"""Reading a wrong gradient on the very case that showed it: least squares on its micro-batches' own gradients.
+
+The read-out probe says what a loop does to weights in general. Where it shows nothing (a fault that depends on the
+model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the case itself is
+read, as a whole and then parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.aliasing import find_stolen_buffers
+from gradcheck_suite.numerics.compare import Vector
+from gradcheck_suite.numerics.least_squares import fit_weights
+from gradcheck_suite.numerics.reading import Diagnosis, Weights, diagnose, named_factor
+from gradcheck_suite.references.reference import Reference, Window
+from gradcheck_suite.references.torch_reference import gradients_of
+
+Rows = npt.NDArray[np.float64]
+_NO_NAME = ("unrecognised-weights", "rounded-weights")
+_ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator")
+"""What any one number may look like: named only where more elements agree on the weights than there are weights."""
+
+
+def read_case(reference: Reference, window: Window, observed: Vector, epoch: int) -> Diagnosis | None:
+    """Name the fault from the case itself, or return None where it gives nothing away.
+
+    Args:
+        reference: of the case.
+        window: whose gradient is wrong.
+        observed: (P,), that gradient.
+        epoch: of the step.
+    """
+    if not np.isfinite(observed).all() or reference.trial.case.dtype != "float64":
+        return None
+    allowed = window.allowed
+    gradients = _summed_gradients(reference, window)
+    if not np.isfinite(gradients).all():
+        return None
+    whole = _diagnosed(reference, window, observed, gradients, allowed, epoch, slice(None))
+    if whole is not None:
+        return whole
+    layout, names, found = reference.layout, [], []
+    right = []
+    for name in layout.names:
+        start = layout.offsets[layout.names.index(name)]
+        part = slice(start, start + layout.sizes[layout.names.index(name)])
+        if (np.abs(observed[part] - window.expected[part]) <= allowed[part]).all():
+            right.append(name)
+            continue
+        diagnosis = _diagnosed(reference, window, observed[part], gradients[:, part], allowed[part], epoch, part)
+        if diagnosis is None:
+            return None
+        names.append(name)
+        found.append(diagnosis)
+    if not right or len({diagnosis.name for diagnosis in found}) != 1:
+        return None
+    return Diagnosis(found[0].name, f"in {_listed(names)} alone, while {_listed(right)} is right: {found[0].sentence}")
+
+
+def stolen_buffer(reference: Reference) -> Diagnosis | None:
+    """Say that a backward hands out a buffer which it uses again, where the case's model does so."""
+    trial = reference.trial
+    batches = [trial.batch(trial.case.plan.items(j)) for j in range(len(trial.case.plan.micro_batches))]
+    try:
+        found = find_stolen_buffers(trial.model(), trial.problem.loss, (2 * batches)[: max(2, len(batches))])
+    except (RuntimeError, NotImplementedError):
+        return None
+    return Diagnosis("stolen-buffer", found[0].explanation) if found else None
+
+
+def _summed_gradients(reference: Reference, window: Window) -> Rows:
+    """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
+    trial = reference.trial
+    model = window.model()
+    rows = [
+        reference.flat(gradients_of(trial, model, trial.case.plan.items(j), summed=True, dtype=torch.float64))
+        for j in range(len(trial.case.plan.micro_batches))
+    ]
+    return np.stack(rows)
+
+
+def _diagnosed(
+    reference: Reference,
+    window: Window,
+    observed: Vector,
+    gradients: Rows,
+    allowed: Vector,
+    epoch: int,
+    part: slice,
+) -> Diagnosis | None:
+    """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
+    trial, plan = reference.trial, reference.trial.case.plan
+    inside = list(window.members)
+    everything = list(range(len(plan.micro_batches)))
+    # with moved parameters, another window's gradients were taken elsewhere and are not at hand
+    for members in (inside,) if window.moved else (inside, everything):
+        fit = fit_weights(observed, gradients[members], allowed)
+        if not (fit.exact and fit.determined):
+            continue
+        spare = np.count_nonzero(np.abs(gradients[members]).max(axis=0, initial=0.0)) > len(members)
+        values = np.zeros(len(plan.micro_batches))
+        values[members] = fit.weights
+        counts = [float(trial.count(trial.batch(plan.items(j)))) for j in range(len(plan.micro_batches))]
+        reached = [bool(np.abs(row).max(initial=0.0)) for row in gradients]
+        weights = Weights(
+            observed=_cleaned(values),
+            counts=tuple(n if there else 0.0 for n, there in zip(counts, reached, strict=True)),
+            window=tuple(inside),
+            accumulation_steps=plan.accumulation_steps,
+            epoch=epoch,
+            reduction=trial.problem.reduction,
+            total=sum(counts[j] for j in inside),
+        )
+        diagnosis = diagnose(weights)
+        if diagnosis.name in _NO_NAME:
+            continue
+        # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
+        if spare or (
+            members is inside and (len(inside) > 1 or diagnosis.name not in _ANY_FACTOR or _is_named(weights))
+        ):
+            return diagnosis
+    return None
+
+
+def _is_named(weights: Weights) -> bool:
+    """Whether a window of one micro-batch is right up to a factor that the run itself has."""
+    (only,) = weights.window
+    return bool(named_factor(float(weights.observed[only] / weights.expected), weights))
+
+
+def _cleaned(weights: Rows) -> Rows:
+    """Return weights with those that are 0 but for rounding set to 0."""
+    return np.where(np.abs(weights) < 1e-9 * np.abs(weights).max(initial=0.0), 0.0, weights)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:3])
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
