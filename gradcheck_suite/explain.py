@@ -192,6 +192,8 @@ def _read_further(
     """Name a fault that depends on the model, from the case itself; None where it gives nothing away."""
     if found := stolen_buffer(reference):
         return found
+    if not np.isfinite(observed).all():
+        return None
     trial = reference.trial
     quiet = run_loop(loop, replace(trial, problem=_quiet(trial.problem)))
     if step >= len(quiet.observations):
