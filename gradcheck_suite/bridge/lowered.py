@@ -43,6 +43,8 @@ class Lowered:
         parameters: the names of the parameters, each tensor under one name, as `named_parameters` has them.
         trainable: those that require a gradient.
         buffers: the names of the buffers.
+        narrow: the operations, with their lines, whose results are floats of less than 64 bits, because the model asks
+            for that (`.float()` in a norm, a loss or a rotary embedding): there torch and JAX agree to that precision.
     """
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
@@ -57,6 +59,7 @@ class Lowered:
         self._read_inputs(program)
         self._outputs, self._loss = self._read_outputs(program)
         self._steps = tuple(_steps(program.graph_module))
+        self.narrow = _narrow(self._steps)
         self._attributes = {
             node.target: getattr(program.graph_module, node.target)
             for node in program.graph.nodes
@@ -210,6 +213,15 @@ def _steps(graph_module: fx.GraphModule) -> list[Step]:
         else:
             steps.append(Step(node, node.target, False))
     return steps
+
+
+def _narrow(steps: tuple[Step, ...]) -> tuple[str, ...]:
+    found = []
+    for step in steps:
+        value = step.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
+            found.append(f"{step.node.target}{where_from(step.node)}")
+    return tuple(found)
 
 
 def _check_kind(node: fx.Node, out: Any) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_float, is_inexact, promote, result_dtype
+from gradcheck_suite.bridge.slopes import with_slopes
 from gradcheck_suite.bridge.table import register_op
 
 
@@ -109,7 +110,12 @@ def pow_(self: Any, exponent: Any) -> Array:
             return lax.integer_pow(x, int(exponent))
         return jnp.power(x, jnp.asarray(exponent, dtype))
     x, y = promote(self, exponent)
-    return jnp.power(x, y)
+    value = jnp.power(x, y)
+    if not is_float(value):
+        return value
+    of_base = jnp.where(y == 0, 0, y * jnp.power(x, y - 1))
+    of_exponent = jnp.where((x == 0) & (y >= 0), 0, value * jnp.log(x))
+    return with_slopes(value, (x, of_base), (y, of_exponent))
 
 
 @register_op("aten.maximum")
@@ -151,9 +157,8 @@ def atan2(self: Array, other: Array) -> Array:
 def hypot(self: Array, other: Array) -> Array:
     """sqrt(x^2 + y^2); the gradient is operand / result, NaN at the origin as in torch."""
     x, y = promote(self, other)
-    value = lax.stop_gradient(jnp.hypot(x, y))
-    linear = x * lax.stop_gradient(x / value) + y * lax.stop_gradient(y / value)
-    return value + (linear - lax.stop_gradient(linear))
+    value = jnp.hypot(x, y)
+    return with_slopes(value, (x, x / value), (y, y / value))
 
 
 @register_op("aten.copysign")
@@ -180,16 +185,16 @@ def logaddexp2(self: Array, other: Array) -> Array:
 def xlogy(self: Any, other: Any) -> Array:
     """X log(y), 0 where x is 0 unless y is NaN."""
     x, y = promote(self, other, floating=True)
-    flat = (x == 0) & (y <= 0)
-    return jnp.where(flat, 0, x * jnp.log(jnp.where(flat, 1, y)))
+    value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log(y))
+    return with_slopes(value, (x, jnp.where((x == 0) & (y <= 0), 0, jnp.log(y))), (y, x / y))
 
 
 @register_op("aten.special_xlog1py")
 def xlog1py(self: Any, other: Any) -> Array:
     """X log(1 + y), 0 where x is 0 unless y is NaN."""
     x, y = promote(self, other, floating=True)
-    flat = (x == 0) & (y <= -1)
-    return jnp.where(flat, 0, x * jnp.log1p(jnp.where(flat, 0, y)))
+    value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log1p(y))
+    return with_slopes(value, (x, jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y))), (y, x / (y + 1)))
 
 
 @register_op("aten.lerp")

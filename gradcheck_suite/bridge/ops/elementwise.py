@@ -11,12 +11,13 @@ from jax import lax
 from jax.scipy import special
 
 from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_float, is_inexact, promote
+from gradcheck_suite.bridge.slopes import with_slopes
 from gradcheck_suite.bridge.table import register_op
 
 
 def _entr(x: Array) -> Array:
-    inside = jnp.where(x > 0, x, 1)
-    return jnp.where(x > 0, -x * jnp.log(inside), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf)))
+    value = jnp.where(x > 0, -x * jnp.log(x), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf)))
+    return with_slopes(value, (x, -1 - jnp.log(x)))
 
 
 def _abs(x: Array) -> Array:
@@ -44,14 +45,14 @@ def _reflected_polygamma(n: int, x: Array) -> Array:
     return jnp.where(below, direct - _cotangent_derivative(n, jnp.where(below, x, 0.25)), direct)
 
 
-@jax.custom_jvp
 def _digamma(x: Array) -> Array:
-    return special.digamma(x)
+    """At 0 it is infinite, with a sign: JAX has NaN there."""
+    value = jnp.where(x == 0, -jnp.copysign(jnp.inf, x), special.digamma(x))
+    return with_slopes(value, (x, _reflected_polygamma(1, x)))
 
 
-@_digamma.defjvp
-def _digamma_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _digamma(*primals), _reflected_polygamma(1, *primals) * tangents[0]
+def _lgamma(x: Array) -> Array:
+    return with_slopes(special.gammaln(x), (x, _digamma(x)))
 
 
 def _sinc(x: Array) -> Array:
@@ -78,7 +79,7 @@ FLOATING: dict[str, Callable[[Array], Array]] = {
     "aten.exp2": jnp.exp2,
     "aten.expm1": jnp.expm1,
     "aten.i0": lambda x: jnp.exp(absolute(x)) * special.i0e(x),
-    "aten.lgamma": special.gammaln,
+    "aten.lgamma": _lgamma,
     "aten.log": jnp.log,
     "aten.log10": jnp.log10,
     "aten.log1p": jnp.log1p,
@@ -159,11 +160,13 @@ def polygamma(n: int, self: Array) -> Array:
 
 @register_op("aten.logit")
 def logit(self: Array, eps: float | None = None) -> Array:
-    """log(x / (1 - x)); clamped to [eps, 1 - eps] with no gradient outside."""
+    """log(x / (1 - x)); clamped to [eps, 1 - eps] with no gradient outside. Without eps the gradient outside is NaN."""
     (x,) = promote(self, floating=True)
-    if eps is not None:
-        x = jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
-    return jnp.log(x / (1 - x))
+    low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
+    outside = (x < low) | (x > high)
+    inside = x if eps is None else jnp.clip(x, low, high)
+    slope = jnp.where(outside, jnp.nan if eps is None else 0, 1 / (x * (1 - x)))
+    return with_slopes(jnp.log(inside / (1 - inside)), (x, slope))
 
 
 @register_op("aten.nan_to_num")
@@ -184,11 +187,15 @@ def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
     """At a bound the gradient is the input's, as torch has it; where min exceeds max the result is max."""
     dtype = jnp.result_type(*promote(*(x for x in (self, min, max) if x is not None)))
     x = jnp.asarray(self, dtype)
-    if min is not None:
-        low = jnp.asarray(min, dtype)
+    low = None if min is None else jnp.asarray(min, dtype)
+    high = None if max is None else jnp.asarray(max, dtype)
+    if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
+        value = jnp.minimum(jnp.maximum(x, low), high)
+        from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
+        return with_slopes(value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high))
+    if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)
-    if max is not None:
-        high = jnp.asarray(max, dtype)
+    if high is not None:
         x = jnp.where((x > high) | jnp.isnan(high), high, x)
     return x
 
