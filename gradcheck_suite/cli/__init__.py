@@ -20,6 +20,7 @@ PROGRAM = "gradcheck-suite"
 COMMANDS = {
     "verify": "verify loops on random cases; without one, every built-in reset mode",
     "replay": "run one stored case again",
+    "zoo": "run the known bugs and print which are found, after how many cases",
     "doctor": "say what is installed and what can run here",
 }
 

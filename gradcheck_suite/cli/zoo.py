@@ -1,0 +1,139 @@
+"""Run the zoo of known bugs: which are found, after how many cases, under which name; and sound loops beside them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradcheck_suite import environment
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.files import expect_writable_folder, write_json, write_text
+from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.records import Result, json_number
+
+if TYPE_CHECKING:
+    from gradcheck_suite.zoo.record import Bug
+    from gradcheck_suite.zoo.scoreboard import Row
+
+DEFAULT_SEEDS, DEFAULT_EXAMPLES, DEFAULT_SOUND_CASES = 10, 200, 200
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    count = parsers.positive_integer
+    parser.add_argument("bugs", nargs="*", metavar="BUG", help="names of bugs; without one, all of them")
+    parser.add_argument("--list", action="store_true", help="print the bugs, what they are and where reported")
+    parser.add_argument("--seeds", type=count, default=DEFAULT_SEEDS, help="runs per bug (default %(default)s)")
+    parser.add_argument("--examples", type=count, default=DEFAULT_EXAMPLES, help="cases per run (default %(default)s)")
+    parser.add_argument("--seed", type=parsers.seed, default=0, help="of the first run (default %(default)s)")
+    parser.add_argument(
+        "--sound-cases",
+        type=count,
+        default=DEFAULT_SOUND_CASES,
+        help="cases for each sound loop, none of which may be blamed (default %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="DIR",
+        help="a run of the whole zoo is recorded in DIR and written to DIR/zoo.md (default %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the bugs that the arguments name, then the sound loops; print and store the scoreboard."""
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    bugs = _chosen(arguments.bugs)
+    if arguments.list:
+        for bug in bugs:
+            print(f"{bug.number:>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
+        return statuses.HOLDS
+    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
+    environment.prepare()
+    environment.set_precision()
+    from gradcheck_suite.zoo.table import HEADER, line, markdown, summary
+
+    about = environment.environment()
+    print(
+        f"{len(bugs)} bugs, {arguments.seeds} runs each of up to {arguments.examples} cases, from seed {arguments.seed}"
+    )
+    print(HEADER, flush=True)
+    rows: list[Row] = []
+    sound: list[Result] = []
+    interrupted = False
+    try:
+        for row in _rows(arguments, bugs):
+            rows.append(row)
+            print(line(row), flush=True)
+        for result in _sound(arguments.sound_cases):
+            sound.append(result)
+            print(f"sound loop {result.loop}: {_outcome(result)}", flush=True)
+            interrupted = interrupted or result.interrupted
+    except KeyboardInterrupt:
+        interrupted = True
+    print(summary(rows, sound, asked=len(bugs), interrupted=interrupted))
+    data = _data(arguments, rows, sound)
+    if arguments.json is not None:
+        write_json(arguments.json, {"schema": 1, "environment": about, **data})
+    if not interrupted and not arguments.bugs:
+        append_record(arguments.reports, "zoo", data, environment=about, command=this_command())
+        write_text(arguments.reports / "zoo.md", markdown(rows, sound, about, this_command()))
+    if not (all(row.passed for row in rows) and all(result.holds for result in sound)):
+        return statuses.VIOLATED
+    return statuses.INTERRUPTED if interrupted else statuses.HOLDS
+
+
+def _chosen(names: list[str]) -> list[Bug]:
+    from gradcheck_suite.zoo import BUGS
+
+    for name in names:
+        if name not in BUGS:
+            raise UsageError(f"expected the name of a bug, one of {', '.join(BUGS)}; got {name!r}")
+    return [BUGS[name] for name in names] if names else list(BUGS.values())
+
+
+def _rows(arguments: argparse.Namespace, bugs: list[Bug]) -> Iterator[Row]:
+    from gradcheck_suite.zoo.scoreboard import run_bug
+
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    for bug in bugs:
+        row = run_bug(bug, seeds, examples=arguments.examples)
+        if any(result.interrupted for result in row.runs):
+            # the row is not whole, and what it lacks would read as a bug missed
+            raise KeyboardInterrupt
+        yield row
+
+
+def _sound(cases: int) -> Iterator[Result]:
+    from gradcheck_suite.loops import BUILT_IN
+    from gradcheck_suite.verification import verify
+
+    for name, loop in BUILT_IN.items():
+        yield verify(loop, name=name, examples=cases)
+
+
+def _outcome(result: Result) -> str:
+    if result.interrupted:
+        return f"not blamed in {result.cases} cases (interrupted)"
+    if result.violation is None:
+        return f"not blamed in {result.cases} cases"
+    return f"BLAMED: {result.violation.kind}/{result.violation.diagnosis}"
+
+
+def _data(arguments: argparse.Namespace, rows: list[Row], sound: list[Result]) -> dict[str, Any]:
+    return {
+        "seeds": arguments.seeds,
+        "examples": arguments.examples,
+        "bugs": [row.to_json() for row in rows],
+        "sound": [
+            {"loop": r.loop, "cases": r.cases, "blamed": not r.holds, "worst": json_number(r.ratio)} for r in sound
+        ],
+    }
