@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,26 +15,16 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from gradcheck_suite.bridge.dtypes import Array, default_float_is, jax_dtype, to_array
-from gradcheck_suite.bridge.errors import BridgeError, RandomnessError, WrongLowering
-from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss, random_message
-from gradcheck_suite.bridge.sources import where_from
-from gradcheck_suite.bridge.table import lowering_of
+from gradcheck_suite.bridge.dtypes import Array, default_float_is, to_array
+from gradcheck_suite.bridge.errors import BridgeError
+from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
+from gradcheck_suite.bridge.steps import narrow_operations, run_step, steps_of
 from gradcheck_suite.contract import Batch
-from gradcheck_suite.references.programs import cpu
+from gradcheck_suite.references.programs import PROGRAMS, cpu
 from gradcheck_suite.trial import leaves
 
 Arrays = dict[str, Array]
 _PREFIX = "model."
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operation of the graph, with what JAX does for it."""
-
-    node: fx.Node
-    function: Callable[..., Any]
-    is_op: bool
 
 
 class Lowered:
@@ -58,8 +49,10 @@ class Lowered:
         self._constants: Arrays = {}
         self._read_inputs(program)
         self._outputs, self._loss = self._read_outputs(program)
-        self._steps = tuple(_steps(program.graph_module))
-        self.narrow = _narrow(self._steps)
+        self._steps = tuple(steps_of(program.graph_module))
+        self.narrow = narrow_operations(self._steps)
+        self._text = f"{program.graph} {program.graph_signature} {self.trainable} {self._inputs}"
+        self._needs_values = any(step.is_dynamic for step in self._steps)
         self._attributes = {
             node.target: getattr(program.graph_module, node.target)
             for node in program.graph.nodes
@@ -123,36 +116,11 @@ class Lowered:
                 else:
                     values[name] = parameters[source] if source in parameters else buffers[source]
             for step in self._steps:
-                values[step.node.name] = self._run(step, values)
+                values[step.node.name] = run_step(step, values)
             after = dict(buffers)
             for name, value in self._outputs.items():
                 after[name] = values[value.name]
             return values[self._loss.name], after
-
-    def _run(self, step: Step, values: dict[Any, Any]) -> Any:
-        node = step.node
-
-        def value_of(argument: fx.Node) -> Any:
-            return values[argument.name]
-
-        args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-        if not step.is_op:
-            out = step.function(*args, **kwargs)
-        else:
-            try:
-                out = step.function(*args, **kwargs)
-            except RandomnessError as error:
-                raise RandomnessError(random_message(str(error), node)) from None
-            except BridgeError:
-                raise
-            except jax.errors.JAXTypeError:
-                raise  # a value asked for inside jit: the caller runs the program step by step instead
-            except Exception as error:
-                raise WrongLowering(
-                    f"the lowering of {node.target}{where_from(node)} failed: {type(error).__name__}: {error}"
-                ) from error
-        _check_kind(node, out)
-        return out
 
     @cached_property
     def gradient_function(self) -> Callable[..., Any]:
@@ -165,11 +133,29 @@ class Lowered:
         return jax.value_and_grad(loss, has_aux=True)
 
     @cached_property
-    def _jitted(self) -> Callable[..., Any]:
-        return jax.jit(self.gradient_function)
+    def _foreign(self) -> tuple[int, ...]:
+        """The functions that are not the suite's own: what they compute cannot be told from their names."""
+        own = f"{__package__}.ops."
+        return tuple(id(s.function) for s in self._steps if s.is_op and not s.function.__module__.startswith(own))
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """What the program computes, the same in every process."""
+        digest = hashlib.sha256(f"{_source_digest()} {torch.__version__} {self._default_float} {self._text}".encode())
+        for name, constant in sorted(self._constants.items()):
+            digest.update(f"{name} {constant.dtype} {constant.shape}".encode() + np.asarray(constant).tobytes())
+        return "bridge", digest.hexdigest(), self._foreign
+
+    def _compiled(self, arguments: tuple[Any, ...]) -> Any:
+        if not self._needs_values:
+            try:
+                return PROGRAMS.call(self._key, self.gradient_function, *arguments, store=not self._foreign)
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                self._needs_values = True  # a shape or a number depends on values: only running it tells
+        return self.gradient_function(*arguments)
 
     def value_and_gradient(
-        self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Sequence[Any], *, jit: bool = False
+        self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Sequence[Any], *, jit: bool = True
     ) -> tuple[float, dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]]]:
         """Return the loss, its gradient in every trainable parameter, and the buffers afterwards, in numpy.
 
@@ -179,16 +165,26 @@ class Lowered:
             parameters: name -> array.
             buffers: name -> array.
             inputs: the batch's tensors, in order.
-            jit: compile the whole (seconds, once for each program) rather than run operation by operation.
+            jit: compile the whole, which takes seconds once for each program and is kept on disk; programs whose
+                shapes depend on values run operation by operation all the same.
         """
         with jax.default_device(cpu()):
             trainable = {name: parameters[name] for name in self.trainable}
             frozen = {name: value for name, value in parameters.items() if name not in trainable}
-            function = self._jitted if jit else self.gradient_function
-            (loss, after), gradient = function(trainable, (frozen, dict(buffers)), list(inputs))
+            arguments = trainable, (frozen, dict(buffers)), tuple(inputs)
+            (loss, after), gradient = self._compiled(arguments) if jit else self.gradient_function(*arguments)
         # JAX's gradient in a complex number is the conjugate of torch's
         gradient = {name: np.conj(np.asarray(g)) for name, g in gradient.items()}
         return float(loss), gradient, {name: np.asarray(b) for name, b in after.items()}
+
+
+@cache
+def _source_digest() -> str:
+    """Return a digest of the bridge's own source: other code, other programs."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -199,46 +195,6 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
         for name, tensor in named(remove_duplicate=False):
             names[name] = first.setdefault(id(tensor), name)
     return names
-
-
-def _steps(graph_module: fx.GraphModule) -> list[Step]:
-    steps = []
-    for node in graph_module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            lowering = lowering_of(node.target)
-            assert lowering is not None
-            steps.append(Step(node, lowering, True))
-        else:
-            steps.append(Step(node, node.target, False))
-    return steps
-
-
-def _narrow(steps: tuple[Step, ...]) -> tuple[str, ...]:
-    found = []
-    for step in steps:
-        value = step.node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
-            found.append(f"{step.node.target}{where_from(step.node)}")
-    return tuple(found)
-
-
-def _check_kind(node: fx.Node, out: Any) -> None:
-    """Hold a result to the shape and the dtype that torch has there."""
-    expected = node.meta.get("val")
-    if not isinstance(expected, torch.Tensor):
-        return
-    dtype = jax_dtype(expected.dtype)
-    shape = tuple(expected.shape)
-    known = all(isinstance(n, int) for n in shape)
-    weak = getattr(out, "weak_type", False)
-    if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
-        got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
-        raise WrongLowering(
-            f"the lowering of {node.target}{where_from(node)} gives {got}{' (weakly typed)' if weak else ''} where "
-            f"torch gives {dtype}{list(shape)}: correct the function registered for it"
-        )
 
 
 def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[Array]]:
@@ -265,7 +221,7 @@ def lower(model: nn.Module, loss: LossFunction, batch: Batch) -> Lowered:
 
 
 def jax_gradient(
-    model: nn.Module, loss: LossFunction, batch: Batch, *, jit: bool = False
+    model: nn.Module, loss: LossFunction, batch: Batch, *, jit: bool = True
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the gradient of `loss(model, batch)` in every trainable parameter, differentiated by JAX alone.
 

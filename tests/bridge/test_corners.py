@@ -22,10 +22,10 @@ def corners(values: Any = CORNERS) -> torch.Tensor:
 
 UNARY = [
     "abs", "acos", "acosh", "asin", "asinh", "atan", "ceil", "cosh", "deg2rad", "digamma", "elu", "celu", "erf",
-    "erfinv", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardswish", "hardtanh", "i0", "leaky_relu", "lgamma", "log",
-    "log1p", "log_sigmoid", "logit", "mish", "nan_to_num", "reciprocal", "relu", "relu6", "round", "rsqrt", "selu",
-    "sgn", "sigmoid", "sign", "silu", "sinc", "softplus", "softshrink", "special_entr", "special_i0e", "special_i1",
-    "special_log_ndtr", "sqrt", "square", "tan", "tanh", "trunc",
+    "erfinv", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardswish", "hardtanh", "i0", "leaky_relu",
+    "lgamma", "log", "log1p", "log_sigmoid", "logit", "mish", "nan_to_num", "reciprocal", "relu", "relu6", "round",
+    "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sinc", "softplus", "softshrink", "special_entr",
+    "special_i0e", "special_i1", "special_log_ndtr", "sqrt", "square", "tan", "tanh", "trunc",
 ]  # fmt: skip
 
 

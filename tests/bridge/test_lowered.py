@@ -12,6 +12,7 @@ from torch import nn
 
 from gradcheck_suite.bridge import arguments_of, jax_gradient, lower
 from gradcheck_suite.bridge.ops.losses import ctc_loss
+from gradcheck_suite.references.programs import PROGRAMS
 from tests.bridge.agreeing import assert_agrees
 
 X = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(6, 4)
@@ -137,12 +138,23 @@ def test_batches_are_trees_with_whatever_else_in_them():
     assert_agrees(Of(lambda self, x: self.linear(x)), loss, batch)
 
 
-def test_shapes_that_depend_on_values_run_without_jit():
+def test_shapes_that_depend_on_values_run_step_by_step():
     def loss(model, batch):
         out = model(batch)
         return out[batch[:, 0] > 0.2].sum() / 3 + out.masked_select(out.detach() > 0).sum()
 
-    assert_agrees(Of(lambda self, x: self.linear(x)), loss, X, jit=False)
+    assert_agrees(Of(lambda self, x: self.linear(x)), loss, X)
+
+
+def test_programs_are_told_apart_by_their_constants_and_found_again():
+    """Two losses of one graph and two constants: the second must not run the first one's program."""
+    model = Of(lambda self, x: self.linear(x))
+    for scale in (1.0, 2.0):
+        weights = torch.full((4,), scale, dtype=torch.float64)
+        assert_agrees(model, lambda model, batch, w=weights: (model(batch) ** 2 * w).mean(), X)
+    compiled = PROGRAMS.compiled
+    assert_agrees(model, lambda model, batch, w=weights: (model(batch) ** 2 * w).mean(), X)
+    assert PROGRAMS.compiled == compiled
 
 
 def test_recurrent_layers():

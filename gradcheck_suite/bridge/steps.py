@@ -1,0 +1,96 @@
+"""The operations of an exported graph, each run in JAX and held to what torch says of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from torch import fx
+
+from gradcheck_suite.bridge.dtypes import jax_dtype
+from gradcheck_suite.bridge.errors import BridgeError, RandomnessError, WrongLowering
+from gradcheck_suite.bridge.exporting import random_message
+from gradcheck_suite.bridge.sources import where_from
+from gradcheck_suite.bridge.table import is_dynamic, lowering_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the graph, with what JAX does for it."""
+
+    node: fx.Node
+    function: Callable[..., Any]
+    is_op: bool
+    is_dynamic: bool = False
+
+
+def steps_of(graph_module: fx.GraphModule) -> list[Step]:
+    """Return what there is to run, in order."""
+    steps = []
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload):
+            lowering = lowering_of(node.target)
+            assert lowering is not None
+            steps.append(Step(node, lowering, True, is_dynamic(node.target)))
+        else:
+            steps.append(Step(node, node.target, False))
+    return steps
+
+
+def narrow_operations(steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return the operations, with their lines, whose results are floats of less than 64 bits."""
+    found = []
+    for step in steps:
+        value = step.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
+            found.append(f"{step.node.target}{where_from(step.node)}")
+    return tuple(found)
+
+
+def run_step(step: Step, values: dict[Any, Any]) -> Any:
+    """Return what a step gives for the values so far, held to the shape and the dtype that torch has there."""
+    node = step.node
+
+    def value_of(argument: fx.Node) -> Any:
+        return values[argument.name]
+
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    if not step.is_op:
+        out = step.function(*args, **kwargs)
+    else:
+        try:
+            out = step.function(*args, **kwargs)
+        except RandomnessError as error:
+            raise RandomnessError(random_message(str(error), node)) from None
+        except BridgeError:
+            raise
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            raise  # a value asked for inside jit: the caller runs the program step by step instead
+        except Exception as error:
+            raise WrongLowering(
+                f"the lowering of {node.target}{where_from(node)} failed: {type(error).__name__}: {error}"
+            ) from error
+    _check_kind(node, out)
+    return out
+
+
+def _check_kind(node: fx.Node, out: Any) -> None:
+    """Hold a result to the shape and the dtype that torch has there."""
+    expected = node.meta.get("val")
+    if not isinstance(expected, torch.Tensor):
+        return
+    dtype = jax_dtype(expected.dtype)
+    shape = tuple(expected.shape)
+    known = all(isinstance(n, int) for n in shape)
+    weak = getattr(out, "weak_type", False)
+    if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
+        got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
+        raise WrongLowering(
+            f"the lowering of {node.target}{where_from(node)} gives {got}{' (weakly typed)' if weak else ''} where "
+            f"torch gives {dtype}{list(shape)}: correct the function registered for it"
+        )
