@@ -12,6 +12,9 @@ __all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
 
 NOT_EXPRESSED: dict[int, str] = {
     23: "the gradient's values are right; that it hangs on a graph is held by properties/test_graph_hygiene.py",
+    38: "a scheduler that steps too often changes the next step's size, not the gradient; optimizers are replayed with "
+    "the settings that each step had",
+    43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
     46: "None and zeros are both right by the contract; properties/test_modes_agree.py holds what differs",
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""

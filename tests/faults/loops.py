@@ -1,4 +1,4 @@
-"""The classic accumulation faults, each as an ordinary training loop somebody could have written.
+"""Faults beside those of the zoo, each as an ordinary training loop somebody could have written.
 
 Apart from its one fault every loop is sound: the others would hide it. `WANTED` says what verifying each must find.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite import TrainingRun, training_loop
+from gradcheck_suite import TrainingRun
 
 WANTED: dict[Any, frozenset[str]] = {}
 """Loop -> what it may be found as, `kind/diagnosis`: several where a small window shows two faults alike."""
@@ -53,16 +53,6 @@ def no_reset(run: TrainingRun) -> None:
     for window in _windows(run):
         total = _total(run, window)
         for batch in window:
-            _share(run, batch, total).backward()
-        run.optimizer.step()
-
-
-@_shows("gradient/reset-inside-window")
-def reset_per_micro_batch(run: TrainingRun) -> None:
-    for window in _windows(run):
-        total = _total(run, window)
-        for batch in window:
-            run.optimizer.zero_grad()
             _share(run, batch, total).backward()
         run.optimizer.step()
 
@@ -134,16 +124,6 @@ def no_divide(run: TrainingRun) -> None:
 
 
 @_shows("gradient/wrong-scale")
-def double_divide(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        total = _total(run, window)
-        for batch in window:
-            (_share(run, batch, total) / run.accumulation_steps).backward()
-        run.optimizer.step()
-
-
-@_shows("gradient/wrong-scale")
 def sum_divided_by_count(run: TrainingRun) -> None:
     for window in _windows(run):
         run.optimizer.zero_grad()
@@ -152,18 +132,6 @@ def sum_divided_by_count(run: TrainingRun) -> None:
             loss = run.loss(run.model, batch)
             (loss * run.count(batch) / total if run.reduction == "mean" else loss / total).backward()
         run.optimizer.step()
-
-
-@_shows("gradient/wrong-scale")
-@training_loop(assumes=("equal-micro-batches",))
-def tail_divided_by_steps(run: TrainingRun) -> None:
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            (loss / run.accumulation_steps if run.reduction == "mean" else loss).backward()
-            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
 
 
 @_shows("gradient/wrong-scale")
@@ -188,17 +156,6 @@ def count_of_the_epoch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@_shows("gradient/wrong-count")
-def items_in_place_of_counts(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        items = [len(batch["x"]) for batch in window]
-        for batch, n in zip(window, items, strict=True):
-            loss = run.loss(run.model, batch)
-            (loss * n / sum(items) if run.reduction == "mean" else loss).backward()
-        run.optimizer.step()
-
-
 @_shows("gradient/rounded-weights")
 def weights_in_float32(run: TrainingRun) -> None:
     for window in _windows(run):
@@ -215,17 +172,6 @@ def weights_in_float32(run: TrainingRun) -> None:
 # Window boundaries
 
 
-@_shows("step-count/tail-leak")
-def tail_leak(run: TrainingRun) -> None:
-    for window in _windows(run):
-        total = _total(run, window)
-        for batch in window:
-            _share(run, batch, total).backward()
-        if len(window) == run.accumulation_steps:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-
 @_shows("step-count/tail-dropped")
 def tail_dropped(run: TrainingRun) -> None:
     for window in _windows(run):
@@ -236,30 +182,6 @@ def tail_dropped(run: TrainingRun) -> None:
         for batch in window:
             _share(run, batch, total).backward()
         run.optimizer.step()
-
-
-@_shows("gradient/first-only")
-@training_loop(assumes=("equal-micro-batches", "whole-windows"))
-def off_by_one(run: TrainingRun) -> None:
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            (loss / run.accumulation_steps if run.reduction == "mean" else loss).backward()
-            if i % run.accumulation_steps == 0:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
-
-@_shows("step-count/never-stepped", "gradient/first-only")
-@training_loop(assumes=("equal-micro-batches", "whole-windows"))
-def inverted_condition(run: TrainingRun) -> None:
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            (loss / run.accumulation_steps if run.reduction == "mean" else loss).backward()
-            if (i + 1) % run.accumulation_steps:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
 
 
 @_shows("step-count/wrong-step-count", "step-count/tail-leak")
@@ -315,18 +237,6 @@ def updates_by_hand_as_well(run: TrainingRun) -> None:
 # The accumulator
 
 
-@_shows("gradient/first-only")
-def first_only(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        total = _total(run, window)
-        for j, batch in enumerate(window):
-            loss = _share(run, batch, total)
-            if j == 0:
-                loss.backward()
-        run.optimizer.step()
-
-
 @_shows("gradient/dropped-micro-batch")
 def middle_dropped(run: TrainingRun) -> None:
     for window in _windows(run):
@@ -349,43 +259,6 @@ def last_repeated(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@_shows("gradient/rescaled-accumulator", "gradient/wrong-scale")
-def rescaled_accumulator(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        for batch in window:
-            run.loss(run.model, batch).backward()
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.div_(run.accumulation_steps)
-        run.optimizer.step()
-
-
-@_shows("gradient/rescaled-accumulator", "gradient/repeated-micro-batch")
-def doubled_accumulator(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        total = _total(run, window)
-        for batch in window:
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(2)
-            _share(run, batch, total).backward()
-        run.optimizer.step()
-
-
-@_shows("gradient/running-loss", "gradient/repeated-micro-batch")
-def backward_of_the_running_loss(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        total = _total(run, window)
-        running: Any = 0.0
-        for batch in window:
-            running = running + _share(run, batch, total)
-            running.backward(retain_graph=True)
-        run.optimizer.step()
-
-
 # What is not linear
 
 
@@ -397,18 +270,6 @@ def clip_per_micro_batch(run: TrainingRun) -> None:
         for batch in window:
             _share(run, batch, total).backward()
             torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.1)
-        run.optimizer.step()
-
-
-@_shows("gradient/not-linear")
-def clip_the_norm_per_micro_batch(run: TrainingRun) -> None:
-    for window in _windows(run):
-        run.optimizer.zero_grad()
-        total = _total(run, window)
-        for batch in window:
-            _share(run, batch, total).backward()
-            if not any(p.grad is not None and p.grad.is_sparse for p in run.model.parameters()):
-                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
         run.optimizer.step()
 
 
