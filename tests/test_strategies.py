@@ -20,7 +20,8 @@ from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, laye
 from gradcheck_suite.strategies import MAX_MICRO_BATCHES
 from gradcheck_suite.trial import generated_trial
 
-DRAWS = 1500
+RUNS, PER_RUN = 10, 200
+DRAWS = RUNS * PER_RUN
 SMALLEST = Case(
     ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")),
     Plan((1,), 1),
@@ -35,11 +36,16 @@ def _walk(layers) -> Iterator[Layer]:
 
 @cache
 def _drawn() -> tuple[Case, ...]:
+    """Draw as `verify` does: Hypothesis varies what it has drawn, so that one long run is less than several short."""
+    return tuple(case for number in range(RUNS) for case in _one_run(number))
+
+
+def _one_run(number: int) -> list[Case]:
     found: list[Case] = []
 
-    @seed(0)
+    @seed(number)
     @settings(
-        max_examples=DRAWS,
+        max_examples=PER_RUN,
         database=None,
         derandomize=False,
         deadline=None,
@@ -51,7 +57,7 @@ def _drawn() -> tuple[Case, ...]:
         found.append(case)
 
     draw()
-    return tuple(found)
+    return found
 
 
 # Reach
