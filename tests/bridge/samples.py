@@ -257,6 +257,7 @@ HAND: dict[str, Callable[[], list[Any]]] = {
     "rnn_tanh_cell": lambda: [
         (aten.rnn_tanh_cell.default, (tensor(2, 3), tensor(2, 4, seed=1), *_weights(1, 3, 4)), {})
     ],
+    "rrelu": lambda: [(aten.rrelu.default, (tensor(4), 0.1, 0.5, False), {})],
     "sgn": lambda: [
         (aten.sgn.default, (torch.tensor([-2.0, 0.0, 3.0], dtype=F64),), {}),
         (aten.sgn.default, (COMPLEX.clone().requires_grad_(),), {}),
@@ -268,6 +269,49 @@ HAND: dict[str, Callable[[], list[Any]]] = {
     "view_as_real": lambda: [(aten.view_as_real.default, (COMPLEX.clone().requires_grad_(),), {})],
     "zero": lambda: [(aten.zero.default, (tensor(2),), {})],
 }
+
+
+_ONE_ROW = (0, torch.tensor([[1, 1]]))
+_HOW = ({"reduce": "add"}, {"reduce": "multiply"})
+ALSO: dict[str, Callable[[], list[Any]]] = {
+    "_upsample_bicubic2d_aa": lambda: _by_factors("_upsample_bicubic2d_aa", 2, True),
+    "_upsample_bilinear2d_aa": lambda: _by_factors("_upsample_bilinear2d_aa", 2, False),
+    "_upsample_nearest_exact1d": lambda: _by_factors("_upsample_nearest_exact1d", 1),
+    "_upsample_nearest_exact2d": lambda: _by_factors("_upsample_nearest_exact2d", 2),
+    "_upsample_nearest_exact3d": lambda: _by_factors("_upsample_nearest_exact3d", 3),
+    "arange": lambda: [(aten.arange.default, (end,), {}) for end in (4, 2.5)],
+    "eye": lambda: [(aten.eye.m, (3, 2), {})],
+    "norm": lambda: [
+        (aten.norm.ScalarOpt_dim_dtype, (tensor(3, 2), 3, [1], False), {"dtype": torch.float64}),
+        (aten.norm.ScalarOpt_dtype, (tensor(3, 2), 1), {"dtype": torch.float64}),
+    ],
+    "repeat_interleave": lambda: [(aten.repeat_interleave.Tensor, (_index(2, 0, 3),), {})],
+    "scatter": lambda: [
+        (aten.scatter.value, (tensor(3, 2), 0, _index(1, 2)[None], 0.5), {}),
+        *((aten.scatter.reduce, (*_no_grad(tensor(3, 2)), *_ONE_ROW, *_no_grad(tensor(1, 2))), h) for h in _HOW),
+        *((aten.scatter.value_reduce, (*_no_grad(tensor(3, 2)), *_ONE_ROW, 2.5), h) for h in _HOW),
+    ],
+    "upsample_bicubic2d": lambda: _by_factors("upsample_bicubic2d", 2, False),
+    "upsample_bilinear2d": lambda: _by_factors("upsample_bilinear2d", 2, True),
+    "upsample_linear1d": lambda: _by_factors("upsample_linear1d", 1, False),
+    "upsample_nearest1d": lambda: _by_factors("upsample_nearest1d", 1),
+    "upsample_nearest2d": lambda: _by_factors("upsample_nearest2d", 2),
+    "upsample_nearest3d": lambda: _by_factors("upsample_nearest3d", 3),
+    "upsample_trilinear3d": lambda: _by_factors("upsample_trilinear3d", 3, False),
+    "view": lambda: [(aten.view.dtype, (tensor(2).detach(), torch.int64), {})],
+    "where": lambda: [
+        (aten.where.Scalar, (_index(1, 0) > 0, 2.0, 1), {}),
+        (aten.where.ScalarOther, (_index(1, 0) > 0, tensor(2), 1), {}),
+        (aten.where.ScalarSelf, (_index(1, 0) > 0, 2.0, tensor(2)), {}),
+    ],
+}
+"""Calls of overloads that the others do not reach."""
+
+
+def _by_factors(name: str, n: int, *flags: bool) -> list[Any]:
+    """Calls of an interpolation by factors, and to a size."""
+    op, x = getattr(aten, name).vec, tensor(1, 2, *[4, 5, 3][:n])
+    return [(op, (x, None, *flags, [1.7, 0.6, 2.0][:n]), {}), (op, (x, [3, 7, 2][:n], *flags, None), {})]
 
 
 def _no_grad(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

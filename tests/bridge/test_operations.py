@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import islice
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.utils._pytree
 
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
+from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
 from gradcheck_suite.bridge.errors import RandomnessError
 from gradcheck_suite.bridge.table import lowering_of, register_op, table
 from tests.bridge.comparing import TOLERANCE, compare
 from tests.bridge.opinfo import direct, recorded
-from tests.bridge.samples import HAND, THROUGH, tensor
+from tests.bridge.samples import ALSO, HAND, THROUGH, tensor
 
-SAMPLES = 4
+SAMPLES = 3
 OPERATIONS = sorted({name.split(".")[1] for name in table() if name.startswith("aten.")})
 VALUES_ARE_ANYTHING = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 PYTHON_NUMBERS = {"_local_scalar_dense", "sym_constrain_range_for_size", "sym_numel", "sym_size"}
-"""Operations on numbers, not tensors: what exported programs do with them is tested in test_lowered."""
+"""Operations on numbers, not tensors: what exported programs do with them is tested apart."""
 NO_DERIVATIVE = {"bincount", "floor_divide", "heaviside", "histc"}
 LOOSER = {
     # torch's trigamma sums too few terms of its series: see test_findings
@@ -36,20 +39,20 @@ ILL_CONDITIONED = {"native_batch_norm", "native_group_norm", "native_layer_norm"
 """Normalising two numbers gives +1 and -1 whatever they are: the gradient is rounding and nothing else."""
 
 
+@cache
 def _samples(name: str) -> list[Any]:
+    also = ALSO[name]() if name in ALSO else []
     if name in HAND:
-        return HAND[name]()
-    found = [] if name in THROUGH else list(islice(direct(name, SAMPLES), 3 * SAMPLES))
+        return [*HAND[name](), *also]
+    found = [] if name in THROUGH else list(islice(direct(name, SAMPLES), 2 * SAMPLES))
     if not found and name in THROUGH:
         found = list(recorded(name, THROUGH[name], SAMPLES))
-    return [sample for sample in found if lowering_of(sample[0]) is not None and not _hopeless(name, *sample)]
+    return [s for s in found if lowering_of(s[0]) is not None and not _hopeless(name, *s)] + also
 
 
 def _hopeless(name: str, op: Any, args: Any, kwargs: Any) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p"))
-    if name == "rrelu":
-        return bool(kwargs.get("training"))
     if name == "as_strided":
         return bool(kwargs.get("storage_offset")) or args[0].numel() < 1
     return name in ILL_CONDITIONED and args[0].numel() <= 6
@@ -78,6 +81,27 @@ def test_an_operation_is_torchs(name):
             jit=not masked,
             skip_gradients_of=NO_GRADIENT_OF.get(name, ()),
         )
+
+
+@pytest.mark.parametrize("name", sorted(VALUES_ARE_ANYTHING))
+def test_a_tensor_of_any_values_has_the_shape_and_the_dtype(name):
+    like = (torch.ones(2, dtype=torch.float32),) if "like" in name or "new" in name else ()
+    size = () if "like" in name else ([3, 2],)
+    strides = ([2, 1],) if "strided" in name else ([0, 1],) if "permuted" in name else ()
+    packet = getattr(torch.ops.aten, name)
+    overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *like, *size, *strides)
+    op = getattr(packet, overload or "default")
+    expected = op(*like, *size, *strides)
+    got = lowering_of(op)(*map(to_array, like), *size, *strides)
+    assert (got.shape, got.dtype) == (tuple(expected.shape), jax_dtype(expected.dtype))
+
+
+def test_operations_that_give_python_numbers():
+    x = jnp.ones((2, 3))
+    assert lowering_of(torch.ops.aten.sym_size.int)(x, 1) == 3
+    assert lowering_of(torch.ops.aten.sym_numel.default)(x) == 6
+    assert lowering_of(torch.ops.aten._local_scalar_dense.default)(jnp.asarray(2.5)) == 2.5
+    assert lowering_of(torch.ops.aten.sym_constrain_range_for_size.default)(2) is None
 
 
 def test_there_are_more_than_150_operations():
@@ -111,3 +135,10 @@ def test_a_planted_fault_is_seen():
 def test_active_randomness_is_refused(op, arguments):
     with pytest.raises(RandomnessError):
         compare(op, arguments, {})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_overload_in_the_table_has_a_sample():
+    called = {str(op) for name in OPERATIONS for op, _, _ in _samples(name)}
+    named = {name for name in table() if name.count(".") == 2 and name.startswith("aten.")}
+    assert named - called - {"aten.empty.memory_format", "aten.sym_size.int"} == set()

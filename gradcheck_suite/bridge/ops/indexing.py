@@ -62,7 +62,7 @@ def take(self: Array, index: Array) -> Array:
 def masked_select(self: Array, mask: Array) -> Array:
     """Entries where the mask holds, in one axis."""
     x, m = jnp.broadcast_arrays(self, lax.stop_gradient(mask))
-    return x[tuple(jnp.asarray(places) for places in np.nonzero(np.asarray(m)))]
+    return x.reshape(-1)[np.flatnonzero(np.asarray(m))]
 
 
 @register_op("aten.nonzero", dynamic=True)

@@ -50,7 +50,7 @@ def _count(x: Array, axes: Sequence[int]) -> int:
     return math.prod(x.shape[a] for a in axes)
 
 
-@register_op("aten.mean.dim", "aten.mean.names_dim")
+@register_op("aten.mean.dim")
 def mean(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
     """The mean; NaN of nothing."""
     x = self if dtype is None else self.astype(jax_dtype(dtype))
