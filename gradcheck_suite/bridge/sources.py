@@ -16,7 +16,7 @@ _BRIDGE = str(Path(__file__).parent)
 def where_from(node: fx.Node) -> str:
     """Return ` (FILE, line N: code)` of the innermost frame outside torch and this package, or nothing."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    foreign = [f for f in frames if not f["file"].startswith((_TORCH, _BRIDGE))]
+    foreign = [f for f in frames if not f["file"].startswith((_TORCH, _BRIDGE, "<"))]
     if not frames:
         return ""
     frame = (foreign or frames)[-1]
