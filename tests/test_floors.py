@@ -35,9 +35,11 @@ FLOORS = {
     "numerics": 1,
     # 2: torch and JAX
     "aliasing": 2,
+    "autocast": 2,
     "catalogue": 2,
     "devices": 2,
     "guard": 2,
+    "ledger": 2,
     "loops": 2,
     "observer": 2,
     "optimizers": 2,
