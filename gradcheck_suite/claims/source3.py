@@ -1,4 +1,4 @@
-"""Claims of the answer about when to call `zero_grad` (C3.1 to C3.3 and C3.5; C3.4 is one of memory)."""
+"""Claims of the answer about when to call `zero_grad` (C3.1 to C3.5)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from gradcheck_suite.claims import sizes
 from gradcheck_suite.claims.record import Claim, Finding
 from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, TrainingRun
 from gradcheck_suite.describe import describe_case
@@ -128,12 +129,13 @@ def _grows_without_bound() -> Finding:
                 optimizer.zero_grad()
         return seen, last
 
-    figures = {}
+    figures: dict[str, object] = {}
     for lr in (0.01, 0.1, 1.0):
         for reset in (True, False):
             gradient, distance = largest(lr, reset=reset)
             figures[f"lr {lr}, {'reset' if reset else 'no reset'}"] = (
-                f"largest gradient {gradient:.3g}, then within {distance:.3g} of the minimum in the last 100 of 1000 steps"
+                f"largest gradient {gradient:.3g}, then within {distance:.3g} of the minimum in the last 100 of 1000 "
+                f"steps"
             )
     with_reset, without = largest(0.01, reset=True), largest(0.01, reset=False)
     assert with_reset[1] < 1e-3 < 0.5 < without[1]
@@ -143,7 +145,8 @@ def _grows_without_bound() -> Finding:
     return Finding(
         "conditional",
         "Without a reset SGD is momentum without friction: near a minimum the held gradient stays bounded, by "
-        "1/sqrt(lr) here, and training circles the minimum for ever. Where gradients keep one sign it grows with every step.",
+        "1/sqrt(lr) here, and training circles the minimum for ever. Where gradients keep one sign it grows with "
+        "every step.",
         condition="gradients keep their sign over many steps; else training never settles, but nothing becomes "
         "excessively large",
         figures=figures,
@@ -194,6 +197,7 @@ CLAIMS = (
         "verify on the loop with and without equal counts and whole windows",
         _keeps_the_learning_rate,
     ),
+    *sizes.MEMORY_CLAIMS,
     Claim(
         "C3.5",
         "Not resetting makes gradients excessively large and training unstable.",

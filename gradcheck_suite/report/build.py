@@ -1,0 +1,104 @@
+"""From a reports folder to a `Report`: the sections in order, and the answers a reader comes for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.report.content import Report, Section
+from gradcheck_suite.report.costs_section import costs
+from gradcheck_suite.report.records_view import environments, latest, read_all
+from gradcheck_suite.report.sections import claims, counterexamples, verification, zoo
+
+TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
+
+
+def build(reports: Path) -> Report:
+    """Build the report from the records under a folder."""
+    records = read_all(reports)
+    sections: list[Section | None] = [
+        verification(records.of("verify")),
+        costs(records.of("benchmark")),
+        claims(records.of("claim")),
+        zoo(records.of("zoo")),
+        counterexamples(records.of("verify")),
+    ]
+    everything = [record for kind in records.by_kind.values() for record in kind]
+    return Report(
+        title=TITLE,
+        made=datetime.now(UTC).isoformat(timespec="minutes"),
+        answers=_answers(records.of("verify"), records.of("benchmark"), records.of("claim")),
+        sections=tuple(section for section in sections if section is not None),
+        environments=environments(everything),
+        problems=records.problems,
+    )
+
+
+def _answers(
+    verified: Sequence[Record], measured: Sequence[Record], claimed: Sequence[Record]
+) -> tuple[tuple[str, str, str], ...]:
+    return (
+        ("Does zero_ give the same gradients as set_to_none?", _equal(verified), "verified"),
+        ("Where do they differ?", _differ(), "claims"),
+        ("What does each cost?", _cost(measured), "costs"),
+        ("Which of the claims are true?", _true(claimed), "claims"),
+    )
+
+
+def _equal(records: Sequence[Record]) -> str:
+    newest = [r.data for r in latest(records, lambda d: (d.get("loop"), d.get("dtype"))) if r.data.get("loop") in MODES]
+    if not newest:
+        return "Not verified yet."
+    violated = [d["loop"] for d in newest if d["verdict"] != "holds"]
+    if violated:
+        return f"No: {', '.join(violated)} violated."
+    cases = sum(int(d["judged"]) for d in newest)
+    dtypes = ", ".join(sorted({str(d["dtype"]) for d in newest}))
+    return (
+        f"Yes: {len({d['loop'] for d in newest})} ways of resetting hand the optimizer the large batch's gradient, in "
+        f"each of {cases:,} judged cases ({dtypes})."
+    )
+
+
+def _differ() -> str:
+    return (
+        "A parameter that no item reaches keeps None under a release and zeros under zero_, which momentum and weight "
+        "decay act on; a gradient that hangs on a graph stays on it under a zero_ by hand; and a backward that hands "
+        "out a buffer it reuses is summed wrongly where .grad was None."
+    )
+
+
+def _cost(records: Sequence[Record]) -> str:
+    windows: dict[tuple[object, ...], dict[str, float]] = {}
+    for record in records:
+        data = record.data
+        if data.get("measures") == "window":
+            key = tuple(data[n] for n in ("device", "dtype", "parameters", "layout", "micro_batches"))
+            windows.setdefault(key, {})[str(data["mode"])] = float(data["seconds"]["median"])
+    both = {k: v["zero_"] / v["set_to_none"] for k, v in windows.items() if {"zero_", "set_to_none"} <= v.keys()}
+    if not both:
+        return "Not measured yet."
+    parts = []
+    for device in sorted({str(k[0]) for k in both}):
+        ratios = sorted(ratio for k, ratio in both.items() if k[0] == device)
+        parts.append(
+            f"on the {'CPU' if device == 'cpu' else 'GPU'} a window under zero_ takes {median(ratios):.2f} times as "
+            f"long as under set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}. Zeroing keeps one gradient's worth of memory between steps, releasing none."
+
+
+def _true(records: Sequence[Record]) -> str:
+    newest = latest([r for r in records if "number" in r.data], lambda d: d["number"])
+    if not newest:
+        return "Not tested yet."
+    counts = {v: sum(r.data["verdict"] == v for r in newest) for v in ("confirmed", "conditional", "refuted")}
+    return (
+        f"Of {len(newest)} claims {counts['confirmed']} are confirmed, {counts['conditional']} true under a condition, "
+        f"{counts['refuted']} refuted."
+    )

@@ -1,0 +1,170 @@
+"""What each reset mode costs: the modes side by side, prediction against measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.report import plots
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
+from gradcheck_suite.report.records_view import latest
+
+_WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
+MODES = ("zero_", "zero_grad_foreach", "flat_buffer", "set_to_none", "jax_scan")
+NO_GPU = (
+    "No record of a CUDA device is here: nothing below was run on a GPU. On a machine with one, "
+    "`pytest properties/benchmarks/bench_modes.py --bench-device cuda --bench-records reports` makes them."
+)
+
+
+def costs(records: Sequence[Record]) -> Section:
+    """Return the section on what resets cost in time."""
+    rows = [r.data for r in latest(records, lambda d: tuple(d.get(name) for name in _WHAT))]
+    if not rows:
+        return Section(
+            "costs",
+            "What each reset mode costs",
+            missing="Nothing has been measured yet: run `pytest properties/benchmarks/bench_modes.py "
+            "--bench-records reports`.",
+        )
+    devices = sorted({str(row["device"]) for row in rows})
+    tables: list[Table] = []
+    figures: list[Figure] = []
+    for device in devices:
+        mine = [row for row in rows if row["device"] == device]
+        tables += [_windows(mine, device), _resets(mine, device), _prediction(mine, device)]
+        figures += _figures(mine, device)
+    return Section(
+        "costs",
+        "What each reset mode costs",
+        (
+            "Times are medians. A reset is timed on gradients that are not zero, with the caches flushed before every "
+            "round. Releasing costs next to nothing where it is done and moves its work into the next backward, so the "
+            "window is what counts: forward and backward of each micro-batch, and the reset.",
+            "The floor of a reset is the bytes it must write over the bandwidth of a device copy in the same run; a "
+            "released gradient has none.",
+        ),
+        tuple(table for table in tables if table.rows),
+        tuple(figures),
+        unique([record.command for record in records]),
+        missing=None if "cuda" in devices else NO_GPU,
+    )
+
+
+def _median(row: Mapping[str, Any]) -> float:
+    return float(row["seconds"]["median"])
+
+
+def _by_mode(rows: Sequence[Mapping[str, Any]], measures: str) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["measures"] == measures:
+            key = (row["parameters"], row["layout"], row["dtype"], row["micro_batches"])
+            found.setdefault(key, {})[str(row["mode"])] = row
+    return dict(sorted(found.items(), key=lambda item: (item[0][2], item[0][3], item[0][1], item[0][0])))
+
+
+def _windows(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
+    lines: list[tuple[Cell, ...]] = []
+    for (parameters, layout, dtype, micro_batches), modes in _by_mode(rows, "window").items():
+        base = _median(modes["zero_"]) if "zero_" in modes else None
+        shown = [1000 * _median(modes[m]) if m in modes else None for m in MODES]
+        ratio = base / _median(modes["set_to_none"]) if base and "set_to_none" in modes else None
+        lines.append((int(parameters), str(layout), str(dtype), int(micro_batches), *shown, ratio))
+    return Table(
+        f"One window on the {_named(device)}, ms",
+        ("parameters", "tensors", "dtype", "K", *MODES, "zero_ / set_to_none"),
+        tuple(lines),
+        "Above 1 in the last column, releasing is the faster one. jax_scan is the same window in JAX: `lax.scan` under "
+        "`jit`, buffers donated; it has no reset of its own.",
+    )
+
+
+def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
+    lines: list[tuple[Cell, ...]] = []
+    for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items():
+        for mode, row in modes.items():
+            floor = float(row["predicted_bytes"]) / float(row["bytes_per_second"])
+            lines.append(
+                (
+                    int(parameters),
+                    str(layout),
+                    str(dtype),
+                    mode,
+                    1000 * _median(row),
+                    1000 * floor if floor else None,
+                    floor / _median(row) if floor else None,
+                )
+            )
+    return Table(
+        f"The reset by itself on the {_named(device)}",
+        ("parameters", "tensors", "dtype", "mode", "ms", "floor, ms", "share of copy bandwidth"),
+        tuple(lines),
+        "Small gradients stay in a cache that the flush does not reach in full, and are then faster than the floor.",
+    )
+
+
+def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
+    """The difference between the modes in a window, from their bytes and as measured."""
+    lines: list[tuple[Cell, ...]] = []
+    for (parameters, layout, dtype, micro_batches), modes in _by_mode(rows, "window").items():
+        if not {"zero_", "set_to_none"} <= modes.keys():
+            continue
+        zero, none = modes["zero_"], modes["set_to_none"]
+        bandwidth = float(zero["bytes_per_second"])
+        predicted = (float(zero["predicted_bytes"]) - float(none["predicted_bytes"])) / bandwidth
+        measured = _median(zero) - _median(none)
+        lines.append(
+            (int(parameters), str(layout), str(dtype), int(micro_batches), 1000 * predicted, 1000 * measured,
+             100 * measured / _median(zero))
+        )  # fmt: skip
+    return Table(
+        f"What set_to_none saves in a window on the {_named(device)}: predicted and measured",
+        ("parameters", "tensors", "dtype", "K", "predicted, ms", "measured, ms", "measured, % of the window"),
+        tuple(lines),
+        "Predicted: zero mode writes every gradient once more and reads two and writes one in one more addition, four "
+        "times the gradients' bytes, over the copy bandwidth.",
+    )
+
+
+def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
+    resets: dict[str, list[tuple[float, float]]] = {}
+    gains: dict[str, list[tuple[float, float]]] = {}
+    for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items():
+        if dtype == "float32":
+            for mode, row in modes.items():
+                resets.setdefault(f"{mode}, {layout}", []).append((float(parameters), 1000 * _median(row)))
+    for (parameters, layout, dtype, k), modes in _by_mode(rows, "window").items():
+        if dtype == "float32" and {"zero_", "set_to_none"} <= modes.keys():
+            gain = _median(modes["zero_"]) / _median(modes["set_to_none"])
+            gains.setdefault(f"K = {k}, {layout} tensors", []).append((float(parameters), gain))
+    found = []
+    if resets:
+        found.append(
+            plots.lines(
+                resets,
+                x="parameters",
+                y="ms",
+                alt=f"Time of a reset against the number of parameters, one line per mode, float32 on the "
+                f"{_named(device)}",
+                caption="The reset by itself. Releasing costs a call per tensor and no traffic.",
+            )
+        )
+    if gains:
+        found.append(
+            plots.lines(
+                gains,
+                x="parameters",
+                y="zero_ / set_to_none",
+                log_y=False,
+                alt=f"Time of a window under zero_ over that under set_to_none against the number of parameters, on "
+                f"the {_named(device)}",
+                caption="A whole window, float32. At 1 the mode makes no difference; above it, releasing is faster.",
+            )
+        )
+    return found
+
+
+def _named(device: str) -> str:
+    return {"cpu": "CPU", "cuda": "GPU"}.get(device, device)

@@ -1,0 +1,61 @@
+"""Reading the records for the report: the latest of each kind of thing, and what they were made on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.journal import KINDS, Record, read_records
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Records:
+    """All records of a reports folder, by kind, oldest first, and what could not be read."""
+
+    by_kind: Mapping[str, list[Record]]
+    problems: tuple[str, ...]
+
+    def of(self, kind: str) -> list[Record]:
+        """Return a kind's records."""
+        return self.by_kind.get(kind, [])
+
+
+def read_all(reports: Path) -> Records:
+    """Read every kind's records."""
+    found: dict[str, list[Record]] = {}
+    problems: list[str] = []
+    for kind in KINDS:
+        found[kind], trouble = read_records(reports, kind)
+        problems += trouble
+    return Records(found, tuple(problems))
+
+
+def latest(records: Iterable[Record], key: Callable[[Mapping[str, Any]], Hashable]) -> list[Record]:
+    """Return the last record of each key, in the order in which the keys first appear."""
+    kept: dict[Hashable, Record] = {}
+    for record in records:
+        kept[key(record.data)] = record
+    return list(kept.values())
+
+
+def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:
+    """Return each distinct environment as pairs of a name and a value."""
+    return tuple(dict.fromkeys(_pairs(record.environment) for record in records if record.environment))
+
+
+def _pairs(environment: Mapping[str, Any]) -> Pairs:
+    versions = environment.get("versions") or {}
+    devices = environment.get("devices") or {}
+    precision = environment.get("precision") or {}
+    pairs = [
+        ("processor", f"{environment.get('processor', 'unknown')}, {environment.get('processor_count', '?')} cores"),
+        ("platform", str(environment.get("platform", "unknown"))),
+        *((f"{name} devices", ", ".join(map(str, found))) for name, found in devices.items()),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
+        ("precision", ", ".join(f"{name} {value}" for name, value in precision.items())),
+    ]
+    return tuple(pairs)

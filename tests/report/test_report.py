@@ -1,0 +1,230 @@
+"""The report: whole from records, plain where there are none, harmless whatever the records hold."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from gradcheck_suite.cli import run
+from gradcheck_suite.journal import append_record
+from gradcheck_suite.report import html, markdown
+from gradcheck_suite.report.build import build
+from gradcheck_suite.report.content import Figure, Report, Section, Table, shown, to_json
+
+ENVIRONMENT = {
+    "versions": {"torch": "2.13.0", "jax": None},
+    "platform": "Linux x86_64",
+    "processor": "a processor",
+    "processor_count": 2,
+    "devices": {"torch": ["cpu"]},
+    "precision": {"jax_enable_x64": True},
+}
+EVIL = "</td><script>alert('x')</script>|`*_[a](b)"
+
+
+def _record(reports, kind, **data):
+    append_record(reports, kind, data, environment=ENVIRONMENT, command=f"gradcheck-suite {kind}")
+
+
+def _benchmark(reports, mode, median, *, measures="window", **changes):
+    data = {
+        "measures": measures,
+        "mode": mode,
+        "dtype": "float32",
+        "parameters": 1000,
+        "layout": "few",
+        "micro_batches": 1 if measures == "window" else 0,
+        "device": "cpu",
+        "bytes_per_second": 1e10,
+        "predicted_bytes": {"zero_": 16000, "set_to_none": 0}.get(mode, 0),
+        "seconds": {"median": median},
+        "rounds": 5,
+    }
+    _record(reports, "benchmark", **{**data, **changes})
+
+
+def _verdict(reports, loop, *, verdict="holds", **changes):
+    data = {
+        "loop": loop,
+        "verdict": verdict,
+        "judged": 200,
+        "dtype": "float64",
+        "device": "cpu",
+        "worst_error_over_allowed": 0.125,
+        "violation": None,
+        "reached": {"layers": {"linear": 7}, "losses": {}, "splits": {"several windows": 3}},
+        "stored": None,
+    }
+    _record(reports, "verify", **{**data, **changes})
+
+
+@pytest.fixture
+def reports(tmp_path):
+    _verdict(tmp_path, "zero_")
+    _verdict(tmp_path, "set_to_none")
+    violation = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": EVIL}
+    _verdict(tmp_path, EVIL, verdict="violated", violation=violation, stored="mine-abc.json")
+    for mode, median in (("zero_", 0.003), ("set_to_none", 0.002), ("jax_scan", 0.001)):
+        _benchmark(tmp_path, mode, median)
+    _benchmark(tmp_path, "zero_", 0.0001, measures="reset", predicted_bytes=4000)
+    _record(
+        tmp_path,
+        "claim",
+        number="C2.1",
+        source="an answer",
+        text=EVIL,
+        how="by running",
+        verdict="conditional",
+        sentence="It depends.",
+        condition="it rains",
+        figures={"held": [1.0, 2.5]},
+        counterexample="",
+    )
+    bug = {
+        "number": 1, "name": "mean-of-means", "citations": ["transformers#24725"], "mechanism": "m", "needs": "n",
+        "runs": 2, "found": 2, "median_cases": 7, "median_seconds": 1.5, "names": {"gradient/mean-of-means": 2},
+        "wanted": [], "rightly_named": 2, "windows": 1, "micro_batches": 2, "layers": 1, "small": True,
+        "others": {"torch.testing.assert_close": True},
+    }  # fmt: skip
+    _record(
+        tmp_path,
+        "zoo",
+        seeds=2,
+        examples=200,
+        bugs=[bug],
+        sound=[{"loop": "zero_", "cases": 1000, "blamed": False, "worst": 0.1}],
+    )
+    return tmp_path
+
+
+class _Page(HTMLParser):
+    """Notes tags that are opened and never closed, scripts, and whatever would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith(("#", "data:"))]
+        if tag not in ("meta", "link", "br", "img", "path", "use", "line"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def _page(reports):
+    page = _Page()
+    page.feed(html.render(build(reports)))
+    return page
+
+
+def test_every_section_is_there_with_its_figures(reports):
+    text = "".join(_page(reports).text)
+    for expected in (
+        "Does zero_ give the same gradients as set_to_none?",
+        "Yes: 2 ways of resetting hand the optimizer the large batch's gradient",
+        "in each of 400 judged cases (float64).",
+        "a window under zero_ takes 1.50 times as long as under set_to_none",
+        "Of 1 claims 0 are confirmed, 1 true under a condition, 0 refuted.",
+        "True where: it rains",
+        "held: 1, 2.5",
+        "gradcheck-suite replay reports/counterexamples/mine-abc.json",
+        "No record of a CUDA device is here",
+        "1 of 1 real bugs",
+        "a processor, 2 cores",
+    ):
+        assert expected in text, expected
+
+
+def test_the_prediction_is_bytes_over_bandwidth(reports):
+    (section,) = (s for s in build(reports).sections if s.key == "costs")
+    (table,) = (t for t in section.tables if "predicted and measured" in t.caption)
+    # 16,000 bytes at 1e10 bytes a second are 1.6 microseconds; 3 ms - 2 ms are 1 ms, a third of 3
+    assert table.rows[0][4:] == pytest.approx((0.0016, 1.0, 100 / 3))
+    (resets,) = (t for t in section.tables if "by itself" in t.caption)
+    assert resets.rows[0][4:] == pytest.approx((0.1, 0.0004, 0.004))
+
+
+def test_what_came_from_outside_is_text(reports):
+    page = _page(reports)
+    assert "script" not in page.tags
+    assert EVIL in "".join(page.text)
+    assert page.fetched == []
+    assert page.open == []
+
+
+def test_drawings_are_well_formed_and_take_the_pages_colour(reports):
+    figures = [figure for section in build(reports).sections for figure in section.figures]
+    assert figures
+    for figure in figures:
+        ElementTree.fromstring(figure.svg)
+        assert "currentColor" in figure.svg
+        assert "#000000" not in figure.svg
+        assert figure.alt
+
+
+def test_markdown_tables_keep_their_columns(reports):
+    text = markdown.render(build(reports))
+    assert "<script>" not in text
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    assert tables
+    for line in tables:
+        assert line.count("|") - line.count("\\|") >= 3
+    assert "\\</td\\>" in text
+
+
+def test_an_empty_folder_says_what_to_run(tmp_path):
+    text = "".join(_page(tmp_path).text)
+    for expected in ("Nothing has been verified yet", "Nothing has been measured yet", "have not been tested yet"):
+        assert expected in text
+
+
+def test_damaged_records_are_told_of(reports):
+    with (reports / "records" / "verify.jsonl").open("a") as file:
+        file.write('{"torn')
+    assert "verify.jsonl, line 4: damaged; left out" in "".join(_page(reports).text)
+
+
+def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
+    assert run(["report", "--reports", str(reports)]) == 0
+    data = json.loads((reports / "report.json").read_text())
+    assert [s["key"] for s in data["sections"]] == ["verified", "costs", "claims", "zoo", "counterexamples"]
+    assert (reports / "report.html").stat().st_size < 2 * 2**20
+    assert (reports / "report.md").read_text().startswith("# gradcheck-suite")
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
+    assert run(["report", "--reports", str(tmp_path)]) == 2
+    assert "there are no records" in capsys.readouterr().err
+
+
+def test_a_row_that_does_not_fit_its_table_is_a_bug():
+    with pytest.raises(AssertionError):
+        Table("t", ("a", "b"), (("only one",),))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234567, "1,234,567"), (0.00012345, "0.000123"), ("x", "x"), (True, "yes")]
+)
+def test_cells_are_shown_for_people(value, text):
+    assert shown(value) == text
+
+
+def test_the_json_holds_what_the_page_does():
+    section = Section("k", "t", ("p",), (Table("c", ("a",), ((1.5,),)),), (Figure("<svg/>", "alt", "cap"),), ("cmd",))
+    data = to_json(Report("title", "now", (("q", "a", "k"),), (section,)))
+    assert data["sections"][0]["tables"][0]["rows"] == [[1.5]]
+    assert data["sections"][0]["figures"] == [{"alt": "alt", "caption": "cap"}]
