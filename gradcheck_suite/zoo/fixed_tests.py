@@ -49,7 +49,8 @@ def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
             for name, p in model.named_parameters():
                 p.copy_(done.parameters.get(name, p))
             outcome.append(float(trial.problem.loss(model, trial.batch(range(4)))))
-    return bool(np.isclose(*outcome, rtol=TOLERANCE, atol=TOLERANCE))
+    accumulated, at_once = outcome
+    return bool(np.isclose(accumulated, at_once, rtol=TOLERANCE, atol=TOLERANCE))
 
 
 def _gradients_agree(loop: Loop, problem: Problem | None, plan: Plan) -> bool:

@@ -162,8 +162,8 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
 
 def _by_parameter(layout: Layout, observed: Any, large_batch: Any, exact: Any, dtype: str) -> Iterable[Compared]:
     for name in layout.names:
-        parts = (layout.part(vector, name).reshape(-1) for vector in (observed, large_batch, exact))
-        yield Compared(*parts, dtype=dtype)
+        first, second, third = (layout.part(vector, name).reshape(-1) for vector in (observed, large_batch, exact))
+        yield Compared(first, second, third, dtype)
 
 
 def _fixed(loop: Loop, problem: Problem | None) -> dict[str, bool]:
