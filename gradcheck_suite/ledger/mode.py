@@ -5,9 +5,9 @@ that such an operation returns. What it does not see: buffers that a kernel allo
 (a workspace, the copy that a matrix product makes of an operand without the right strides), what an allocator rounds
 up, and `UntypedStorage.resize_` until the next operation on that storage.
 
-What it changes: under any dispatch mode autograd adds the contributions of a parameter that is used several times out
-of place (`add`), where it otherwise adds them in place (`add_`). torch's own memory tracker is a dispatch mode too and
-shares this. Adding a micro-batch to `.grad`, taking or cloning it are not affected.
+What it changes: under any dispatch mode autograd sums the gradients that reach a tensor used several times in one
+forward out of place (`add`), where it otherwise sums them in place (`add_`). torch's own memory tracker is a dispatch
+mode too and shares this. Adding a micro-batch's gradient to `.grad`, taking it and cloning it are not affected.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "oth
 """
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NOT_IN_BACKWARD = -1
+_MARK, _UNMARK = "profiler._record_function_enter_new", "profiler._record_function_exit"
 _CATEGORY = {"forward": ACTIVATIONS, "other": OTHER, "handling": OTHER}
 
 
@@ -65,6 +66,15 @@ class _Line:
     freed: int = 0
 
 
+@dataclass(frozen=True)
+class _Phase:
+    """A phase that was entered: by name, in which autograd task (a later one is a backward in it), at which mark."""
+
+    name: str
+    task: int
+    marks: int
+
+
 @dataclass
 class _Recording:
     """What a ledger holds only while it records, so that nothing is kept alive afterwards."""
@@ -72,9 +82,10 @@ class _Recording:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None
     hooks: list[Any] = field(default_factory=list)
-    phases: list[tuple[str, int]] = field(default_factory=list)
-    """Phases entered by name, each with the autograd task that was running then: a later one is a backward in it."""
+    phases: list[_Phase] = field(default_factory=list)
     in_forward: bool = False
+    marks: int = 0
+    """How many of the profiler's marks are open: torch wraps every step in one, which closes when the step raises."""
 
 
 class Ledger(TorchDispatchMode):
@@ -157,7 +168,7 @@ class Ledger(TorchDispatchMode):
         if name == "forward":
             self._begin_forward()
         depth = len(now.phases)
-        now.phases.append((name, torch._C._current_graph_task_id()))
+        now.phases.append(_Phase(name, torch._C._current_graph_task_id(), now.marks))
         try:
             yield
         finally:
@@ -206,7 +217,8 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **kwargs)
         found = access(func, args, kwargs, out)
         if not (found.operands or found.made):
-            return out  # the profiler's marks around a step, which touch no tensor
+            self._note_mark(found.name)
+            return out
         phase = self._phase_of(found)
         line = self._book[self.window, phase, found.name]
         if found.view:
@@ -226,6 +238,17 @@ class Ledger(TorchDispatchMode):
         self._note_peak(phase)
         return out
 
+    def _note_mark(self, name: str) -> None:
+        assert self._recording is not None
+        if name == _MARK:
+            self._recording.marks += 1
+        elif name == _UNMARK:
+            self._recording.marks -= 1
+            phases = self._recording.phases
+            # a step that raised is over with its mark, though nobody said so
+            while phases and phases[-1].marks > self._recording.marks:
+                phases.pop()
+
     def _note_gradients(self, found: Access, out: Any) -> None:
         """What accumulation writes to, takes over or makes is a gradient from now on."""
         taken = [out.untyped_storage()] if isinstance(out, torch.Tensor) else []
@@ -237,9 +260,9 @@ class Ledger(TorchDispatchMode):
         """Return the phase as far as it does not depend on what an operation touches."""
         task = torch._C._current_graph_task_id()
         if self._recording is not None and self._recording.phases:
-            name, entered = self._recording.phases[-1]
-            if entered == task:
-                return name
+            entered = self._recording.phases[-1]
+            if entered.task == task:
+                return entered.name
         if task == _NOT_IN_BACKWARD:
             return "other"
         node = torch._C._current_autograd_node()
@@ -304,18 +327,15 @@ def _stepping(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
     ledger._find_gradients()
-    now.phases.append(("step", torch._C._current_graph_task_id()))
+    now.phases.append(_Phase("step", torch._C._current_graph_task_id(), now.marks))
 
 
 def _stepped(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
-    task = torch._C._current_graph_task_id()
-    # a step that raised never came here: what it left on the pile goes as well
-    while now.phases and now.phases.pop() != ("step", task):
-        pass
+    now.phases.pop()
     for tensor in _state(optimizer):
         if ledger._storages.category(tensor.untyped_storage()) in (TEMPORARIES, OTHER):
             ledger._storages.move(tensor.untyped_storage(), STATE)
-    if task == _NOT_IN_BACKWARD and now.optimizer in (None, optimizer):
+    if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and now.optimizer in (None, optimizer):
         ledger.end_window()

@@ -25,8 +25,8 @@ class Cost:
     Attributes:
         mode: the reset mode's name, as in `gradcheck_suite.loops`.
         reset: zeroing or releasing the gradients of the window before.
-        accumulate: adding each micro-batch's gradients to the sum. The gradients themselves are made by the backward,
-            in every mode alike, and are not counted.
+        accumulate: adding each micro-batch's gradients to the sum. The gradients themselves are made by the backward
+            and released after being added, in every mode alike, and that is not counted.
         handling: what the loop does to gradients beside, between backward and step.
         kept: bytes of gradients alive from the end of the reset to the first backward.
         held: bytes of gradients alive when the step begins.
@@ -107,14 +107,13 @@ def _flat(mode: str, sizes: _Sizes, *, first: bool, **_: Any) -> Cost:
     )
 
 
-def _in_backward(mode: str, sizes: _Sizes, *, first: bool, **_: Any) -> Cost:
+def _in_backward(mode: str, sizes: _Sizes, **_: Any) -> Cost:
     """Each gradient is stepped on and released as soon as the last micro-batch's is added: none is left to reset."""
     added = sizes.micro_batches - 1
-    released = Traffic(freed=sizes.bytes)
     return Cost(
         mode,
         reset=Traffic(),
-        accumulate=_adding(added, sizes.parameters * added, sizes.bytes) + released,
+        accumulate=_adding(added, sizes.parameters * added, sizes.bytes),
         handling=Traffic(),
         kept=0,
         held=0,
@@ -124,20 +123,20 @@ def _in_backward(mode: str, sizes: _Sizes, *, first: bool, **_: Any) -> Cost:
 def _main(mode: str, sizes: _Sizes, *, first: bool, **_: Any) -> Cost:
     """Sums in float32 or wider: each micro-batch's gradient is taken, added to them and released.
 
-    At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where it is another.
+    At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where it is narrower.
     """
     k, wide = sizes.micro_batches, sizes.elements * max(MAIN_ITEMSIZE, sizes.itemsize)
-    copied = wide != sizes.bytes
-    copies = Traffic(operations=sizes.parameters, read=wide, written=sizes.bytes, allocated=sizes.bytes)
-    zeroing = _zeroing(sizes.parameters, wide) + Traffic(freed=sizes.bytes if copied else 0)
-    adding = Traffic(sizes.parameters * k, read=k * (wide + sizes.bytes), written=k * wide, freed=k * sizes.bytes)
+    copied = sizes.itemsize < MAIN_ITEMSIZE
+    rounded = sizes.bytes if copied else 0
+    zeroing = Traffic(operations=sizes.parameters, written=wide, freed=rounded)
+    copying = Traffic(operations=sizes.parameters, read=wide, written=rounded, allocated=rounded)
     return Cost(
         mode,
         reset=Traffic() if first else zeroing,
-        accumulate=adding,
-        handling=copies if copied and sizes.elements else Traffic(),
+        accumulate=Traffic(operations=sizes.parameters * k, read=k * (wide + sizes.bytes), written=k * wide),
+        handling=copying if copied else Traffic(),
         kept=wide,
-        held=wide + (sizes.bytes if copied else 0),
+        held=wide + rounded,
     )
 
 

@@ -25,7 +25,7 @@ OVERWRITES = frozenset(
 """In-place operations that do not read what they change."""
 METADATA = frozenset(
     {
-        *("as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
+        *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
         *("transpose_", "unsqueeze_"),
     }
 )
