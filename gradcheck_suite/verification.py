@@ -72,6 +72,11 @@ class _Search:
         """The smallest violation found."""
         return self.smallest or self._other or self._on_probe
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the loop did not return from a probe: drawn cases would only wait for the time limit again."""
+        return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
+
     def probe(self, cases: Iterable[Case]) -> None:
         """Check the read-out probes. The fault they show is the one that is then searched for among drawn cases."""
         for case in cases:
@@ -207,7 +212,8 @@ def verify(
         with one_thread() if problem is None else nullcontext():
             if problem is None and plan is None:
                 search.probe(probe_cases(chosen, device))
-            _run(search, drawn, examples, seed_value)
+            if not search.hangs:
+                _run(search, drawn, examples, seed_value)
             if search.turn_to_other_fault():
                 _run(search, drawn, examples, seed_value)
             if not search.is_small():

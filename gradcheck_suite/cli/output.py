@@ -91,6 +91,8 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
 
 
 def _found(result: Result) -> str:
+    if not result.cases:
+        return "found on the weight read-out probe, before any case was drawn"
     if result.found_after is None:
         return f"found on the weight read-out probe; none of {_cases(result.cases)} drawn shows it"
     return f"found after {_cases(result.found_after)}, then made as small as it would get"
