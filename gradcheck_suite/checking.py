@@ -76,7 +76,8 @@ def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:
     case = reference.trial.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
-        reference.window(0).compare(reference.window(0).expected)
+        first = reference.window(0, compute=outcome.compute)
+        first.compare(first.expected)
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
         diagnosis = "timed-out" if outcome.timed_out else "raised"
@@ -91,7 +92,7 @@ def _judge(loop: Loop, reference: Reference, outcome: Outcome) -> Verdict:
         epoch, index = divmod(step, per_epoch)
         if _diverged(observation):
             return Verdict(case, ratio=ratio)
-        window = reference.window(index, observation.parameters or None)
+        window = reference.window(index, observation.parameters or None, outcome.compute)
         if observation.parameters and not np.isfinite(window.expected).all():
             return Verdict(case, ratio=ratio)
         difference = window.compare(reference.flat(observation.gradients))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gradcheck_suite.autocast import Compute, NotedLoss
 from gradcheck_suite.contract import Loop
 from gradcheck_suite.guard import Limit, TimedOut, time_limit
 from gradcheck_suite.hints import hint
@@ -32,6 +33,7 @@ class Outcome:
         timed_out: whether it was stopped for taking too long.
         endless: whether it was stopped for stepping too often.
         structure: how the loop changed the model's parameters, or None.
+        compute: the dtype of the autocast that it computed its losses under, or None.
     """
 
     observations: list[Observation]
@@ -42,6 +44,7 @@ class Outcome:
     timed_out: bool = False
     endless: bool = False
     structure: str | None = None
+    compute: Compute = None
 
 
 def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
@@ -79,6 +82,7 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
         timed_out=timed_out,
         endless=endless,
         structure=_changes(before, _structure(run.model)),
+        compute=run.loss.compute if isinstance(run.loss, NotedLoss) else None,
     )
 
 

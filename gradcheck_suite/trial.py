@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gradcheck_suite.autocast import NotedLoss
 from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue import checked_loss, reduction_of
 from gradcheck_suite.catalogue.build import build_model, draw_data
@@ -134,7 +135,7 @@ class Trial:
             model=model,
             optimizer=make_optimizer(self.case.optimizer, model),
             loader=self.loader(),
-            loss=self.problem.loss,
+            loss=NotedLoss(self.problem.loss, self.device),
             count=self.count,
             accumulation_steps=self.case.plan.accumulation_steps,
             epochs=self.case.plan.epochs,

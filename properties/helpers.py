@@ -13,9 +13,10 @@ import torch
 
 from gradcheck_suite import Case, Verdict
 from gradcheck_suite.contract import Loop
-from gradcheck_suite.numerics.bounds import measured_bound, quick_bound
+from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.observer import Observation
+from gradcheck_suite.references.noise import Computation, float64_noise
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.subject import run_loop
 from gradcheck_suite.trial import Trial
@@ -115,9 +116,9 @@ def apart(trial: Trial, window: int, a: Gradients, b: Gradients, *, terms: int, 
     quick = worst_difference(first, second, 2 * abs(scale) * quick_bound(expected, terms))
     if quick.ratio <= 1:
         return quick
-    in_float32 = flat(gradients_of(trial, trial.model(torch.float32), items, dtype=torch.float32), layout)
-    allowed = measured_bound(expected, [in_float32], terms, layout)
-    return worst_difference(first, second, 2 * abs(scale) * allowed)
+    cuts = [trial.case.plan.items(j) for j in trial.case.plan.windows[window]]
+    noise = float64_noise(Computation(trial, model, torch.float64), items, cuts, layout)
+    return worst_difference(first, second, 2 * abs(scale) * (quick_bound(expected, terms) + noise))
 
 
 def with_items(trial: Trial, case: Case, items: list[int]) -> Trial:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from gradcheck_suite.contract import Loop
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.loops.precision import PRECISION
 from gradcheck_suite.loops.sound import SOUND
 
-BUILT_IN: dict[str, Loop] = {**MODES, **SOUND}
+BUILT_IN: dict[str, Loop] = {**MODES, **SOUND, **PRECISION}
 """Built-in loops by name: the reset modes, which `verify` runs when given no loop, and further sound loops."""

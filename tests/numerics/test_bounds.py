@@ -5,6 +5,7 @@ The sound side is real arithmetic in the dtype, on gradients made of known contr
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -12,13 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from gradcheck_suite.numerics.bounds import (
+    DRAWS,
+    FALSE_ALARM,
     QUICK,
     UNIT_ROUNDOFF,
-    low_precision_bound,
-    measured_bound,
+    accumulation_bound,
+    distance,
+    farthest,
+    growth,
+    noise_bound,
     quick_bound,
+    student_factor,
+    summation_bound,
 )
 from gradcheck_suite.numerics.compare import Layout, worst_difference
 
@@ -39,9 +48,13 @@ def _exact_sum(parts: np.ndarray) -> np.ndarray:
     return np.array([float(sum(map(Fraction, column))) for column in parts.T])
 
 
+def _rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(values).to(dtype).to(torch.float64).numpy()
+
+
 def _accumulated(parts: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Return what `.grad` holds after adding the parts up in `dtype`, in order."""
-    grad = torch.zeros(ELEMENTS, dtype=dtype)
+    grad = torch.zeros(parts.shape[1], dtype=dtype)
     for part in parts:
         grad += torch.from_numpy(part).to(dtype)
     return grad.to(torch.float64).numpy()
@@ -56,12 +69,57 @@ def test_unit_roundoffs_are_half_of_eps():
         assert unit == torch.finfo(getattr(torch, name)).eps / 2
 
 
+# The factors
+
+
+@pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)
+@pytest.mark.parametrize("factors", [1, 2, 10, 42])
+def test_growth_is_the_largest_product_of_a_few_factors(factors, dtype):
+    exact = (1 + Fraction(UNIT_ROUNDOFF[dtype])) ** factors - 1
+    assert growth(factors, dtype) == pytest.approx(float(exact), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_growth_of_long_products_is_as_the_square_root_where_errors_are_random(dtype):
+    """By Higham and Mary's theorem 2.4, with l so that 2 exp(-l**2 / 2) is `FALSE_ALARM`."""
+    width = stats.norm.isf(FALSE_ALARM / 2)
+    for factors in (1_000, 100_000):
+        in_units = growth(factors, dtype) / UNIT_ROUNDOFF[dtype] / math.sqrt(factors)
+        # the theorem's tail bound is wider than a normal's own tail, and not by much
+        assert width < in_units < 1.15 * width
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_growth_of_long_products_is_deterministic_where_sums_stagnate(dtype):
+    assert growth(300, dtype) >= 300 * UNIT_ROUNDOFF[dtype]
+
+
+@pytest.mark.parametrize("draws", [4, 8, DRAWS, 32])
+def test_the_factor_of_few_draws_is_students(draws):
+    assert student_factor(draws) == pytest.approx(stats.t.isf(FALSE_ALARM / 2, draws), rel=1e-5)
+
+
+def test_the_noise_of_normal_errors_exceeds_its_bound_as_seldom_as_stated():
+    """At a probability that can be counted: with the factor for `FALSE_ALARM` no draw of 200,000 may exceed."""
+    rng = np.random.default_rng(0)
+    sizes = 10 ** rng.uniform(-12, 3, 200_000)
+    seen = rng.standard_normal((DRAWS, len(sizes))) * sizes
+    other = rng.standard_normal(len(sizes)) * sizes
+    bound = noise_bound((seen**2).mean(axis=0))
+    assert (np.abs(other) <= bound).all()
+    # and a factor that ignores how few the draws are would be exceeded
+    assert (np.abs(other) > bound / student_factor() * stats.norm.isf(1e-4)).any()
+
+
+# float64
+
+
 @given(seeds, terms)
 def test_a_sound_float64_sum_is_within_the_quick_bound(seed, count):
     parts = _contributions(seed, count)
     expected = _exact_sum(parts)
     if np.abs(expected).max() < 1e-6 * np.abs(parts).max():
-        return  # cancelled: the measured bound is for those
+        return  # cancelled: the bound of summation is for those
     assert _ratio(_accumulated(parts, torch.float64), expected, quick_bound(expected, count)) <= 1
 
 
@@ -89,45 +147,27 @@ def test_the_quick_bound_ignores_what_is_not_finite():
     assert quick_bound(np.array([np.nan]), 1).tolist() == [0.0]
 
 
-def _cancelling(rng: np.random.Generator, dtype: type) -> np.ndarray:
-    """Return a gradient in which terms of size 1e4 cancel to about 1, computed in `dtype`.
-
-    (1 + a) - (1 + b), times 1e4 each: the same formula on the same numbers, whatever the precision.
-    """
-    a, b = (rng.uniform(0, 1e-4, ELEMENTS).astype(np.float32).astype(dtype) for _ in range(2))
-    large = dtype(1e4)
-    return ((large * (dtype(1) + a)) - (large * (dtype(1) + b))).astype(np.float64)
-
-
-@given(seeds)
-def test_measured_noise_covers_what_cancels(seed):
-    def draw(dtype):
-        return _cancelling(np.random.default_rng(seed), dtype)
-
-    expected, observed = draw(np.longdouble), draw(np.float64)
-    bound = measured_bound(expected, [draw(np.float32)], 1, LAYOUT)
-    assert _ratio(observed, expected, bound) <= 1
-    assert bound.max() < 1e-9
+@given(seeds, st.integers(2, 64))
+def test_sums_in_any_order_are_within_the_bound_of_summation(seed, items):
+    rng = np.random.default_rng(seed)
+    parts = rng.choice([-1.0, 1.0], (items, ELEMENTS)) * rng.uniform(0.5, 2, (items, 1)) / items
+    bound = summation_bound(np.abs(parts).sum(axis=0), items, LAYOUT)
+    first, other = (_accumulated(rng.permutation(parts), torch.float64) for _ in range(2))
+    assert _ratio(other, first, bound) <= 1
+    assert _ratio(first + 1.01 * bound + 2 * np.spacing(np.abs(first)), first, bound) > 1
+    assert bound.max() <= 2 * (items + 4) * 2**-53 * 2
 
 
-@given(seeds, terms)
-def test_an_error_just_above_the_measured_bound_exceeds_it(seed, count):
-    expected = _exact_sum(_contributions(seed, count))
-    bound = measured_bound(expected, [expected.astype(np.float32).astype(np.float64)], count, LAYOUT)
-    assert _ratio(expected + 1.01 * bound + 2 * np.spacing(np.abs(expected)), expected, bound) > 1
-    assert _ratio(expected * (1 + 1e-6), expected, bound) > 1
+# Lower precisions
 
 
 def _low(parts: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the expected gradient of parts and the bound for `name`, its large batch being one rounded sum."""
+    """Return the expected gradient of parts and the bound for `name`: two computations, and any other sound one."""
     dtype = getattr(torch, name)
-
-    def rounded(values):
-        return torch.from_numpy(values).to(dtype).to(torch.float64).numpy()
-
-    expected = _exact_sum(parts)
-    bound = low_precision_bound(expected, rounded(expected), [(rounded(p), p) for p in parts], LAYOUT, name)
-    return expected, bound
+    low, expected = _rounded(parts, dtype), _exact_sum(parts)
+    sizes = np.maximum(np.abs(low), np.abs(parts)).sum(axis=0)
+    rounding = farthest(expected, [_rounded(expected, dtype), low.sum(axis=0)])
+    return expected, rounding + accumulation_bound(sizes, len(parts), name)
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -135,7 +175,18 @@ def _low(parts: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 def test_a_sound_low_precision_sum_is_within_its_bound(name, seed, count):
     parts = _contributions(seed, count)
     expected, bound = _low(parts, name)
-    assert _ratio(_accumulated(parts, getattr(torch, name)), expected, bound) <= 1
+    for order in (parts, parts[::-1]):
+        assert _ratio(_accumulated(order, getattr(torch, name)), expected, bound) <= 1
+
+
+@pytest.mark.parametrize("name", LOW)
+@given(seed=seeds, count=terms)
+def test_a_sound_low_precision_sum_that_is_divided_at_the_end_is_within_its_bound(name, seed, count):
+    parts = _contributions(seed, count)
+    expected, bound = _low(parts, name)
+    dtype = getattr(torch, name)
+    total = torch.from_numpy(_accumulated(parts * 7, dtype)).to(dtype) / 7
+    assert _ratio(total.to(torch.float64).numpy(), expected, bound) <= 1
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -143,6 +194,17 @@ def test_a_sound_low_precision_sum_is_within_its_bound(name, seed, count):
 def test_an_error_just_above_the_low_precision_bound_exceeds_it(name, seed, count):
     expected, bound = _low(_contributions(seed, count), name)
     assert _ratio(expected + 1.01 * bound + 2 * np.spacing(np.abs(expected)), expected, bound) > 1
+
+
+@pytest.mark.parametrize("name", LOW)
+@given(seed=seeds, count=terms)
+def test_the_low_precision_bound_is_a_few_roundings_of_what_was_added(name, seed, count):
+    parts = _contributions(seed, count)
+    _, bound = _low(parts, name)
+    sizes = np.abs(parts).sum(axis=0)
+    smallest = torch.finfo(getattr(torch, name)).smallest_normal
+    # (1 + u)**n - 1 is less than 1.12 n u for the largest n u here, 28 * 2**-8
+    assert (bound <= 1.12 * (count + 6) * UNIT_ROUNDOFF[name] * sizes + smallest).all()
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -164,6 +226,14 @@ def test_a_stagnating_bfloat16_accumulator_is_within_its_bound():
     assert _ratio(observed, expected, bound) <= 1
 
 
+def test_a_bfloat16_accumulator_of_float32_gradients_that_stagnates_is_a_fault():
+    """The same sum where the run is in float32: an accumulator of lower precision has lost a sixteenth."""
+    parts = np.vstack([np.full((1, ELEMENTS), 256.0), np.ones((16, ELEMENTS))])
+    expected, bound = _low(parts, "float32")
+    assert _ratio(_accumulated(parts, torch.bfloat16), expected, bound) > 1000
+    assert _ratio(_accumulated(parts, torch.float32), expected, bound) <= 1
+
+
 def test_underflow_is_within_the_float16_bound():
     parts = np.full((4, ELEMENTS), 2.0**-26)
     expected, bound = _low(parts, "float16")
@@ -172,6 +242,12 @@ def test_underflow_is_within_the_float16_bound():
 
 
 def test_bounds_are_finite_where_gradients_are_not():
-    expected = np.array([1.0, np.nan] + [np.inf] * (ELEMENTS - 2))
-    assert np.isfinite(measured_bound(expected, [expected], 2, LAYOUT)).all()
-    assert np.isfinite(low_precision_bound(expected, expected, [(expected, expected)], LAYOUT, "float32")).all()
+    wild = np.array([1.0, np.nan] + [np.inf] * (ELEMENTS - 2))
+    for bound in (
+        summation_bound(wild, 3, LAYOUT),
+        noise_bound(wild),
+        accumulation_bound(wild, 2, "float32"),
+        farthest(wild, [wild, np.ones(ELEMENTS)]),
+    ):
+        assert np.isfinite(bound).all()
+    assert distance(wild, wild).tolist() == [0.0] * ELEMENTS

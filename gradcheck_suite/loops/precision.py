@@ -1,0 +1,73 @@
+"""Sound loops of mixed precision: autocast, a gradient scaler, float32 accumulators. Each is sound in every dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from gradcheck_suite.contract import Loop, TrainingRun
+from gradcheck_suite.loops.windows import part_of_window, window_count, windows
+
+SCALE = 4.0
+"""What the scaler starts with. Its default, 65536, overflows float16 at once on losses that are summed over items, and
+a scaler skips the step of a window whose gradients overflow."""
+
+
+def autocast_bfloat16(run: TrainingRun) -> None:
+    """Compute each loss under `torch.autocast` in bfloat16, and its backward outside."""
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            with torch.autocast(run.device.type, dtype=torch.bfloat16):
+                loss = part_of_window(run, batch, total)
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def grad_scaler(run: TrainingRun) -> None:
+    """Scale losses computed under autocast in float16; unscale, step and update once per window.
+
+    A `GradScaler` refuses to unscale float16 gradients, since it is made for float32 parameters: for float16 ones its
+    scale is divided out by hand.
+    """
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=SCALE)
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            with torch.autocast(run.device.type, dtype=torch.float16):
+                loss = part_of_window(run, batch, total)
+            scaler.scale(loss).backward()
+        if run.dtype is torch.float16:
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(scaler.get_scale())
+            run.optimizer.step()
+        else:
+            scaler.step(run.optimizer)
+            scaler.update()
+        run.optimizer.zero_grad()
+
+
+def float32_accumulator(run: TrainingRun) -> None:
+    """Add gradients up in float32 (or the parameter's dtype, if finer), and cast the sum once, at the step."""
+    for window in windows(run):
+        total = window_count(run, window)
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    gradient = p.grad.to(torch.promote_types(p.dtype, torch.float32))
+                    sums[p] = sums[p] + gradient if p in sums else gradient
+                    p.grad = None
+        for p, accumulated in sums.items():
+            p.grad = accumulated.to(p.dtype)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+PRECISION: dict[str, Loop] = {
+    "autocast_bfloat16": autocast_bfloat16,
+    "grad_scaler": grad_scaler,
+    "float32_accumulator": float32_accumulator,
+}

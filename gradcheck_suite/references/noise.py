@@ -1,0 +1,150 @@
+"""Computing one gradient again and again: in another dtype, under autocast, at values moved by a rounding.
+
+What rounding does to a gradient is measured on it, by Monte Carlo arithmetic (D. S. Parker, UCLA CSD-970002, 1997) of
+its first operations: every parameter and input is moved by an ulp up or down or left as it is, and the loss is
+multiplied by a factor that is no power of two and divided out of the gradient, so that what happens to be exact at
+the case's own values (products with 1/2, ones and zeros) is rounded as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gradcheck_suite.autocast import Compute, entered
+from gradcheck_suite.contract import Batch
+from gradcheck_suite.numerics.bounds import DRAWS, noise_bound, summation_bound
+from gradcheck_suite.numerics.compare import Layout, Vector
+from gradcheck_suite.references.random_rounding import RandomRounding
+from gradcheck_suite.trial import Trial, map_leaves
+
+Part = tuple[range, float]
+"""Some items, and what the gradient of their loss is multiplied by in the window's."""
+
+
+def shared(trial: Trial, window: range, cuts: Sequence[range]) -> list[Part]:
+    """Return parts of a window's items with what the gradient of each is multiplied by in the window's."""
+    if trial.problem.reduction == "sum":
+        return [(cut, 1.0) for cut in cuts]
+    total = float(trial.count(trial.batch(window)))
+    return [(cut, float(trial.count(trial.batch(cut))) / total) for cut in cuts]
+
+
+class Computation:
+    """A model in one precision, whose gradients over parts of a trial's items are asked for."""
+
+    def __init__(self, trial: Trial, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
+        """Prepare to compute.
+
+        Args:
+            trial: whose items and loss.
+            model: a model in `dtype`; its parameters are moved at times, and put back.
+            dtype: of parameters and floating data.
+            compute: of the autocast that losses are computed under, or None.
+        """
+        self.trial, self._model, self._dtype, self._compute = trial, model, dtype, compute
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._batches: dict[range, Batch] = {}
+
+    def gradient(self, *parts: Part) -> Vector:
+        """Return the sum of the parts' gradients, (P,), each one's share taken inside its loss as a loop does."""
+        return self._gradient([(self._batch(items), share) for items, share in parts])
+
+    def rounded_at_random(self, part: Part, draws: int = DRAWS) -> Vector:
+        """Return the mean over draws of the squared change of a part's gradient where every operation is moved, (P,).
+
+        A gradient without moves is the centre: what two frameworks disagree about is no noise.
+        """
+        centre = self.gradient(part)
+        total = np.zeros_like(centre)
+        for draw in range(draws):
+            with RandomRounding(draw):
+                gradient = self.gradient(part)
+            with np.errstate(invalid="ignore", over="ignore"):
+                square = (gradient - centre) ** 2
+            total += np.where(np.isfinite(square), square, 0.0)
+        return total / draws
+
+    def mean_square(self, parts: Sequence[Part], centre: Vector, draws: int = DRAWS) -> Vector:
+        """Return the mean over draws of the rounding errors of the squared distance from `centre`, (P,)."""
+        batches = [(self._batch(items), share) for items, share in parts]
+        values = [p.detach().clone() for p in self._model.parameters()]
+        total = np.zeros_like(centre)
+        try:
+            for draw in range(draws):
+                with np.errstate(invalid="ignore", over="ignore"):
+                    square = (self._drawn(draw, batches, values) - centre) ** 2
+                total += np.where(np.isfinite(square), square, 0.0)
+        finally:
+            self._put(values)
+        return total / draws
+
+    def _drawn(self, draw: int, batches: Sequence[tuple[Batch, float]], values: Sequence[torch.Tensor]) -> Vector:
+        generator = torch.Generator().manual_seed(draw)
+        scale = 0.5 ** float(torch.rand((), generator=generator))
+        self._put([_moved(value, generator) for value in values])
+        moved = [(map_leaves(lambda t: _moved(t, generator), batch), share) for batch, share in batches]
+        try:
+            return self._gradient(moved, scale)
+        except (RuntimeError, NotImplementedError, ValueError):
+            # a loss may refuse a target that has left its range: the parameters alone are moved then
+            return self._gradient(batches, scale)
+
+    def _put(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for p, value in zip(self._model.parameters(), values, strict=True):
+                p.copy_(value)
+
+    def _batch(self, items: range) -> Batch:
+        if items not in self._batches:
+            self._batches[items] = self.trial.batch(items, self._dtype)
+        return self._batches[items]
+
+    def _gradient(self, batches: Sequence[tuple[Batch, float]], scale: float = 1.0) -> Vector:
+        with entered(self.trial.device, self._compute):
+            losses = [self.trial.problem.loss(self._model, batch) * (share * scale) for batch, share in batches]
+        reaching = [loss for loss in losses if loss.requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
+        if reaching:
+            found = torch.autograd.grad(reaching, self._trainable, allow_unused=True)
+        parts = [
+            torch.zeros(p.numel(), dtype=torch.float64) if g is None else _flat(g)
+            for p, g in zip(self._trainable, found, strict=True)
+        ]
+        flat: Vector = torch.cat(parts).numpy()
+        return flat / scale
+
+
+def float64_noise(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:
+    """Return how far two sound float64 computations of a window's gradient may lie apart, (P,).
+
+    Args:
+        computation: in float64.
+        window: its items.
+        cuts: its micro-batches.
+        layout: of the gradient.
+    """
+    trial = computation.trial
+    items = [range(i, i + 1) for i in window]
+    try:
+        sizes = [np.abs(computation.gradient(part)) for part in shared(trial, window, items)]
+    except (RuntimeError, ValueError):
+        # a user's model may refuse a single item, and cannot refuse a micro-batch
+        sizes = [np.abs(computation.gradient(part)) for part in shared(trial, window, cuts)]
+    drawn = noise_bound(computation.rounded_at_random((window, 1.0)))
+    return drawn + summation_bound(np.sum(sizes, axis=0), len(window), layout)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.reshape(-1).to("cpu", torch.float64)
+
+
+def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the tensor with each element an ulp or two further from zero, nearer to it, or as it was."""
+    if not tensor.is_floating_point():
+        return tensor
+    steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+    return tensor * (1 + torch.finfo(tensor.dtype).eps * steps)
