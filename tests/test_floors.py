@@ -66,6 +66,7 @@ FLOORS = {
     "__main__": 4,
     "cli": 4,
     "environment": 4,
+    "pytest_plugin": 4,
     "report": 4,
 }
 """The floor of every module, packages as a whole."""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +27,8 @@ def op_infos() -> dict[str, list[Any]]:
             stand_in = types.ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             sys.modules["expecttest"] = stand_in
-    with warnings.catch_warnings():
+    # torch's test utilities forbid setting precision flags from then on, to every other test of this process
+    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     found: dict[str, list[Any]] = {}

@@ -21,7 +21,7 @@ CASE = Case(SPEC, Plan((1, 2, 1, 2), 2))
 SPARSE = ProblemSpec(
     Input("tokens", length=3, padded=False, vocabulary=5),
     (
-        Layer("embedding", features=2, padding_idx=None, sparse=True),
+        Layer("embedding", features=2, padding_idx=False, sparse=True),
         Layer("flatten"),
         Layer("linear", features=1, bias=True),
     ),
