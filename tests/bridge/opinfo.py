@@ -28,7 +28,7 @@ def op_infos() -> dict[str, list[Any]]:
             stand_in.TestCase = unittest.TestCase
             sys.modules["expecttest"] = stand_in
     # torch's test utilities forbid setting precision flags from then on, to every other test of this process
-    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
+    with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     found: dict[str, list[Any]] = {}
