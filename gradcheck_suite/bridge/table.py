@@ -23,7 +23,7 @@ DYNAMIC: set[str] = set()
 
 
 def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _LoweringT]:
-    """Say what an ATen operation, or a custom one, is in JAX.
+    """Say what an ATen operation, or a custom one, is in JAX::
 
         @register_op("aten.cosh")
         def cosh(self):
