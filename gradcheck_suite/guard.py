@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from typing import Any
 
 _SHORTEST_S, _LONGEST_FACTOR = 1e-5, 1e3
 """The pauses before each further attempt lie between 10 microseconds and 10 milliseconds."""
+IDLE = 0.02
+"""The share of a core below which a process waits for something, and not for its turn on a busy machine."""
+PATIENCE = 10.0
+"""How many times the limit a process may take that is kept from the processor by others."""
 
 
 class TimedOut(BaseException):
@@ -33,6 +38,9 @@ class Limit:
 def time_limit(seconds: float | None) -> Iterator[Limit]:
     """Raise `TimedOut` inside the block after some seconds, again and again until it is left.
 
+    The seconds are the clock's. On a busy machine they pass while others compute, and a sound loop would be blamed:
+    where the process itself has computed for less, and has not been idle either, it has up to `PATIENCE` times as long.
+
     The limit works by SIGALRM: in the main thread, on systems that have it. Elsewhere there is no limit. Python code
     is stopped even where it catches whatever is raised; a call into C code that never returns is not.
     """
@@ -46,9 +54,13 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     block = generator and generator.f_back and generator.f_back.f_back
     # of its own, since whoever tests at random seeds the shared one
     chance = random.Random(0)
+    began, computed = time.monotonic(), time.process_time()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if not _inside(frame, block):
+            return
+        if not limit.expired and (rest := _rest(seconds, time.monotonic() - began, time.process_time() - computed)):
+            signal.setitimer(signal.ITIMER_REAL, rest)
             return
         # pauses of every length meet the block at every place, also where it catches nothing
         pause = _SHORTEST_S * _LONGEST_FACTOR ** chance.random()
@@ -62,6 +74,19 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield limit
+
+
+def _rest(limit: float, passed: float, computed: float) -> float:
+    """Return how many seconds a block still has, 0 where none.
+
+    Args:
+        limit: that it was given.
+        passed: by the clock.
+        computed: of processor time, in all threads.
+    """
+    if computed >= limit or computed < IDLE * passed or passed >= PATIENCE * limit:
+        return 0.0
+    return min(max(limit - computed, 0.1 * limit), PATIENCE * limit - passed)
 
 
 @contextmanager

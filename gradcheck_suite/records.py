@@ -96,6 +96,7 @@ class Result:
         findings: about problems and frameworks.
         skipped: why cases were not judged -> how many.
         interrupted: whether the run was stopped before its end.
+        second_opinion: on a user's problem: what JAX had a say in, in a sentence.
     """
 
     loop: str
@@ -108,6 +109,7 @@ class Result:
     findings: tuple[str, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
     interrupted: bool = False
+    second_opinion: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -124,6 +126,7 @@ class Result:
             "assumes": list(self.assumes),
             "worst_error_over_allowed": json_number(self.ratio),
             "findings": list(self.findings),
+            "second_opinion": self.second_opinion,
             "skipped": dict(self.skipped),
             "interrupted": self.interrupted,
             "violation": self.violation and self.violation.to_json(self.found_after),

@@ -26,8 +26,9 @@ def objective_fault(trial: Trial) -> str | None:
     count(X_i) * loss(X_i); without the counts where the reduction is a sum.
 
     Raises:
-        UsageError: the problem breaks its contract: no trainable parameter, a loss that is no scalar, does not depend
-            on the parameters, is not finite or is random, a count that is no positive number.
+        UsageError: the problem breaks its contract: a model that is not fresh or not the same for the same seed, no
+            trainable parameter, a loss that is no scalar, does not depend on the parameters, is not finite or is
+            random, a count that is no positive number.
     """
     with torch.random.fork_rng(devices=[]):
         return _objective_fault(trial)
@@ -35,6 +36,7 @@ def objective_fault(trial: Trial) -> str | None:
 
 def _objective_fault(trial: Trial) -> str | None:
     name, plan = trial.case.problem, trial.case.plan
+    _expect_fresh_models(trial)
     model = trial.model(torch.float64)
     make_optimizer(None, model)
     everything = trial.batch(range(plan.total_items), torch.float64)
@@ -59,12 +61,66 @@ def _objective_fault(trial: Trial) -> str | None:
             f"micro-batches {list(plan.micro_batches)} add up to {counts:.9g}; the count must be a sum over items"
         )
     if not _close(total * whole, parts, sizes):
+        if meant := _meant(trial, model, whole):
+            return (
+                f"{name}: the loss is no mean over what Problem.count counts, so no loop can be right: the large "
+                f"batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
+                f"{list(plan.micro_batches)} add up to {parts:.9g}; {meant}"
+            )
         return (
             f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
             f"to blame: the large batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
             f"{list(plan.micro_batches)} add up to {parts:.9g}; look for batch normalisation in train mode, losses "
             "between items, products of batch means, or a count that is not what the mean divides by"
         )
+    return None
+
+
+def _expect_fresh_models(trial: Trial) -> None:
+    """Refuse models that share tensors with each other, or that differ from seed to same seed."""
+    name = trial.case.problem
+    first, second = trial.problem.model(trial.case.seed), trial.problem.model(trial.case.seed)
+    for model in (first, second):
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"{name}: Problem.model(seed) must return a torch.nn.Module, got {type(model).__name__}")
+    if first is second:
+        raise UsageError(
+            f"{name}: Problem.model(seed) must return a fresh module each time, got the same one twice: build it inside"
+        )
+    one, other = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (first, second))
+    owned = {id(tensor): key for key, tensor in one.items()}
+    if shared := [key for key, tensor in other.items() if id(tensor) in owned]:
+        raise UsageError(
+            f"{name}: two models from Problem.model share {shared[0]}, so one loop's training would change another's "
+            "start: create every parameter and buffer inside"
+        )
+    if one.keys() != other.keys():
+        raise UsageError(f"{name}: Problem.model(seed) must return the same model for the same seed, got others' names")
+    for key, tensor in one.items():
+        if tensor.is_meta:
+            raise UsageError(f"{name}: {key} is on the meta device and has no values: materialise the model first")
+        if tensor.shape != other[key].shape or not torch.equal(tensor, other[key]):
+            raise UsageError(
+                f"{name}: Problem.model(seed) must return the same values for the same seed, got two that differ in "
+                f"{key}: call torch.manual_seed(seed) before the module is built"
+            )
+
+
+def _meant(trial: Trial, model: torch.nn.Module, whole: float) -> str | None:
+    """Say what the loss is a mean over, or that it is a sum, where one of those fits; else None."""
+    plan = trial.case.plan
+    batches = [trial.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
+    losses = [_loss(trial, model, batch) for batch in batches]
+    guesses: dict[str, list[float]] = {}
+    if trial.problem.reduction == "mean":
+        guesses["it is a mean over items: leave Problem.count out"] = [float(n) for n in plan.micro_batches]
+        guesses['it is a sum over items: pass reduction="sum"'] = []
+    else:
+        guesses['it is a mean over items: pass reduction="mean"'] = [float(n) for n in plan.micro_batches]
+    for text, weights in guesses.items():
+        terms = [w * loss for w, loss in zip(weights or [1.0] * len(losses), losses, strict=True)]
+        if _close((sum(weights) or 1.0) * whole, sum(terms), sum(map(abs, terms))):
+            return text
     return None
 
 

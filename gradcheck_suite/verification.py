@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -27,11 +27,14 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Result, Verdict, Violation
+from gradcheck_suite.second_opinion import SecondOpinion, second_opinion
 from gradcheck_suite.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
 
 DEFAULT_EXAMPLES = 200
 SHRINK_SECONDS = 30.0
+LARGE_MODEL = 1_000_000
+"""Parameters from which on several threads are faster than one, also where others use the machine."""
 SMALL_EXAMPLES = 60
 """Small cases that are tried where shrinking has left a larger one."""
 Progress = Callable[[Verdict], None]
@@ -60,6 +63,7 @@ class _Search:
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
+        self.judged: list[Case] = []
         self.smallest: Violation | None = None
         self.found_after: int | None = None
         self._found_at = 0.0
@@ -99,6 +103,12 @@ class _Search:
         self._on_probe, self._first_pass = self._other, False
         return True
 
+    def second_opinion(self, problem: Problem) -> SecondOpinion | None:
+        """Ask JAX about the problem: on the cases that the verdict rests on."""
+        if self.violation is None:
+            return second_opinion(self.judged, problem)
+        return None if self.violation.kind == "not-accumulable" else second_opinion([self.violation.case], problem)
+
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
         searching = self.smallest is None
@@ -120,6 +130,8 @@ class _Search:
             self.findings[verdict.finding] = None
         if verdict.skipped:
             self.skipped[verdict.skipped] += 1
+        elif self._problem is not None:
+            self.judged.append(verdict.case)
         if self._progress is not None:
             self._progress(verdict)
 
@@ -209,7 +221,7 @@ def verify(
     started = time.perf_counter()
     interrupted = False
     try:
-        with one_thread() if problem is None else nullcontext():
+        with _threads(problem):
             if problem is None and plan is None:
                 search.probe(probe_cases(chosen, device))
             if not search.hangs:
@@ -222,6 +234,7 @@ def verify(
         interrupted = True
     except _StopError as stop:
         raise stop.error from None
+    opinion = None if problem is None or interrupted else search.second_opinion(problem)
     return Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
@@ -230,10 +243,22 @@ def verify(
         found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         ratio=search.ratio,
-        findings=tuple(search.findings),
+        findings=(*search.findings, *(opinion.findings if opinion else ())),
         skipped=dict(search.skipped),
         interrupted=interrupted,
+        second_opinion=None if opinion is None else opinion.summary(),
     )
+
+
+def _threads(problem: Problem | None) -> AbstractContextManager[None]:
+    """Return the context that a problem's models are computed in: one thread, unless they are large."""
+    if problem is None:
+        return one_thread()
+    try:
+        size = sum(p.numel() for p in problem.model(0).parameters())
+    except Exception:
+        return nullcontext()  # a user's own code, which may raise anything: told of when the first case is checked
+    return one_thread() if size < LARGE_MODEL else nullcontext()
 
 
 def _run(search: _Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:

@@ -86,7 +86,7 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
     reference = Reference(generated_trial(case))
     assert reference.finding is None, f"{reference.finding}\n{case!r}"
     window = reference.window(len(case.plan.windows) - 1)
-    opinions = window.opinions()
+    opinions = window.opinions(window.jax)
     expected = opinions.pop("torch large batch")
     for name, gradient in opinions.items():
         difference = worst_difference(gradient, expected, quick_bound(expected, len(window.members)))

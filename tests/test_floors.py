@@ -58,6 +58,7 @@ FLOORS = {
     "explain": 3,
     "loading": 3,
     "scripts": 3,
+    "second_opinion": 3,
     "strategies": 3,
     "verification": 3,
     "zoo": 3,

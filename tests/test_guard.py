@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gradcheck_suite.guard import TimedOut, time_limit
+from gradcheck_suite.guard import TimedOut, _rest, time_limit
 
 SHORT = 0.05
 FOREVER = 20.0
@@ -32,6 +32,34 @@ def test_what_hangs_is_stopped():
 def test_a_sleep_is_stopped():
     with pytest.raises(TimedOut), time_limit(SHORT):
         time.sleep(FOREVER)
+
+
+@pytest.mark.parametrize(
+    ("passed", "computed", "rest"),
+    [
+        (30.0, 30.0, 0.0),  # computed all the time
+        (30.0, 29.0, 3.0),  # nearly: a tenth of the limit more
+        (30.0, 10.0, 20.0),  # a third: others had the processor
+        (30.0, 0.5, 0.0),  # idle
+        (290.0, 25.0, 5.0),
+        (295.0, 10.0, 5.0),  # no more than ten limits in all
+        (300.0, 10.0, 0.0),
+    ],
+)
+def test_a_busy_machine_gives_more_time(passed, computed, rest):
+    assert _rest(30.0, passed, computed) == pytest.approx(rest)
+
+
+def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):
+    begun = time.process_time()
+    # others take three quarters: of each second of work, the process's own clock shows a quarter
+    clock = time.process_time
+    monkeypatch.setattr("time.process_time", lambda: begun + (clock() - begun) / 4)
+    started = time.monotonic()
+    with time_limit(SHORT) as limit:
+        while time.monotonic() - started < 3 * SHORT:
+            pass
+    assert not limit.expired
 
 
 def test_an_except_exception_inside_does_not_swallow_it():

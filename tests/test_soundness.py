@@ -75,8 +75,6 @@ NOT_ACCUMULABLE: dict[str, Problem] = {
     "batch norm in train mode": replace(GOOD, model=batch_norm),
     "in-batch negatives": replace(GOOD, loss=in_batch_negatives),
     "a product of batch means": replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()),
-    "a sum called a mean": replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")),
-    "a mean called a sum": replace(GOOD, reduction="sum"),
     "ignored targets that are counted": replace(GOOD, loss=lambda m, b: cross_entropy(m, b, ignore_index=2)),
 }
 
@@ -90,11 +88,30 @@ def test_what_is_no_sum_over_items_is_said_of_the_problem(name):
     assert "no loop is to blame" in verdict.violation.explanation
 
 
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")), 'pass reduction="sum"'),
+        (replace(GOOD, reduction="sum"), 'pass reduction="mean"'),
+        (replace(GOOD, count=lambda b: (b["target"] != 2).sum()), "leave Problem.count out"),
+    ],
+)
+def test_a_count_that_disagrees_with_the_mean_is_said_so(problem, said):
+    verdict = check(BUILT_IN["plain"], CASE, problem=problem)
+    assert verdict.violation is not None
+    assert verdict.violation.kind == "not-accumulable"
+    assert "p.py:P: the loss is no mean over what Problem.count counts" in verdict.violation.explanation
+    assert said in verdict.violation.explanation
+
+
 def test_a_count_that_does_not_add_up():
     fault = objective_fault(user_trial(CASE, replace(GOOD, count=lambda b: torch.tensor(len(b["x"]) ** 2))))
     assert fault is not None
     assert "Problem.count of all 10 items is 100" in fault
     assert "[2, 3, 5] add up to 38" in fault
+
+
+SAME = model(0)
 
 
 def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
@@ -113,6 +130,13 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
         (replace(GOOD, model=lambda s: nn.Sequential(model(s), nn.Dropout(0.5))), "take out dropout"),
         (replace(GOOD, model=lambda s: nn.ReLU()), "no parameter with requires_grad=True"),
         (replace(GOOD, model=lambda s: 3), "must return a torch.nn.Module, got int"),
+        (replace(GOOD, model=lambda s: SAME), "a fresh module each time, got the same one twice"),
+        (replace(GOOD, model=lambda s: nn.Sequential(SAME)), "two models from Problem.model share 0.0.weight"),
+        (replace(GOOD, model=lambda s: nn.Linear(3, 5)), "the same values for the same seed.* call torch.manual_seed"),
+        (
+            replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")),
+            "is on the meta device and has no",
+        ),
         (replace(GOOD, count=lambda b: torch.tensor(0)), "Problem.count.* got 0"),
         (replace(GOOD, count=lambda b: torch.tensor(-1)), "Problem.count.* got -1"),
         (replace(GOOD, count=lambda b: b["x"]), "Problem.count"),

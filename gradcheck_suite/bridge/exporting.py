@@ -6,11 +6,13 @@ its own for an operation, the table's entry follows that formula's conventions, 
 
 from __future__ import annotations
 
+import io
 import logging
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -23,7 +25,7 @@ from torch.export import ExportedProgram, default_decompositions
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
 from gradcheck_suite.bridge.forgotten import refuse_what_export_forgets
-from gradcheck_suite.bridge.sources import where_from
+from gradcheck_suite.bridge.sources import where_from, where_raised
 from gradcheck_suite.bridge.table import lowering_of
 from gradcheck_suite.contract import Batch
 from gradcheck_suite.trial import leaves, map_leaves
@@ -96,8 +98,8 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep export's own deprecations, and the graphs that it logs when it fails, from the user."""
-    with warnings.catch_warnings():
+    """Keep export's own deprecations, and the graphs that it logs and prints when it fails, from the user."""
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
@@ -190,4 +192,5 @@ def _not_exportable(error: Exception) -> str:
         advice = "tensor.data cannot be exported: write tensor.detach()"
     else:
         advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
-    return f"torch.export does not take this loss ({kind}: {text[:300]}): {advice}"
+    reason = re.split(r"(?<=[.:)]) (?=[A-Z(])", text, maxsplit=1)[0].rstrip(". ")
+    return f"torch.export does not take this loss{where_raised(error)}: {kind}: {reason[:200]}; {advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 import torch
@@ -16,8 +17,20 @@ _BRIDGE = str(Path(__file__).parent)
 def where_from(node: fx.Node) -> str:
     """Return ` (FILE, line N: code)` of the innermost frame outside torch and this package, or nothing."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    foreign = [f for f in frames if not f["file"].startswith((_TORCH, _BRIDGE, "<"))]
+    foreign = [f for f in frames if _is_the_users(f["file"])]
     if not frames:
         return ""
     frame = (foreign or frames)[-1]
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
+
+
+def where_raised(error: BaseException) -> str:
+    """Return ` (FILE, line N: code)` of the innermost of an exception's frames outside torch and this package."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_the_users(frame.filename):
+            return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+    return ""
+
+
+def _is_the_users(file: str) -> bool:
+    return not file.startswith((_TORCH, _BRIDGE, "<"))

@@ -12,11 +12,6 @@ from gradcheck_suite.cli.parsers import DEFAULT_TIME_LIMIT
 from gradcheck_suite.describe import describe_violation, example_text
 from gradcheck_suite.records import Result, Violation
 
-NO_SECOND_OPINION = (
-    "the problem is a user's: torch's large batch in float64 is the reference, and in this version JAX gives no "
-    "second opinion on it"
-)
-
 
 def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
     """Return what a run of `verify` is about to do."""
@@ -32,7 +27,7 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
         f"jax {flags.get('jax_default_matmul_precision')}",
     ]
     if arguments.problem is not None:
-        lines += [f"problem {arguments.problem}: only plans are drawn", NO_SECOND_OPINION]
+        lines.append(f"problem {arguments.problem}: only plans are drawn")
     return "\n".join(lines)
 
 
@@ -51,6 +46,8 @@ def result_lines(
     lines = [_one_line(result, width, judged=judged)]
     if result.assumes:
         lines.append(f"    assumes {', '.join(result.assumes)}: nothing else was tried")
+    if result.second_opinion:
+        lines.append(f"    {result.second_opinion}")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
     lines += [
         f"    {_cases(count)} could not be judged here: {' '.join(reason.split())}"

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.checking import check
     from gradcheck_suite.cli import output
     from gradcheck_suite.describe import describe_case
+    from gradcheck_suite.second_opinion import second_opinion
 
     case = stored.case
     verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit)
@@ -51,9 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
     if problem is not None:
-        print(f"    {output.NO_SECOND_OPINION}")
-    if verdict.finding:
-        print(f"    finding, for which no loop is to blame: {verdict.finding}")
+        opinion = second_opinion([case], problem)
+        findings, said = opinion.findings, [opinion.summary()]
+    else:
+        findings, said = [verdict.finding] if verdict.finding else [], []
+    said += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
+    print("\n".join(f"    {line}" for line in said), end="\n" if said else "")
     if verdict.violation is not None:
         print("\n".join(output.violation_lines(verdict.violation)))
         return statuses.VIOLATED

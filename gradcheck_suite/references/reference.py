@@ -81,7 +81,7 @@ class Reference:
 
     @cached_property
     def finding(self) -> str | None:
-        """What torch and JAX disagree about on this case, or None. No loop is involved."""
+        """What torch and JAX disagree about on this generated case, or None. No loop is involved."""
         for index in range(len(self.trial.case.plan.windows)):
             if text := self.window(index).disagreement():
                 return text
@@ -195,37 +195,41 @@ class Window:
         """The bound in a lower precision."""
         return self._steady + noise_bound(self._in_dtype.mean_square(self._parts, self.expected))
 
-    def disagreement(self) -> str | None:
-        """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do."""
-        if self.jax is None:
+    def disagreement(self, other: Vector | None = None) -> str | None:
+        """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do.
+
+        Args:
+            other: JAX's gradient of a user's problem; a generated one brings its own.
+        """
+        jax = self.jax if other is None else other
+        if jax is None or self._agrees(jax):
             return None
-        quick = worst_difference(self.torch, self.jax, quick_bound(self.jax, 1))
-        if quick.ratio <= 1:
-            return None
-        worst = worst_difference(self.torch, self.jax, self._measured)
-        if worst.ratio <= 1:
-            return None
+        worst = worst_difference(self.torch, jax, self._measured)
         parameter, _ = self._reference.layout.place(worst.index)
         return (
             f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
             f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case "
-            f"{self._reference.trial.case.digest}: {blame(self.opinions(), self._measured)}; no loop is to blame"
+            f"{self._reference.trial.case.digest}: {blame(self.opinions(jax), self._measured)}; no loop is to blame"
         )
 
-    def opinions(self) -> dict[str, Vector]:
+    def _agrees(self, jax: Vector) -> bool:
+        quick = worst_difference(self.torch, jax, quick_bound(jax, 1))
+        return quick.ratio <= 1 or worst_difference(self.torch, jax, self._measured).ratio <= 1
+
+    def opinions(self, jax: Vector) -> dict[str, Vector]:
         """Return this window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
         reference = self._reference
         trial, spec = reference.trial, reference.trial.case.problem
-        assert isinstance(spec, ProblemSpec)
-        assert self.jax is not None
         model = reference.model(torch.float64, self._parameters)
+        by_torch = {"torch large batch": self.torch, "torch accumulated": self._accumulated(model)}
+        if not isinstance(spec, ProblemSpec):
+            return {**by_torch, "JAX large batch": jax}
         arrays, values = self._arrays(), _values(model)
         sizes = [trial.case.plan.micro_batches[j] for j in self.members]
         _, whole = whole_gradient(spec, values, arrays)
         return {
-            "torch large batch": self.torch,
-            "torch accumulated": self._accumulated(model),
-            "JAX large batch": self.jax,
+            **by_torch,
+            "JAX large batch": jax,
             "JAX large batch in one piece": reference.join(whole),
             "JAX accumulated": reference.join(accumulated_gradient(spec, values, arrays, sizes)),
         }
