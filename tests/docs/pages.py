@@ -36,8 +36,15 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN_ONLY = ("text", "json")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
-FEW, AS_SHOWN = 5, 20
-"""Cases that `verify` draws here in place of the number that a page shows, and up to which number it is kept."""
+FEW, FEW_ON_PROBLEM, AS_SHOWN = 5, 1, 20
+"""Cases that `verify` draws here in place of the number that a page shows, one where JAX compiles a program for each
+set of shapes, and up to which number the page's own is kept."""
+_COUNTED = (
+    (r"\b\d+ cases?\b", "SOME cases"),
+    (r"on \d+ of \d+ windows, of \d+ shapes?", "on SOME windows"),
+    (r"; for the others the 60 s that this may take did not suffice", ""),
+)
+"""What depends on how many cases were drawn."""
 _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"^# ([\w./]+\.(?:py|toml|ini))$")
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -154,12 +161,15 @@ class Page:
         if not self.few or not command.startswith("gradcheck-suite verify") or re.search(r"--(list|help)", command):
             return []
         asked = re.search(r"--examples (\d+)", command)
-        return [] if asked and int(asked[1]) <= AS_SHOWN else ["--examples", str(FEW)]
+        few = FEW_ON_PROBLEM if "--problem" in command else FEW
+        return [] if asked and int(asked[1]) <= AS_SHOWN else ["--examples", str(few)]
 
     def _modulo_count(self, command: str, *texts: str) -> list[str]:
         if not self._fewer(command):
             return list(texts)
-        return [re.sub(r"\b\d+ cases\b", "SOME cases", text) for text in texts]
+        for pattern, word in _COUNTED:
+            texts = tuple(re.sub(pattern, word, text) for text in texts)
+        return list(texts)
 
     def resolved(self, command: str) -> str:
         """Return a command with the digests that counterexamples have here."""
