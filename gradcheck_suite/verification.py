@@ -63,7 +63,8 @@ class _Search:
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
-        self.judged: list[Case] = []
+        self.judged = 0
+        self._users: list[Case] = []
         self.smallest: Violation | None = None
         self.found_after: int | None = None
         self._found_at = 0.0
@@ -106,7 +107,7 @@ class _Search:
     def second_opinion(self, problem: Problem) -> SecondOpinion | None:
         """Ask JAX about the problem: on the cases that the verdict rests on."""
         if self.violation is None:
-            return second_opinion(self.judged, problem)
+            return second_opinion(self._users, problem)
         return None if self.violation.kind == "not-accumulable" else second_opinion([self.violation.case], problem)
 
     def judge(self, case: Case) -> None:
@@ -130,8 +131,10 @@ class _Search:
             self.findings[verdict.finding] = None
         if verdict.skipped:
             self.skipped[verdict.skipped] += 1
-        elif self._problem is not None:
-            self.judged.append(verdict.case)
+        elif not verdict.finding:
+            self.judged += 1
+            if self._problem is not None:
+                self._users.append(verdict.case)
         if self._progress is not None:
             self._progress(verdict)
 
@@ -246,6 +249,7 @@ def verify(
         findings=(*search.findings, *(opinion.findings if opinion else ())),
         skipped=dict(search.skipped),
         interrupted=interrupted,
+        judged=search.judged,
         second_opinion=None if opinion is None else opinion.summary(),
     )
 
