@@ -71,6 +71,9 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         stored = _store(config.getoption("--gradcheck-reports"), result, loop, problem)
         if result.interrupted:
             raise KeyboardInterrupt
+        if result.holds and not result.judged:
+            reasons = "; ".join([*result.skipped, *result.findings])
+            pytest.fail(f"{label}: none of {result.cases} cases could be judged: {reasons}", pytrace=False)
         if result.violation is not None:
             pytest.fail(_message(result, stored), pytrace=False)
         return result
@@ -113,9 +116,7 @@ def _store(reports: Path | None, result: Result, loop: Loop, problem: Problem | 
     from gradcheck_suite.scripts import script_text
 
     about = environment.environment()
-    append_record(
-        reports, "verify", {**result.to_json(), "judged": result.cases}, environment=about, command=this_command()
-    )
+    append_record(reports, "verify", result.to_json(), environment=about, command=this_command())
     if result.violation is None:
         return None
     path = store_counterexample(reports, result, about)

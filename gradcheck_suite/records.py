@@ -87,7 +87,7 @@ class Result:
 
     Attributes:
         loop: the loop's name as the user gave it.
-        cases: how many were judged before the verdict stood.
+        cases: how many were drawn before the verdict stood.
         seconds: wall-clock.
         violation: the smallest one found, or None.
         found_after: how many cases it took to find the first.
@@ -97,6 +97,7 @@ class Result:
         skipped: why cases were not judged -> how many.
         interrupted: whether the run was stopped before its end.
         second_opinion: on a user's problem: what JAX had a say in, in a sentence.
+        judged: how many of the cases say anything about the loop; where none does, nothing is known of it.
     """
 
     loop: str
@@ -110,6 +111,7 @@ class Result:
     skipped: dict[str, int] = field(default_factory=dict)
     interrupted: bool = False
     second_opinion: str | None = None
+    judged: int = 0
 
     @property
     def holds(self) -> bool:
@@ -122,6 +124,7 @@ class Result:
             "loop": self.loop,
             "verdict": "holds" if self.holds else "violated",
             "cases": self.cases,
+            "judged": self.judged,
             "seconds": round(self.seconds, 3),
             "assumes": list(self.assumes),
             "worst_error_over_allowed": json_number(self.ratio),

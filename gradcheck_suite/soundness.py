@@ -11,6 +11,7 @@ import math
 import torch
 
 from gradcheck_suite.contract import Batch
+from gradcheck_suite.entanglement import reason, refused
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.optimizers import make_optimizer
 from gradcheck_suite.trial import Trial, leaves
@@ -35,7 +36,7 @@ def objective_fault(trial: Trial) -> str | None:
 
 
 def _objective_fault(trial: Trial) -> str | None:
-    name, plan = trial.case.problem, trial.case.plan
+    name, plan = _name(trial), trial.case.plan
     _expect_fresh_models(trial)
     model = trial.model(torch.float64)
     make_optimizer(None, model)
@@ -48,13 +49,18 @@ def _objective_fault(trial: Trial) -> str | None:
             "it must not be random: take out dropout, or pass its mask with the batch"
         )
     parts, sizes, counts = 0.0, 0.0, 0.0
+    total = _weight(trial, everything, positive=True)
     for j in range(len(plan.micro_batches)):
         batch = trial.batch(plan.items(j), torch.float64)
         weight = _weight(trial, batch, positive=False)
         if weight:
-            part = weight * _loss(trial, model, batch)
+            try:
+                part = weight * _loss(trial, model, batch)
+            except (RuntimeError, ValueError):
+                if (said := refused(model)) is None:
+                    raise
+                return f"{name}: {said}"
             parts, sizes, counts = parts + part, sizes + abs(part), counts + weight
-    total = _weight(trial, everything, positive=True)
     if trial.problem.reduction == "mean" and not _close(total, counts, counts):
         return (
             f"{name}: Problem.count of all {plan.total_items} items is {total:.9g}, but the counts of the "
@@ -69,16 +75,19 @@ def _objective_fault(trial: Trial) -> str | None:
             )
         return (
             f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
-            f"to blame: the large batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
-            f"{list(plan.micro_batches)} add up to {parts:.9g}; look for batch normalisation in train mode, losses "
-            "between items, products of batch means, or a count that is not what the mean divides by"
+            f"to blame: {reason(trial, model, items=plan.total_items)}. The large batch's loss times its count is "
+            f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {parts:.9g}"
         )
     return None
 
 
+def _name(trial: Trial) -> str:
+    return trial.case.problem if isinstance(trial.case.problem, str) else "the problem"
+
+
 def _expect_fresh_models(trial: Trial) -> None:
     """Refuse models that share tensors with each other, or that differ from seed to same seed."""
-    name = trial.case.problem
+    name = _name(trial)
     first, second = trial.problem.model(trial.case.seed), trial.problem.model(trial.case.seed)
     for model in (first, second):
         if not isinstance(model, torch.nn.Module):
@@ -129,7 +138,7 @@ def _close(a: float, b: float, scale: float) -> bool:
 
 
 def _loss(trial: Trial, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
-    name = trial.case.problem
+    name = _name(trial)
     with torch.set_grad_enabled(need_graph):
         loss = trial.problem.loss(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.ndim:
@@ -154,7 +163,7 @@ def _weight(trial: Trial, batch: Batch, *, positive: bool) -> float:
     count = trial.count(batch)
     if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0 or (positive and not float(count)):
         raise UsageError(
-            f"{trial.case.problem}: Problem.count(batch) must return a number that is finite and not negative, "
+            f"{_name(trial)}: Problem.count(batch) must return a number that is finite and not negative, "
             f"and positive where there is something to count; got {count.tolist()}"
         )
     return float(count)

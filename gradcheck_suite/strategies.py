@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.case import DEVICES, DTYPES, MAX_SEED, Case
-from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, loss_kind, out_signal, output_signal
+from gradcheck_suite.catalogue import (
+    ENTANGLED_LOSSES,
+    INPUTS,
+    LAYERS,
+    LOSSES,
+    input_signal,
+    loss_kind,
+    out_signal,
+    output_signal,
+)
 from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal, vector
 from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, checked_assumptions
 from gradcheck_suite.errors import UsageError
@@ -219,6 +228,7 @@ def problems(
     min_layers: int = 1,
     max_layers: int = 5,
     sparse: bool = True,
+    accumulable: bool = True,
     assumes: Iterable[str] = (),
 ) -> ProblemSpec:
     """Draw problems: an input, a chain of layers of which the last is trainable, a loss that takes its output.
@@ -228,6 +238,8 @@ def problems(
         min_layers: fewest layers in the chain.
         max_layers: most layers in the chain.
         sparse: whether embeddings may have sparse gradients, which some optimizers do not take.
+        accumulable: whether the objective is a sum over items. Where it is not, batch normalisation in train mode is
+            put among the layers, or the loss lets items meet; no loop can be right then.
         assumes: what the loop relies on, names from `ASSUMPTIONS`.
     """
     _checked_range(min_layers, max_layers, "layers")
@@ -239,9 +251,16 @@ def problems(
     for left in reversed(range(draw(st.integers(min_layers, max_layers)))):
         layers.append(draw(_layer(signal, trainable=left == 0, sparse=sparse)))
         signal = out_signal(layers[-1], signal)
+    reductions = _sampled(reductions_within(chosen))
+    if not accumulable and (signal.form != "vector" or draw(st.booleans())):
+        # behind a layer, since the first input may be tokens
+        at = draw(st.integers(1, len(layers)))
+        layers.insert(at, Layer("batch_norm_train"))
+    elif not accumulable:
+        kind = draw(_sampled(tuple(ENTANGLED_LOSSES)))
+        return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
     loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
-    reduction = draw(_sampled(reductions_within(chosen)))
-    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=reduction))
+    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
 
 
 @st.composite

@@ -33,6 +33,7 @@ from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
 
 DEFAULT_EXAMPLES = 200
 SHRINK_SECONDS = 30.0
+"""Of computing, or four times as many of waiting: on a busy machine a case is made as small as on an idle one."""
 LARGE_MODEL = 1_000_000
 """Parameters from which on several threads are faster than one, also where others use the machine."""
 SMALL_EXAMPLES = 60
@@ -52,6 +53,17 @@ class _StopError(BaseException):
         self.error = error
 
 
+class _Moment:
+    """A moment that time is counted from."""
+
+    def __init__(self) -> None:
+        self._thread, self._clock = time.thread_time(), time.perf_counter()
+
+    def passed(self) -> float:
+        """Return the seconds since then that this thread computed, or a quarter of the clock's."""
+        return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
+
+
 class _Search:
     """What is kept while Hypothesis draws and shrinks."""
 
@@ -63,10 +75,11 @@ class _Search:
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
-        self.judged: list[Case] = []
+        self.judged = 0
+        self._users: list[Case] = []
         self.smallest: Violation | None = None
         self.found_after: int | None = None
-        self._found_at = 0.0
+        self._found_at = _Moment()
         self._on_probe: Violation | None = None
         self._other: Violation | None = None
         self._first_pass = True
@@ -96,6 +109,10 @@ class _Search:
         layers, micro_batches, *_ = size_of(self.smallest.case)
         return layers <= 2 and micro_batches <= SMALL_MICRO_BATCHES
 
+    def start_anew(self) -> None:
+        """Give what follows the whole time that making a case small may take."""
+        self._found_at = _Moment()
+
     def turn_to_other_fault(self) -> bool:
         """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
         if self.smallest is not None or self._other is None:
@@ -106,13 +123,13 @@ class _Search:
     def second_opinion(self, problem: Problem) -> SecondOpinion | None:
         """Ask JAX about the problem: on the cases that the verdict rests on."""
         if self.violation is None:
-            return second_opinion(self.judged, problem)
+            return second_opinion(self._users, problem)
         return None if self.violation.kind == "not-accumulable" else second_opinion([self.violation.case], problem)
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
         searching = self.smallest is None
-        if not searching and time.perf_counter() - self._found_at > SHRINK_SECONDS:
+        if not searching and self._found_at.passed() > SHRINK_SECONDS:
             return
         try:
             verdict = check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s)
@@ -130,8 +147,10 @@ class _Search:
             self.findings[verdict.finding] = None
         if verdict.skipped:
             self.skipped[verdict.skipped] += 1
-        elif self._problem is not None:
-            self.judged.append(verdict.case)
+        elif not verdict.finding:
+            self.judged += 1
+            if self._problem is not None:
+                self._users.append(verdict.case)
         if self._progress is not None:
             self._progress(verdict)
 
@@ -148,7 +167,7 @@ class _Search:
             self._other = self._other or violation
             return False
         if self.smallest is None:
-            self._found_at = time.perf_counter()
+            self._found_at = _Moment()
         if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
             self.smallest = violation
         return True
@@ -229,6 +248,7 @@ def verify(
             if search.turn_to_other_fault():
                 _run(search, drawn, examples, seed_value)
             if not search.is_small():
+                search.start_anew()
                 _run(search, small, SMALL_EXAMPLES, seed_value)
     except KeyboardInterrupt:
         interrupted = True
@@ -246,6 +266,7 @@ def verify(
         findings=(*search.findings, *(opinion.findings if opinion else ())),
         skipped=dict(search.skipped),
         interrupted=interrupted,
+        judged=search.judged,
         second_opinion=None if opinion is None else opinion.summary(),
     )
 

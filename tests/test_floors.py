@@ -38,6 +38,7 @@ FLOORS = {
     "autocast": 2,
     "catalogue": 2,
     "devices": 2,
+    "entanglement": 2,
     "guard": 2,
     "ledger": 2,
     "loops": 2,

@@ -5,7 +5,7 @@ To add a kind, add its record to a family's `KINDS`; to add a family, add its mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from gradcheck_suite.catalogue import (
     dropout,
     embedding_bag,
     embeddings,
+    entangled,
     feature_activations,
     frozen,
     inputs,
@@ -83,6 +84,11 @@ LOSSES: Mapping[str, LossKind] = _table(
 )
 
 
+ENTANGLED_LAYERS: Mapping[str, LayerKind] = _table(entangled.LAYERS)
+ENTANGLED_LOSSES: Mapping[str, LossKind] = _table(entangled.LOSSES)
+"""Kinds in which items meet, so that no accumulation is right: drawn only where they are asked for."""
+
+
 def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
     try:
         return table[name]
@@ -97,12 +103,12 @@ def input_kind(spec: Input) -> InputKind:
 
 def layer_kind(spec: Layer) -> LayerKind:
     """Return the kind of a layer; `UsageError` when there is none of that name."""
-    return _look_up(LAYERS, "layer", spec.kind)
+    return ENTANGLED_LAYERS.get(spec.kind) or _look_up(LAYERS, "layer", spec.kind)
 
 
 def loss_kind(spec: Loss) -> LossKind:
     """Return the kind of a loss; `UsageError` when there is none of that name."""
-    return _look_up(LOSSES, "loss", spec.kind)
+    return ENTANGLED_LOSSES.get(spec.kind) or _look_up(LOSSES, "loss", spec.kind)
 
 
 def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
@@ -172,6 +178,17 @@ def checked_loss(problem: ProblemSpec) -> LossKind:
         raise UsageError(f"loss {kind.name!r}: does not take {signal}")
     _check_options(f"loss {kind.name!r}", options, variants)
     return kind
+
+
+def is_accumulable(problem: ProblemSpec) -> bool:
+    """Whether a problem is made of kinds that take the items of a batch one by one."""
+
+    def kinds(layers: Iterable[Layer]) -> Iterator[str]:
+        for layer in layers:
+            yield layer.kind
+            yield from kinds(layer.layers)
+
+    return problem.loss.kind not in ENTANGLED_LOSSES and ENTANGLED_LAYERS.keys().isdisjoint(kinds(problem.layers))
 
 
 def reduction_of(problem: ProblemSpec) -> Reduction:

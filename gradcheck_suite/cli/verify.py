@@ -99,9 +99,8 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 @dataclass
 class _Judged:
-    """How many of one loop's cases were judged at all, and why the others were not."""
+    """What one loop's judged cases reached, and why the others were not judged."""
 
-    count: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     reach: Reach = field(default_factory=Reach)
 
@@ -109,12 +108,11 @@ class _Judged:
         if reason := verdict.skipped or verdict.finding:
             self.reasons[reason] += 1
         else:
-            self.count += 1
             self.reach.note(verdict.case)
 
     def nothing(self, result: Result) -> str | None:
         """Return why nothing can be said of the loop, or None where something can."""
-        if self.count or not result.holds or result.interrupted:
+        if result.judged or not result.holds or result.interrupted:
             return None
         ((reason, _),) = self.reasons.most_common(1) or [("none was drawn", 0)]
         return f"{result.loop}: none of {result.cases} cases could be judged: {reason}"
@@ -140,7 +138,6 @@ def run(arguments: argparse.Namespace) -> int:
     about = environment.environment()
     print(output.header(arguments, about), flush=True)
     results: list[Result] = []
-    counts: list[_Judged] = []
     unjudged: list[str] = []
     interrupted = False
     width = max(map(len, loops))
@@ -150,7 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
                 judged = _Judged()
                 result = _verify(arguments, name, loop, problem, judged, progress, pressed)
                 results.append(result)
-                counts.append(judged)
                 nothing = judged.nothing(result)
                 stored = None if result.holds else _store(arguments, result, loop, problem, about)
                 _record(arguments, result, stored, judged, about)
@@ -166,10 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             # not where bad input has stopped the work before anything was found out
             if arguments.json is not None and (results or interrupted):
-                document = results_to_json(results, about)
-                for entry, judged in zip(document["results"], counts, strict=False):
-                    entry["judged"] = judged.count
-                write_json(arguments.json, document)
+                write_json(arguments.json, results_to_json(results, about))
     violated = any(not result.holds for result in results)
     if unjudged and not violated and not interrupted:
         raise UsageError(unjudged[0])
@@ -283,7 +276,6 @@ def _record(
     """Append the result to the records that the report is built from."""
     data = {
         **result.to_json(),
-        "judged": judged.count,
         "reached": judged.reach.to_json(),
         "problem": arguments.problem,
         "dtype": arguments.dtype,

@@ -10,6 +10,7 @@ import torch
 
 from gradcheck_suite.autocast import Compute, coarsest
 from gradcheck_suite.case import Case
+from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.catalogue.kinds import Arrays
 from gradcheck_suite.contract import Problem
 from gradcheck_suite.numerics.bounds import accumulation_bound, farthest, noise_bound, quick_bound
@@ -107,7 +108,7 @@ class Window:
 
     def _jax(self, model: torch.nn.Module) -> Vector | None:
         spec = self._reference.trial.case.problem
-        if not isinstance(spec, ProblemSpec):
+        if not isinstance(spec, ProblemSpec) or not is_accumulable(spec):
             return None
         values = self._reference.values64 if self._parameters is None else _values(model)
         _, gradient = large_batch_gradient(spec, values, self._arrays())
@@ -221,7 +222,7 @@ class Window:
         reference = self._reference
         trial, spec = reference.trial, reference.trial.case.problem
         model = reference.model(torch.float64, self._parameters)
-        by_torch = {"torch large batch": self.torch, "torch accumulated": self._accumulated(model)}
+        by_torch = {"torch large batch": self.torch, "torch accumulated": self.accumulated()}
         if not isinstance(spec, ProblemSpec):
             return {**by_torch, "JAX large batch": jax}
         arrays, values = self._arrays(), _values(model)
@@ -234,8 +235,9 @@ class Window:
             "JAX accumulated": reference.join(accumulated_gradient(spec, values, arrays, sizes)),
         }
 
-    def _accumulated(self, model: torch.nn.Module) -> Vector:
-        trial = self._reference.trial
+    def accumulated(self) -> Vector:
+        """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
+        trial, model = self._reference.trial, self.model()
         plan, total = trial.case.plan, np.zeros_like(self.torch)
         for j in self.members:
             part = gradients_of(trial, model, plan.items(j), summed=True, dtype=torch.float64)

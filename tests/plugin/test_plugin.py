@@ -133,3 +133,25 @@ def test_importing_the_plugin_imports_no_framework():
     code = "import sys, gradcheck_suite.pytest_plugin; print([m for m in ('torch', 'jax') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_where_nothing_could_be_judged_the_test_fails(tmp_path):
+    """In float16 a loss of 1e9 overflows, in the plain large batch too: nothing is known of the loop."""
+    status, output = _pytest(
+        tmp_path,
+        """
+import torch
+from gradcheck_suite import Problem
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(1, 1)
+
+huge = Problem(model, lambda items, seed: torch.ones(items, 1), lambda m, b: (1e9 * m(b)).sum(), reduction="sum")
+
+def test_it(verify_training_loop):
+    verify_training_loop(sound, problem=huge, examples=2, dtype="float16")
+""",
+    )
+    assert status == 1
+    assert "none of 2 cases could be judged" in output

@@ -1,0 +1,112 @@
+"""Why an objective is no sum over items: where in the model, or in the loss, the items of a batch meet each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradcheck_suite.contract import Batch
+from gradcheck_suite.trial import Items, Trial, leaves
+
+TOLERANCE = 1e-5
+"""Relative. Models are run in float64, but may hold islands of float32, which round at 1e-7."""
+Outputs = list[tuple[str, torch.nn.Module, torch.Tensor]]
+
+
+def reason(trial: Trial, model: torch.nn.Module, *, items: int) -> str:
+    """Say where items meet, in a clause.
+
+    Args:
+        trial: whose problem.
+        model: in float64; it is run, and nothing of it is kept.
+        items: of the epoch; some of them are run by themselves.
+    """
+    whole, part = trial.batch(range(items), torch.float64), trial.batch(range((items + 1) // 2), torch.float64)
+    if (found := _mixing_module(trial, model, whole, part)) is not None:
+        name, module = found
+        said = f"{name or 'the model'} ({type(module).__name__}) gives an item another output when others are beside it"
+        if isinstance(module, _BatchNorm) and module.training:
+            said += (
+                ": batch normalisation in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
+                "normalisation"
+            )
+        return said
+    twice = Items(whole).__getitems__([*range(items), *range(items)])
+    once, again = (float(trial.problem.loss(model, batch).detach()) for batch in (whole, twice))
+    if trial.problem.reduction == "sum":
+        again /= 2
+    if abs(once - again) <= TOLERANCE * max(abs(once), abs(again)):
+        return (
+            "the model takes items one by one and the loss does not: it contains statistics of the batch (a product of "
+            "batch means, targets standardised over the batch)"
+        )
+    return (
+        "the model takes items one by one and the loss does not: it compares items with each other (in-batch "
+        "negatives, pairs, rankings)"
+    )
+
+
+def refused(model: torch.nn.Module) -> str | None:
+    """Say what refuses a micro-batch that the large batch does not, where that is batch normalisation; else None."""
+    if (found := _training_batch_norm(model)) is None:
+        return None
+    return (
+        f"{found[0]} ({type(found[1]).__name__}) refuses a micro-batch with one value per channel, and gives an item "
+        "another output when others are beside it: batch normalisation in train mode, so no accumulation can equal the "
+        "large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or layer "
+        "normalisation"
+    )
+
+
+def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
+    return next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+
+
+def _mixing_module(
+    trial: Trial, model: torch.nn.Module, whole: Batch, part: Batch
+) -> tuple[str, torch.nn.Module] | None:
+    """Return the first module whose outputs for some items depend on the other items."""
+    try:
+        with torch.no_grad():
+            with _outputs(model) as in_whole:
+                trial.problem.loss(model, whole)
+            with _outputs(model) as in_part:
+                trial.problem.loss(model, part)
+    except (RuntimeError, ValueError, IndexError):
+        return _training_batch_norm(model)
+    total, some = (len(next(leaves(batch))) for batch in (whole, part))
+    for (name, module, a), (other, _, b) in zip(in_whole, in_part, strict=False):
+        if name != other or a.ndim == 0 or b.ndim == 0 or (len(a), len(b)) != (total, some):
+            continue
+        if a.shape[1:] == b.shape[1:] and not _close(a[:some], b):
+            return name, module
+    return None
+
+
+@contextmanager
+def _outputs(model: torch.nn.Module) -> Iterator[Outputs]:
+    """Yield a list that every module's output is added to, inner modules before those around them."""
+    found: Outputs = []
+    handles = []
+    for name, module in model.named_modules():
+
+        def note(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            for tensor in leaves(output):
+                if tensor.is_floating_point():
+                    found.append((name, module, tensor.detach().to(torch.float64).clone()))
+
+        handles.append(module.register_forward_hook(note))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    scale = float(torch.maximum(a.abs(), b.abs()).max()) if a.numel() else 0.0
+    return bool(((a - b).abs() <= TOLERANCE * scale).all() | (a.isnan() & b.isnan()).all())

@@ -1,0 +1,35 @@
+"""Ctrl-C where Python can raise nothing: it is noted, and nothing is printed."""
+
+from __future__ import annotations
+
+import gc
+import signal
+
+from gradcheck_suite.cli.interrupts import noted_interrupts
+
+
+class _Finalised:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class _Raises:
+    def __del__(self) -> None:
+        raise ValueError("told of")
+
+
+def test_an_interrupt_inside_a_finaliser_is_noted_and_not_printed(capsys):
+    with noted_interrupts() as pressed:
+        _Finalised()
+        gc.collect()
+    assert pressed == [signal.SIGINT]
+    assert capsys.readouterr().err == ""
+
+
+def test_whatever_else_a_finaliser_raises_is_reported(monkeypatch):
+    seen = []
+    monkeypatch.setattr("sys.unraisablehook", seen.append)
+    with noted_interrupts():
+        _Raises()
+        gc.collect()
+    assert [str(one.exc_value) for one in seen] == ["told of"]
