@@ -1,0 +1,78 @@
+"""The campaign: chunk after chunk, each counted once, stored and added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradcheck_suite.calibration.alarms import Judge
+from gradcheck_suite.calibration.drawing import draw_cases
+from gradcheck_suite.calibration.store import Store, made_by
+from gradcheck_suite.calibration.styles import LOOPS
+from gradcheck_suite.calibration.tally import Tally, tally_from_json
+from gradcheck_suite.contract import assumptions_of
+from gradcheck_suite.devices import one_thread
+
+CHUNK = 1000
+"""Checks in a chunk: less than a minute's work."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Attributes:
+        checks: of sound loops, in all dtypes together.
+        seed: same seed and versions, same cases.
+        dtypes: which.
+    """
+
+    checks: int
+    seed: int
+    dtypes: tuple[str, ...]
+
+
+def shares(total: int, dtypes: Sequence[str]) -> dict[str, int]:
+    """Return how many of all the checks each dtype gets; the first ones get what is left over."""
+    share, left = divmod(total, len(dtypes))
+    return {dtype: share + (i < left) for i, dtype in enumerate(dtypes)}
+
+
+def count_alarms(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
+    """Judge sound loops until every dtype has its share of the checks; what was stored is not judged again.
+
+    Args:
+        settings: what was asked for.
+        store: of chunks.
+        progress: called with a number of checks whenever so many more are done.
+        into: dtype -> counts, filled chunk by chunk, so that whoever interrupts has what was counted.
+    """
+    wanted = shares(settings.checks, settings.dtypes)
+    chunk = 0
+    with one_thread():
+        while waiting := [d for d in settings.dtypes if into.setdefault(d, Tally()).checks < wanted[d]]:
+            # dtype by dtype in turn, so that what is stopped early has looked at all of them
+            for dtype in waiting:
+                limit = min(CHUNK, wanted[dtype] - into[dtype].checks)
+                key = {"counts": "alarms", "seed": settings.seed, "dtype": dtype, "chunk": chunk, "limit": limit,
+                       "by": made_by()}  # fmt: skip
+                if (stored := store.get(key)) is None:
+                    tally = alarms_in_chunk(dtype, chunk, limit, settings.seed, progress)
+                    store.put(key, tally.to_json())
+                else:
+                    tally = tally_from_json(stored)
+                    progress(tally.checks)
+                into[dtype].add(tally)
+            chunk += 1
+
+
+def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
+    """Judge sound loops on the cases of one chunk, `limit` checks in all."""
+    per_case = sum(not assumptions_of(loop) for loop in LOOPS.values())
+    total = Tally()
+    for drawn in draw_cases(dtype, chunk, math.ceil(limit / per_case), seed):
+        if total.checks >= limit:
+            break
+        total.add(Judge(drawn).run(limit - total.checks, lambda: progress(1)))
+    return total
