@@ -76,6 +76,7 @@ class Judge:
         tally.loops[name] += 1
         tally.layers.update(self._layers)
         tally.losses[self._loss] += 1
+        tally.autocast += noted.compute is not None
         if verdict.finding is not None:
             tally.findings[verdict.finding] += 1
             return
@@ -104,4 +105,4 @@ class Judge:
             rivals |= found
             if ratio is not None:
                 self._tally.drawn_on.note(ratio)
-        self._tally.rivals.update(rivals)
+        (self._tally.rivals if noted.compute is None else self._tally.rivals_autocast).update(rivals)

@@ -68,7 +68,10 @@ class Tally:
         layers: checks that were made, by kind of layer in their case.
         losses: likewise by kind of loss.
         loops: likewise by loop.
-        rivals: checks in which another rule blames the sound loop, by rule.
+        rivals: checks in which another rule blames the sound loop, by rule; those of losses under an autocast, whose
+            precision is another one, are not among them.
+        autocast: checks whose losses were under an autocast.
+        rivals_autocast: those in which another rule blames the sound loop, by rule.
     """
 
     checks: int = 0
@@ -83,6 +86,8 @@ class Tally:
     losses: Counter[str] = field(default_factory=Counter)
     loops: Counter[str] = field(default_factory=Counter)
     rivals: Counter[str] = field(default_factory=Counter)
+    autocast: int = 0
+    rivals_autocast: Counter[str] = field(default_factory=Counter)
 
     @property
     def judged(self) -> int:
@@ -96,9 +101,9 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add other counts to these."""
-        for name in ("checks", "cases", "elements"):
+        for name in ("checks", "cases", "elements", "autocast"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("skipped", "findings", "layers", "losses", "loops", "rivals"):
+        for name in ("skipped", "findings", "layers", "losses", "loops", "rivals", "rivals_autocast"):
             getattr(self, name).update(getattr(other, name))
         self.alarms += other.alarms
         self.drawn_on.add(other.drawn_on)
@@ -121,6 +126,8 @@ class Tally:
             "losses": dict(sorted(self.losses.items())),
             "loops": dict(sorted(self.loops.items())),
             "rivals": dict(sorted(self.rivals.items())),
+            "autocast": self.autocast,
+            "rivals_autocast": dict(sorted(self.rivals_autocast.items())),
         }
 
 
@@ -139,4 +146,6 @@ def tally_from_json(data: Mapping[str, Any]) -> Tally:
         losses=Counter(data["losses"]),
         loops=Counter(data["loops"]),
         rivals=Counter(data["rivals"]),
+        autocast=data["autocast"],
+        rivals_autocast=Counter(data["rivals_autocast"]),
     )
