@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradcheck_suite.calibration.alarms import Judge
+from gradcheck_suite.calibration.coverage import drawn_layers, drawn_losses
+from gradcheck_suite.calibration.curve import Curve, curve_from_json
+from gradcheck_suite.calibration.detection import curve_of
 from gradcheck_suite.calibration.drawing import draw_cases
 from gradcheck_suite.calibration.store import Store, made_by
 from gradcheck_suite.calibration.styles import LOOPS
@@ -17,6 +21,9 @@ from gradcheck_suite.devices import one_thread
 CHUNK = 1000
 """Checks in a chunk: less than a minute's work."""
 
+CURVE = ("calibration/curve.py", "calibration/detection.py", "calibration/planting.py")
+"""Modules that decide the detection curve, beside those that decide a verdict."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -24,11 +31,13 @@ class Settings:
 
     Attributes:
         checks: of sound loops, in all dtypes together.
+        planted: cases in each dtype that errors are planted in.
         seed: same seed and versions, same cases.
         dtypes: which.
     """
 
     checks: int
+    planted: int
     seed: int
     dtypes: tuple[str, ...]
 
@@ -69,10 +78,64 @@ def count_alarms(settings: Settings, store: Store, progress: Callable[[int], Non
 
 def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
     """Judge sound loops on the cases of one chunk, `limit` checks in all."""
-    per_case = sum(not assumptions_of(loop) for loop in LOOPS.values())
     total = Tally()
-    for drawn in draw_cases(dtype, chunk, math.ceil(limit / per_case), seed):
+    for drawn in draw_cases(dtype, chunk, cases_for(limit), seed):
         if total.checks >= limit:
             break
         total.add(Judge(drawn).run(limit - total.checks, lambda: progress(1)))
     return total
+
+
+def cases_for(checks: int) -> int:
+    """Return how many cases have loops for that many checks: every one has those that rely on nothing."""
+    return math.ceil(checks / sum(not assumptions_of(loop) for loop in LOOPS.values()))
+
+
+def trace_curves(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
+    """Plant errors in the same cases that sound loops are judged on, `settings.planted` of them in each dtype.
+
+    Args:
+        settings: what was asked for.
+        store: of chunks.
+        progress: called with a number of cases whenever so many more are done.
+        into: dtype -> counts, filled chunk by chunk.
+    """
+    chunk = 0
+    with one_thread():
+        while waiting := [d for d in settings.dtypes if into.setdefault(d, Curve()).cases < settings.planted]:
+            for dtype in waiting:
+                limit = min(cases_for(CHUNK), settings.planted - into[dtype].cases)
+                key = {"counts": "curve", "seed": settings.seed, "dtype": dtype, "chunk": chunk, "limit": limit,
+                       "by": made_by(CURVE)}  # fmt: skip
+                if (stored := store.get(key)) is None:
+                    curve = Curve()
+                    for drawn in draw_cases(dtype, chunk, cases_for(CHUNK), settings.seed)[:limit]:
+                        curve.add(curve_of(drawn, settings.seed))
+                        progress(1)
+                    store.put(key, curve.to_json())
+                else:
+                    curve = curve_from_json(stored)
+                    progress(curve.cases)
+                into[dtype].add(curve)
+            chunk += 1
+
+
+def record(settings: Settings, tallies: Mapping[str, Tally], curves: Mapping[str, Curve]) -> dict[str, Any]:
+    """Return what was counted as the data of a record.
+
+    Coverage says which kinds of layers and losses that the strategies draw are in no case that was judged.
+    """
+    layers = {kind for tally in tallies.values() for kind in tally.layers}
+    losses = {kind for tally in tallies.values() for kind in tally.losses}
+    wanted = {"layers": (drawn_layers(), layers), "losses": (drawn_losses(), losses)}
+    return {
+        "asked": {"checks": settings.checks, "planted": settings.planted, "seed": settings.seed,
+                  "dtypes": list(settings.dtypes)},
+        "alarms": {dtype: tally.to_json() for dtype, tally in tallies.items()},
+        "curves": {dtype: curve.to_json() for dtype, curve in curves.items()},
+        "coverage": {
+            what: {"reached": len(drawn & reached), "missing": sorted(drawn - reached)}
+            for what, (drawn, reached) in wanted.items()
+        },
+        "loops": len(LOOPS),
+    }  # fmt: skip
