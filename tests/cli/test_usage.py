@@ -64,8 +64,8 @@ def test_bad_arguments_of_verify(run, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected a command, one of verify, replay, doctor"),
-        (["verfy"], "expected one of verify, replay, doctor; got 'verfy'"),
+        ([], "expected a command, one of verify, replay, zoo, calibrate, claims, report, doctor"),
+        (["verfy"], "expected one of verify, replay, zoo, calibrate, claims, report, doctor; got 'verfy'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["doctor", "extra"], "unrecognized arguments: extra"),
         (["replay"], "CASE.json"),
