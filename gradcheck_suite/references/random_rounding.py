@@ -62,11 +62,6 @@ EXACT = frozenset(
 """Operations that round nothing: they copy, choose or negate."""
 
 
-PROBABILITY = {"binary_cross_entropy": 0, "binary_cross_entropy_backward": 1}
-"""Operations that refuse a probability of more than 1, and which argument it is. A mean of ones is 1 under any sound
-rounding, and under random moves it may be more: it is brought back."""
-
-
 class RandomRounding(TorchDispatchMode):
     """Inside it every new floating tensor has each element moved by an ulp up or down, or left as it is.
 
@@ -86,8 +81,6 @@ class RandomRounding(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute, then move what came out."""
-        if (i := PROBABILITY.get(func.overloadpacket.__name__)) is not None:
-            args = (*args[:i], args[i].clamp(0, 1), *args[i + 1 :])
         out = func(*args, **(kwargs or {}))
         return out if _rounds_nothing(func) else tree_map(self._moved, out)
 
@@ -98,7 +91,8 @@ class RandomRounding(TorchDispatchMode):
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         generator = self._generators[value.device]
         steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        return value.addcmul_(value, steps, value=torch.finfo(value.dtype).eps)
+        # an infinity, as attention adds to what it masks, stays one: no rounding makes it a NaN
+        return value.add_((value * steps).nan_to_num_(0.0, 0.0, 0.0), alpha=torch.finfo(value.dtype).eps)
 
 
 @cache
