@@ -50,6 +50,7 @@ FLOORS = {
     "trial": 2,
     # 3: checking and drawing
     "bridge": 3,
+    "calibration": 3,
     "case_reading": 3,
     "checking": 3,
     "claims": 3,

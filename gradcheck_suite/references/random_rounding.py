@@ -10,7 +10,7 @@ Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,7 +75,7 @@ class RandomRounding(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -91,7 +91,8 @@ class RandomRounding(TorchDispatchMode):
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         generator = self._generators[value.device]
         steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        return value.addcmul_(value, steps, value=torch.finfo(value.dtype).eps)
+        # an infinity, as attention adds to what it masks, stays one: no rounding makes it a NaN
+        return value.add_((value * steps).nan_to_num_(0.0, 0.0, 0.0), alpha=torch.finfo(value.dtype).eps)
 
 
 @cache
