@@ -84,7 +84,7 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
         return Difference(0, 0.0, 0.0, 0)
     with np.errstate(invalid="ignore"):
         error = np.abs(observed - expected)
-    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    same = np.logical_or(observed == expected, np.isnan(observed) & np.isnan(expected))
     error = np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(error == 0, 0.0, error / allowed)
