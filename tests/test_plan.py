@@ -64,6 +64,15 @@ def test_a_bad_plan_is_refused(arguments, message):
     assert message in str(error.value)
 
 
+def test_a_window_is_masked_whatever_else_is():
+    with pytest.raises(UsageError, match=r"window 0 counts nothing, since all its micro-batches \(0, 1\) are masked"):
+        Plan((1, 1, 1, 1), 2, masked=(0, 1, 2))
+
+
+def test_json_without_epochs_and_masks_is_one_epoch_without_masks():
+    assert plan_from_json({"micro_batches": [2, 1], "accumulation_steps": 2}) == Plan((2, 1), 2, 1, ())
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
