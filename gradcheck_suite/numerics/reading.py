@@ -182,7 +182,7 @@ def _geometric(ratio: npt.NDArray[np.float64], per_mean: npt.NDArray[np.float64]
     if np.any(ratio == 0):
         return None
     if len(ratio) == 2:
-        return float(k) if k > 1 and _close(per_mean, [k**-2, k**-1]) else None
+        return float(k) if _close(per_mean, [k**-2, k**-1]) else None
     for values in (ratio, per_mean):
         steps = values[1:] / values[:-1]
         step = float(steps.mean())

@@ -44,6 +44,8 @@ def test_the_rule_of_twice_the_error_has_both_sides():
     # the large batch is off by 0.1 in one element
     assert RIVALS["twice the reference's rmse"](_compared((1.19, 2), (1.1, 2)))
     assert not RIVALS["twice the reference's rmse"](_compared((1.21, 2), (1.1, 2)))
+    assert not RIVALS["twice the reference's rmse"](_compared((1.21, 2), (0.9, 2)))
+    assert not RIVALS["twice the reference's rmse"](_compared((0.79, 2), (0.9, 2)))
     assert RIVALS["twice the reference's rmse"](_compared((1, 2), (1, 2)))
     # the root of the mean square, not the mean: 0.1 in one of two against 0.15 in both, and against 0.13
     assert not RIVALS["twice the reference's rmse"](_compared((1.15, 2.15), (1.1, 2)))
