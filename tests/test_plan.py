@@ -29,6 +29,7 @@ def test_an_epoch_shorter_than_the_accumulation_steps_is_one_short_window():
 
 
 def test_whole_windows():
+    assert not Plan((1,) * 300, 300).has_short_window
     assert not Plan((1, 1, 1, 1), 2).has_short_window
     assert not Plan((1, 1, 1), 1).has_short_window
 
