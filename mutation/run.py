@@ -10,12 +10,14 @@ leaves the tree as it was. Exits with 1 where a mutant survived that `explained.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +27,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUILD = ROOT / "build" / "mutation"
 CONFIGURATIONS = ("numbers", "cases")
+LOADED = ("numpy", "hypothesis", "torch", "jax")
+SOCKET = "tests.socket"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _copy_tree() -> Path:
@@ -41,14 +46,29 @@ def _forget_survivors(session: Path) -> None:
         connection.execute("DELETE FROM work_results WHERE test_outcome = 'SURVIVED'")
 
 
+@contextlib.contextmanager
+def _server(tree: Path) -> Iterator[None]:
+    """Have a process ready that runs tests in forks of itself."""
+    command = [sys.executable, "mutation/server.py", SOCKET, *LOADED]
+    process = subprocess.Popen(command, cwd=tree, env=ENVIRONMENT)
+    try:
+        while not (tree / SOCKET).exists():
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.1)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _run(name: str, tree: Path, *, again: bool) -> list[Mutant]:
     """Run one configuration's mutants; return them all."""
     configuration, session = f"mutation/{name}.toml", BUILD / f"{name}.sqlite"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def call(*command: str) -> str:
         return subprocess.run(
-            command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, encoding="utf-8"
+            command, cwd=tree, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE, encoding="utf-8"
         ).stdout
 
     if again:
@@ -61,6 +81,8 @@ def _run(name: str, tree: Path, *, again: bool) -> list[Mutant]:
     call(sys.executable, "-m", "compileall", "-q", "tests")
     call("cosmic-ray", "baseline", configuration)
     call("cosmic-ray", "exec", configuration, str(session))
+    # had the server died, every mutant since would look killed
+    call("cosmic-ray", "baseline", configuration)
     return mutants(call("cosmic-ray", "dump", str(session)).splitlines())
 
 
@@ -70,7 +92,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="try only what survived the last run")
     arguments = parser.parse_args()
     start, tree = time.monotonic(), _copy_tree()
-    found = [mutant for name in CONFIGURATIONS for mutant in _run(name, tree, again=arguments.again)]
+    with _server(tree):
+        found = [mutant for name in CONFIGURATIONS for mutant in _run(name, tree, again=arguments.again)]
     reasons = explained(HERE / "explained.toml")
     (ROOT / "reports" / "mutation.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
     left = unexplained(found, reasons)

@@ -55,6 +55,7 @@ def test_plans_are_frozen():
         (((1,), 1, 0), "epochs must be a positive integer, got 0"),
         (((1,), 1, "2"), "epochs must be a positive integer, got '2'"),
         (((1, 1), 2, 1, (2,)), "masked must be indices of micro-batches below 2, got (2,)"),
+        (((1, 1), 2, 1, (5,)), "masked must be indices of micro-batches below 2, got (5,)"),
         (((1, 1), 2, 1, (-1,)), "masked must be indices of micro-batches below 2, got (-1,)"),
         (((1, 1, 1), 2, 1, (2,)), "window 1 counts nothing, since all its micro-batches (2,) are masked"),
     ],
