@@ -9,6 +9,7 @@ did.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -49,10 +50,8 @@ def _serve(client: socket.socket) -> None:
         if gone.poll(PAUSE_MS):
             os.killpg(fork, signal.SIGKILL)
         ended, status = os.waitpid(fork, os.WNOHANG)
-    try:
+    with contextlib.suppress(OSError):
         client.sendall(f"\nended with {os.waitstatus_to_exitcode(status)}".encode())
-    except OSError:
-        pass
 
 
 def main() -> None:
