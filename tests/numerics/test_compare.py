@@ -38,6 +38,10 @@ def test_the_place_of_an_element_after_an_empty_parameter():
     assert layout.place(1) == ("weight", (1,))
 
 
+def test_the_place_of_an_element_after_an_odd_number_of_others():
+    assert Layout(("weight", "bias"), ((3,), (2,))).place(4) == ("bias", (1,))
+
+
 def test_a_part_has_its_parameters_shape():
     vector = np.arange(9.0)
     assert LAYOUT.part(vector, "0.weight").tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -64,6 +64,7 @@ def test_without_any_gradient_nothing_is_determined():
     assert not fit_weights(np.zeros(4), np.zeros((2, 4)), ALLOWED).determined
     assert not fit_weights(np.ones(4), np.zeros((2, 4)), ALLOWED).exact
     assert fit_weights(np.ones(4), np.zeros((2, 4)), np.ones(4)).exact
+    assert fit_weights(np.ones(4), np.zeros((2, 4)), np.full(4, 2.0)).exact
     assert fit_weights(np.ones(4), np.zeros((2, 4)), ALLOWED).residual == 1
     for gradients in (np.zeros((2, 4)), np.zeros((2, 0))):
         observed = np.zeros(gradients.shape[1])
