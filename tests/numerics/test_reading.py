@@ -88,9 +88,11 @@ def test_the_expected_weight():
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_weights(1 / 24, 1 / 12, 1 / 6), "rescaled-accumulator", "weighs 2 times the one before it"),
+        (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
         # 1/6 rounded to float32
         (_weights(*[float(np.float32(1 / 6))] * 3), "rounded-weights", "right to 3e-08 only"),
+        (_weights(*[(1 - 5e-7) / 6] * 3), "rounded-weights", "right to 5e-07 only"),
     ],
 )
 def test_a_known_pattern_has_its_name(weights, name, says):
