@@ -149,8 +149,7 @@ def _diagnose_window(
         )
     if present == [inside[0]]:
         return Diagnosis("first-only", "only the window's first micro-batch is in the gradient")
-    if len(present) < size:
-        missing = [j for j in inside if j not in present]
+    if missing := [j for j in inside if j not in present]:
         return Diagnosis("dropped-micro-batch", f"micro-batches {missing} of the window are not in the gradient")
     if size > 2 and _close(ratio, np.arange(size, 0, -1)):
         return Diagnosis(
@@ -170,7 +169,7 @@ def _diagnose_window(
 
 def _counts_items(weights: Weights, counts: npt.NDArray[np.float64], inside: Sequence[int]) -> bool:
     """Whether means are weighted by their numbers of items, where those are not what the means divide by."""
-    if not weights.items or weights.items == weights.counts:
+    if not weights.items:
         return False
     items = np.array([weights.items[j] for j in inside])
     per_mean = weights.observed[list(inside)] * counts

@@ -177,6 +177,15 @@ def test_all_names_of_a_factor_are_said():
     assert diagnose(_weights(*[0.7 / 6] * 3)).sentence.endswith("weighs 0.7 times what it should")
 
 
+def test_windows_may_be_long():
+    """300 micro-batches of one item each: past 256, equal integers are no longer one object."""
+    right = np.full(300, 1 / 300)
+    scaled = diagnose(_short(*300 * right, k=int("300"), counts=(1,) * 300))
+    assert scaled.sentence.endswith("which is accumulation_steps = 300 or the window's count, 300")
+    doubled = right * (1 + (np.arange(300) == 7))
+    assert diagnose(_short(*doubled, k=300, counts=(1,) * 300)).name == "repeated-micro-batch"
+
+
 def test_a_count_from_outside_is_the_windows():
     """Two micro-batches of counts 1 and 3 are looked at, of a window that counts 5."""
     weights = replace(_short(1 / 5, 1 / 5, k=2, counts=(1, 3)), total=5.0)
