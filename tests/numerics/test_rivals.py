@@ -45,6 +45,7 @@ def test_the_rule_of_twice_the_error_has_both_sides():
     assert RIVALS["twice the reference's rmse"](_compared((1.19, 2), (1.1, 2)))
     assert not RIVALS["twice the reference's rmse"](_compared((1.21, 2), (1.1, 2)))
     assert not RIVALS["twice the reference's rmse"](_compared((1.21, 2), (0.9, 2)))
+    assert RIVALS["twice the reference's rmse"](_compared((0.81, 2), (1.1, 2)))
     assert not RIVALS["twice the reference's rmse"](_compared((0.79, 2), (0.9, 2)))
     assert RIVALS["twice the reference's rmse"](_compared((1, 2), (1, 2)))
     # the root of the mean square, not the mean: 0.1 in one of two against 0.15 in both, and against 0.13
@@ -55,6 +56,13 @@ def test_the_rule_of_twice_the_error_has_both_sides():
 @pytest.mark.parametrize("rule", RIVALS)
 def test_nan_passes_nowhere(rule):
     assert not RIVALS[rule](_compared((1, np.nan), (1, 2.5)))
+
+
+@pytest.mark.parametrize("rule", RIVALS)
+def test_a_nan_equals_another_for_chex_alone(rule):
+    """torch takes `equal_nan=False`, NNSmith calls any NaN an error, and chex compares as numpy does."""
+    compared = _compared((1, np.nan), (1, np.nan))
+    assert RIVALS[rule](compared) == (rule == "chex.assert_trees_all_close")
 
 
 def test_nothing_is_absolute_for_chex():
