@@ -54,12 +54,12 @@ def test_ten_million_elements_raise_a_hundredth_of_an_alarm():
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("factors", [1, 2, 5, 42])
 def test_few_roundings_grow_by_the_exact_product(factors, dtype):
-    assert growth(factors, dtype) == pytest.approx(float(_product(factors, dtype)), rel=1e-14)
+    assert growth(factors, dtype) == pytest.approx(float(_product(factors, dtype)), rel=1e-14, abs=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_many_roundings_of_a_sum_that_stagnates_do_too(dtype):
-    assert growth(300, dtype) == pytest.approx(float(_product(300, dtype)), rel=1e-13)
+    assert growth(300, dtype) == pytest.approx(float(_product(300, dtype)), rel=1e-13, abs=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -72,7 +72,7 @@ def test_many_random_roundings_grow_as_higham_and_mary_say(factors, dtype):
         width = (2 * (Decimal(2) / Decimal(FALSE_ALARM)).ln()).sqrt() / (1 - unit)
         n = Decimal(factors)
         expected = (width * n.sqrt() * unit + n * unit**2 / (1 - unit)).exp() - 1
-    assert growth(factors, dtype) == pytest.approx(float(expected), rel=1e-13)
+    assert growth(factors, dtype) == pytest.approx(float(expected), rel=1e-13, abs=0)
     # which is less than n u, and so less than (1 + u)**n - 1
     assert growth(factors, dtype) < factors * UNIT_ROUNDOFF[dtype]
 
@@ -110,7 +110,7 @@ def test_the_factor_leaves_the_tail_that_is_asked_for():
     # at 16 degrees, by numerical integration of the density
     grid = student_factor(16) + np.linspace(0, 200, 40_001)
     density = math.gamma(8.5) / math.gamma(8) / math.sqrt(16 * math.pi) * (1 + grid**2 / 16) ** -8.5
-    assert 2 * float(np.trapezoid(density, grid)) == pytest.approx(FALSE_ALARM, rel=1e-4)
+    assert 2 * float(np.trapezoid(density, grid)) == pytest.approx(FALSE_ALARM, rel=1e-4, abs=0)
 
 
 def test_the_factor_is_worked_out_once():
@@ -133,7 +133,7 @@ def test_the_bound_of_summation_is_twice_that_of_a_parameters_largest_sum(items,
     layout = Layout(("weight", "bias"), ((2,), (1,)))
     bound = summation_bound(np.array([3.0, 7.0, np.nan]), items, layout)
     exact = float(2 * _product(roundings, "float64") * 7)
-    assert bound == pytest.approx([exact, exact, 0.0], rel=1e-14)
+    assert bound == pytest.approx([exact, exact, 0.0], rel=1e-14, abs=0)
 
 
 def test_the_bound_of_noise_is_students_factor_times_the_root_mean_square():

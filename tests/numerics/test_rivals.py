@@ -60,7 +60,7 @@ def test_nan_passes_nowhere(rule):
 
 @pytest.mark.parametrize("rule", RIVALS)
 def test_a_nan_equals_another_for_chex_alone(rule):
-    """torch takes `equal_nan=False`, NNSmith calls any NaN an error, and chex compares as numpy does."""
+    """Torch takes `equal_nan=False`, NNSmith calls any NaN an error, and chex compares as numpy does."""
     compared = _compared((1, np.nan), (1, np.nan))
     assert RIVALS[rule](compared) == (rule == "chex.assert_trees_all_close")
 
