@@ -59,6 +59,8 @@ def main() -> None:
     path, *modules = sys.argv[1:]
     # a mutant changes a module within the second that its bytecode would be dated by
     sys.dont_write_bytecode = True
+    # where the package is installed as well, pytest would import that one for its plugin
+    sys.path.insert(0, os.getcwd())
     for name in modules:
         import_module(name)
     with socket.socket(socket.AF_UNIX) as server:

@@ -144,7 +144,7 @@ def test_the_bound_of_noise_is_students_factor_times_the_root_mean_square():
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(("terms", "roundings"), [(1, 5), (3, 7)])
+@pytest.mark.parametrize(("terms", "roundings"), [(1, 5), (2, 6), (3, 7)])
 def test_the_bound_of_accumulation_has_a_relative_and_an_absolute_part(terms, roundings, dtype):
     digits, smallest = FORMATS[dtype]
     spacing = Fraction(1, 2 ** (digits - 1 - smallest))
