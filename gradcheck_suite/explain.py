@@ -237,12 +237,12 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
         explanation += ": run.optimizer was never stepped" + (
             ", yet the parameters moved, so something else was; step run.optimizer, or wrap it" if moved else ""
         )
-    elif taken == plan.epochs * micro:
-        diagnosis = "step-per-micro-batch"
-        explanation += ": it stepped once per micro-batch"
     elif (passes := _passes(loop, plan.epochs, reduction)) not in (None, plan.epochs):
         diagnosis = "wrong-epochs"
         explanation += f": it makes {passes} pass(es); pass over run.loader run.epochs times"
+    elif taken == plan.epochs * micro:
+        diagnosis = "step-per-micro-batch"
+        explanation += ": it stepped once per micro-batch"
     return Violation("step-count", diagnosis, explanation, case)
 
 
@@ -259,6 +259,8 @@ def _tail_fault(loop: Loop, plan: Plan, reduction: str) -> tuple[str, str] | Non
     seen = _probe_steps(loop, Plan((1,) * (k + 1), k, 2), reduction)
     if seen is None or len(seen) < 2:
         return None
-    if seen[1][k] != 0:
+    # the second step is the second epoch's first window, unless the loop steps the tail after all
+    first, tail = seen[1][:k].any(), seen[1][k] != 0
+    if first and tail:
         return "tail-leak", ", and its gradient leaks into the next epoch's first window"
-    return ("tail-dropped", ": its items never train anything") if len(seen) == 2 else None
+    return ("tail-dropped", ": its items never train anything") if len(seen) == 2 and not tail else None
