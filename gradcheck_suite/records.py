@@ -25,7 +25,7 @@ class Violation:
         parameter: whose gradient.
         epoch: of the step, from 0.
         window: of the step, from 0 in its epoch.
-        error: |observed - expected| of the worst element.
+        error: `|observed - expected|` of the worst element.
         allowed: what rounding allows there.
         details: lines for a reader: expected and observed values, a traceback.
     """

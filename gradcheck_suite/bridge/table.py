@@ -25,6 +25,8 @@ DYNAMIC: set[str] = set()
 def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _LoweringT]:
     """Say what an ATen operation, or a custom one, is in JAX.
 
+    As a decorator::
+
         @register_op("aten.cosh")
         def cosh(self):
             return jax.numpy.cosh(self)

@@ -1,0 +1,30 @@
+"""How the user guide is built: `tox -e docs`. Nothing is fetched from elsewhere while it is."""
+
+from __future__ import annotations
+
+import gradcheck_suite
+
+project = "gradcheck-suite"
+author = "the gradcheck-suite developers"
+release = version = gradcheck_suite.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+needs_sphinx = "8.2"
+
+# docstrings say `name` for code, as Markdown does
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["console.css"]
+html_title = f"gradcheck-suite {release}"
+html_show_copyright = False
+html_show_sphinx = False

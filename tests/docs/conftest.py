@@ -1,0 +1,30 @@
+"""A folder to follow a page in, and nothing left behind in this process."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory; what a page imports, registers and sets is undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "cpu" if name == "JAX_PLATFORMS" else str(tmp_path.parent / name))
+    monkeypatch.setenv("COLUMNS", "100")
+    operations = import_module("gradcheck_suite.bridge.table")
+    for name in ("_TABLE", "_FAMILY"):
+        monkeypatch.setattr(operations, name, dict(getattr(operations, name)))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).is_relative_to(tmp_path):
+            del sys.modules[name]
