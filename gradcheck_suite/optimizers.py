@@ -14,7 +14,7 @@ class HoldStill(torch.optim.Optimizer):
     """An optimizer whose step changes nothing, so that every window is judged at the same point."""
 
     def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"foreach": None, "fused": None})
+        super().__init__(params, {"lr": 0.0, "foreach": None, "fused": None})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and return what it returns."""

@@ -59,6 +59,7 @@ FLOORS = {
     "loading": 3,
     "scripts": 3,
     "strategies": 3,
+    "trainers": 3,
     "verification": 3,
     "zoo": 3,
     # 4: what people meet
