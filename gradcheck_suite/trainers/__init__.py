@@ -110,6 +110,29 @@ _ALL = [
         ("hf-trainer-loss-func", "hf_trainer_loss_func", "transformers.Trainer with compute_loss_func"),
         ("hf-trainer-smoothing", "hf_trainer_smoothing", "transformers.Trainer with label_smoothing_factor=0.1"),
     ),
+    *_rows(
+        ("accelerate",),
+        "hf_accelerate",
+        ("1.15.0",),
+        ("accelerate", "accelerate", "Accelerate's accumulate(), as its guide prints it"),
+        ("accelerate-counted", "accelerate_counted", "Accelerate's recipe for samples of variable size"),
+        ("accelerate-no-sync", "accelerate_no_sync", "Accelerate's no_sync() in a loop that counts and divides itself"),
+        ("accelerate-scaler", "accelerate_scaler", "Accelerate's accumulate() in fp16, with its GradScaler; CUDA only"),
+    ),
+    *_rows(
+        ("lightning",),
+        "lightning_trainer",
+        ("2.6.6",),
+        ("lightning", "lightning", "lightning.Trainer(accumulate_grad_batches=K)"),
+        ("lightning-manual", "lightning_manual", "lightning.Trainer with manual optimization, as its guide prints it"),
+    ),
+    *_rows(
+        ("lightning",),
+        "lightning_fabric",
+        ("2.6.6",),
+        ("fabric", "fabric", "Lightning Fabric in a loop that counts and divides itself"),
+        ("fabric-printed", "fabric_printed", "Lightning Fabric's accumulation, as its guide prints it"),
+    ),
 ]
 TRAINERS: dict[str, Trainer] = {trainer.name: trainer for trainer in _ALL}
 """Every trainer by name."""

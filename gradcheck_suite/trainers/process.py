@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,13 +30,15 @@ def forget_accelerate() -> None:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let loggers say nothing below an error."""
+    """Let loggers say nothing below an error, and nobody warn: a trainer's advice is no verdict on it."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
