@@ -22,6 +22,7 @@ COMMANDS = {
     "replay": "run one stored case again",
     "zoo": "run the known bugs and print which are found, after how many cases",
     "claims": "put the claims about gradient zeroing to the test",
+    "trainers": "ask every installed trainer on which plans it holds",
     "report": "build one page from the records: HTML, Markdown and JSON",
     "doctor": "say what is installed and what can run here",
 }

@@ -106,7 +106,7 @@ def hf_trainer_smoothing(run: TrainingRun) -> None:
     if not isinstance(run.model, PreTrainedModel):
         raise CannotRunHere(
             "hf-trainer-smoothing smooths the labels of a model of transformers: pass a problem with one, such as "
-            "--problem gradcheck_suite.trainers.problems:gpt2_smoothed"
+            "--problem gradcheck_suite.trainers.problems:llama_smoothed"
         )
     _train(run, run.model, run.loader, arguments={"label_smoothing_factor": SMOOTHING})
 

@@ -72,9 +72,9 @@ def llama() -> Problem:
     return Problem(seeded(_llama), padded_rows, own_loss, count=next_tokens)
 
 
-def gpt2_smoothed() -> Problem:
-    """The same as `gpt2` with the smoothed loss that `TrainingArguments(label_smoothing_factor=0.1)` asks for."""
-    return Problem(seeded(_gpt2), padded_rows, smoothed_loss, count=next_tokens)
+def llama_smoothed() -> Problem:
+    """The same as `llama` with the smoothed loss that `TrainingArguments(label_smoothing_factor=0.1)` asks for."""
+    return Problem(seeded(_llama), padded_rows, smoothed_loss, count=next_tokens)
 
 
 SMOOTHING = 0.1
