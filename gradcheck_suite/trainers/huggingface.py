@@ -7,11 +7,13 @@ that accepts the trainer's count of targets, and one that does not.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
@@ -92,6 +94,10 @@ def hf_trainer_plain(run: TrainingRun) -> None:
 
 def hf_trainer_loss_func(run: TrainingRun) -> None:
     """`transformers.Trainer` with a `compute_loss_func` that divides by the count it is handed."""
+    if "compute_loss_func" not in inspect.signature(Trainer.__init__).parameters:
+        raise CannotRunHere(
+            f"the Trainer of transformers {transformers.__version__} takes no compute_loss_func: use 4.46 or later"
+        )
 
     def part_of_window(outputs: dict[str, Any], labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if num_items_in_batch is None or run.reduction == "sum":
