@@ -21,6 +21,11 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "trainers", nargs="*", metavar="TRAINER", help="names of trainers; without one, all that are installed"
     )
+    parser.add_argument(
+        "--heads",
+        action="store_true",
+        help="ask hf-trainer alone, about heads of transformers' models",
+    )
     parser.add_argument("--list", action="store_true", help="print the trainers and stop")
     parser.add_argument(
         "--examples",
@@ -49,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return statuses.HOLDS
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
-    trainers = _chosen(arguments.trainers)
+    trainers = _chosen(["hf-trainer"] if arguments.heads else arguments.trainers)
     expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
@@ -57,14 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     environment.keep_working_directory_clean()
     environment.set_precision()
     tell_of_trainers(trainer.name for trainer in trainers)
-    from gradcheck_suite.trainers.study import ask, questions_for
+    from gradcheck_suite.trainers.study import ask, head_questions, questions_for
     from gradcheck_suite.trainers.table import line, write_table
 
     about = environment.environment()
     answers = []
     try:
         for trainer in trainers:
-            for question in questions_for(trainer):
+            for question in head_questions() if arguments.heads else questions_for(trainer):
                 answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed)
                 if answer.result is not None and answer.result.interrupted:
                     raise KeyboardInterrupt

@@ -108,6 +108,21 @@ TEXT_QUESTIONS = (
     Question("padded rows, GPT-2", "likewise, a GPT-2", f"{_TEXT}:gpt2", _any_small),
 )
 """What is asked beside of a trainer that takes models of transformers."""
+HEAD = "head "
+_HEADS = "gradcheck_suite.trainers.heads"
+
+
+def _two_windows() -> Plans:
+    return _cut(windows=(1, 2), missing=(0, 1), equal=True)
+
+
+def head_questions() -> tuple[Question, ...]:
+    """Return one question for every head of transformers' models that is known here: short last windows too."""
+    from gradcheck_suite.trainers.heads import NAMES
+
+    return tuple(Question(HEAD + name, "equal micro-batches", f"{_HEADS}:{name}", _two_windows) for name in NAMES)
+
+
 SMOOTHING_QUESTIONS = (
     Question("label smoothing", "padded rows, targets smoothed by 0.1", f"{_TEXT}:llama_smoothed", _any_small),
 )

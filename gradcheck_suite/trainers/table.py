@@ -10,7 +10,7 @@ from gradcheck_suite.files import write_text
 from gradcheck_suite.journal import Record, read_records
 from gradcheck_suite.plan import plan_from_json
 from gradcheck_suite.trainers import TRAINERS
-from gradcheck_suite.trainers.study import Answer
+from gradcheck_suite.trainers.study import HEAD, Answer
 
 START, END = "<!-- table: written by `gradcheck-suite trainers` -->", "<!-- end of table -->"
 PAGE = "trainers.md"
@@ -39,7 +39,25 @@ def write_table(reports: Path) -> Path:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return the table: one row for each trainer and version, one column for each question."""
+    """Return the tables: a row for each trainer and version, a column for each question; then a row for each head."""
+    heads = [record for record in records if record.data["question"].startswith(HEAD)]
+    others = [record for record in records if not record.data["question"].startswith(HEAD)]
+    parts = [_trainers(others)] if others else []
+    parts += [_heads(heads)] if heads else []
+    return "\n\n".join(parts)
+
+
+def _heads(records: Sequence[Record]) -> str:
+    latest = {(r.data["question"].removeprefix(HEAD), r.data["version"]): r.data for r in records}
+    lines = [_row(["head", "version", "verdict", "what its gradient is"]), _row(["---"] * 4)]
+    for (head, _), data in latest.items():
+        violation = data["result"] and data["result"]["violation"]
+        said = violation["explanation"].partition(": ")[0] if violation else ""
+        lines.append(_row([f"`{head}`", f"{data['package']} {data['version']}", _cell(data), said]))
+    return "\n".join(lines)
+
+
+def _trainers(records: Sequence[Record]) -> str:
     latest: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     columns: dict[str, None] = {}
     for record in records:
