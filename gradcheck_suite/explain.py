@@ -15,15 +15,11 @@ from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.numerics.reading import Diagnosis, Weights, diagnose
 from gradcheck_suite.observer import Observation
 from gradcheck_suite.plan import Plan
-from gradcheck_suite.probe import probe_case
+from gradcheck_suite.probe import QUIET, probe_case
 from gradcheck_suite.records import Violation
 from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.subject import Outcome, run_loop
 from gradcheck_suite.trial import Items, Trial, generated_trial
-
-_QUIET = 2.0**-20
-"""A scale at which no threshold bites; a power of two, so that a linear loop's weights scale without rounding."""
-
 
 Count = Callable[[list[int]], torch.Tensor]
 """What the mean over some items, given by their indices, divides by."""
@@ -87,7 +83,7 @@ def _on_probe(loop: Loop, plan: Plan, reduction: str, step: int, count: Count | 
     items = steps[step]
     if not np.isfinite(items).all():
         return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
-    quiet = _probe_steps(loop, plan, reduction, scale=_QUIET, count=count)
+    quiet = _probe_steps(loop, plan, reduction, scale=QUIET, count=count)
     if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
         return _not_linear(
             "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
@@ -198,9 +194,9 @@ def _read_further(
     quiet = run_loop(loop, replace(trial, problem=_quiet(trial.problem)))
     if step >= len(quiet.observations):
         return None
-    again = reference.flat(quiet.observations[step].gradients) / _QUIET
+    again = reference.flat(quiet.observations[step].gradients) / QUIET
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    own_losses = np.array_equal(again * _QUIET, observed)
+    own_losses = np.array_equal(again * QUIET, observed)
     if not own_losses and not np.allclose(again, observed, rtol=1e-9, atol=1e-9 * np.abs(observed).max(initial=0.0)):
         return _not_linear(
             "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
@@ -211,7 +207,7 @@ def _read_further(
 
 def _quiet(problem: Problem) -> Problem:
     """Return the problem with its loss made small."""
-    return replace(problem, loss=lambda model, batch: _QUIET * problem.loss(model, batch))
+    return replace(problem, loss=lambda model, batch: QUIET * problem.loss(model, batch))
 
 
 def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violation:

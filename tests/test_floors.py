@@ -62,6 +62,7 @@ FLOORS = {
     "scripts": 3,
     "second_opinion": 3,
     "strategies": 3,
+    "trainers": 3,
     "verification": 3,
     "zoo": 3,
     # 4: what people meet

@@ -27,7 +27,7 @@ class Weights:
         accumulation_steps: K.
         epoch: of the step, from 0.
         reduction: `"mean"` or `"sum"`.
-        items: in each micro-batch, where that is not what is counted.
+        items: in each micro-batch, which need not be what is counted; empty where they are not known.
         total: the window's count, where some of it is in micro-batches that are not looked at.
     """
 
@@ -81,6 +81,10 @@ def named_factor(factor: float, weights: Weights) -> str:
             (1 / short, f"one over the short window's micro-batches, 1/{short}"),
             *names,
         ]
+    if weights.items and weights.items != weights.counts and weights.reduction == "mean":
+        items = sum(weights.items[j] for j in weights.window)
+        over = f"the window's count over that and its items together, {total:g}/({total:g} + {items})"
+        names.append((total / (total + items), f"{over}: one target too many is counted for every item"))
     # small windows make several names the same number: all of them are said, none is guessed
     fitting = [name for value, name in names if _close(factor, value)]
     return f", which is {' or '.join(fitting)}" if fitting else ""

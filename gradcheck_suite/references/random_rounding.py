@@ -82,7 +82,8 @@ class RandomRounding(TorchDispatchMode):
     ) -> Any:
         """Compute, then move what came out."""
         out = func(*args, **(kwargs or {}))
-        return out if _rounds_nothing(func) else tree_map(self._moved, out)
+        exact = _rounds_nothing(func) and not _narrows(func, args, out)
+        return out if exact else tree_map(self._moved, out)
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
@@ -91,8 +92,17 @@ class RandomRounding(TorchDispatchMode):
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         generator = self._generators[value.device]
         steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        # an infinity, as attention adds to what it masks, stays one: no rounding makes it a NaN
-        return value.add_((value * steps).nan_to_num_(0.0, 0.0, 0.0), alpha=torch.finfo(value.dtype).eps)
+        limits = torch.finfo(value.dtype)
+        # the largest finite number, which masks of attention are made of, must not become infinite, nor infinity NaN
+        moved = torch.where(value.abs() <= limits.max / 2, value.addcmul(value, steps, value=limits.eps), value)
+        return value.copy_(moved)
+
+
+def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Whether a copy goes to a dtype of fewer digits, as float32 parts of a float64 model begin."""
+    if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
+        return False
+    return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -176,3 +178,37 @@ def test_random_rounding_is_the_same_for_the_same_seed():
             return (x * 3).tolist()
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_the_largest_number_stays_finite_and_infinity_stays_infinite():
+    """Attention's masks hold the smallest float: were it moved to -inf, every draw would be NaN and noise 0."""
+    least = torch.finfo(torch.float64).min
+    for seed in range(8):
+        with RandomRounding(seed):
+            masked = torch.tensor([1.0, 0.0], dtype=torch.float64) * least
+            infinite = torch.zeros(4, dtype=torch.float64) - torch.inf
+        assert masked.tolist() == [least, 0.0]
+        assert infinite.tolist() == [-torch.inf] * 4
+
+
+def test_a_copy_to_fewer_digits_rounds_and_one_to_more_does_not():
+    third = torch.full((100,), 1 / 3, dtype=torch.float64)
+    with RandomRounding(0):
+        narrow = third.to(torch.float32)
+        wide = narrow.to(torch.float64)
+    assert len(set(narrow.tolist())) == 3
+    assert torch.equal(wide.float(), narrow)
+
+
+def test_a_model_with_a_mask_and_a_float32_part_has_noise_of_float32():
+    """As causal language models of transformers compute: float64 parameters, scores masked, the loss in float32."""
+    scores = torch.tensor([0.3, 0.7, 0.2], dtype=torch.float64, requires_grad=True)
+    found = set()
+    for seed in range(6):
+        with RandomRounding(seed):
+            mask = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) * torch.finfo(torch.float64).min
+            weights = torch.softmax((scores + mask).to(torch.float32), 0)
+            (gradient,) = torch.autograd.grad(weights[0].log(), scores)
+        found.add(gradient[0].item())
+    assert all(map(math.isfinite, found))
+    assert max(found) - min(found) > 1e-8
