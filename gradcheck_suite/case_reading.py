@@ -114,6 +114,7 @@ def _diagnosed(
             accumulation_steps=plan.accumulation_steps,
             epoch=epoch,
             reduction=trial.problem.reduction,
+            items=plan.micro_batches,
             total=sum(counts[j] for j in inside),
         )
         diagnosis = diagnose(weights)

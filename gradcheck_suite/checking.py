@@ -12,7 +12,7 @@ from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.contract import Loop, Problem
 from gradcheck_suite.entanglement import reason
-from gradcheck_suite.errors import UsageError
+from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.explain import explain_gradient, explain_steps
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.observer import Observation
@@ -38,6 +38,7 @@ def check(
 
     Raises:
         UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
+        CannotRunHere: the loop says, by raising it, that it cannot train the user's problem.
     """
     try:
         reference, fault = _reference(case, problem)
@@ -46,6 +47,11 @@ def check(
         if reference.finding:
             return Verdict(case, finding=reference.finding)
         outcome = run_loop(loop, reference.trial, time_limit_s=time_limit_s)
+        if outcome.refused and problem is not None:
+            # the user's problem is the same in every case
+            raise CannotRunHere(outcome.refused)
+        if outcome.refused:
+            return Verdict(case, skipped=outcome.refused)
         return _judge(loop, reference, outcome)
     except CannotJudgeError as error:
         return Verdict(case, skipped=str(error))

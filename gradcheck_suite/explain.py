@@ -15,15 +15,11 @@ from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.numerics.reading import Diagnosis, Weights, diagnose
 from gradcheck_suite.observer import Observation
 from gradcheck_suite.plan import Plan
-from gradcheck_suite.probe import probe_case
+from gradcheck_suite.probe import QUIET, probe_case
 from gradcheck_suite.records import Violation
 from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.subject import Outcome, run_loop
 from gradcheck_suite.trial import Items, Trial, generated_trial
-
-_QUIET = 2.0**-20
-"""A scale at which no threshold bites; a power of two, so that a linear loop's weights scale without rounding."""
-
 
 Count = Callable[[list[int]], torch.Tensor]
 """What the mean over some items, given by their indices, divides by."""
@@ -87,7 +83,7 @@ def _on_probe(loop: Loop, plan: Plan, reduction: str, step: int, count: Count | 
     items = steps[step]
     if not np.isfinite(items).all():
         return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
-    quiet = _probe_steps(loop, plan, reduction, scale=_QUIET, count=count)
+    quiet = _probe_steps(loop, plan, reduction, scale=QUIET, count=count)
     if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
         return _not_linear(
             "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
@@ -198,9 +194,9 @@ def _read_further(
     quiet = run_loop(loop, replace(trial, problem=_quiet(trial.problem)))
     if step >= len(quiet.observations):
         return None
-    again = reference.flat(quiet.observations[step].gradients) / _QUIET
+    again = reference.flat(quiet.observations[step].gradients) / QUIET
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    own_losses = np.array_equal(again * _QUIET, observed)
+    own_losses = np.array_equal(again * QUIET, observed)
     if not own_losses and not np.allclose(again, observed, rtol=1e-9, atol=1e-9 * np.abs(observed).max(initial=0.0)):
         return _not_linear(
             "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
@@ -211,7 +207,7 @@ def _read_further(
 
 def _quiet(problem: Problem) -> Problem:
     """Return the problem with its loss made small."""
-    return replace(problem, loss=lambda model, batch: _QUIET * problem.loss(model, batch))
+    return replace(problem, loss=lambda model, batch: QUIET * problem.loss(model, batch))
 
 
 def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violation:
@@ -237,12 +233,12 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
         explanation += ": run.optimizer was never stepped" + (
             ", yet the parameters moved, so something else was; step run.optimizer, or wrap it" if moved else ""
         )
-    elif taken == plan.epochs * micro:
-        diagnosis = "step-per-micro-batch"
-        explanation += ": it stepped once per micro-batch"
     elif (passes := _passes(loop, plan.epochs, reduction)) not in (None, plan.epochs):
         diagnosis = "wrong-epochs"
         explanation += f": it makes {passes} pass(es); pass over run.loader run.epochs times"
+    elif taken == plan.epochs * micro:
+        diagnosis = "step-per-micro-batch"
+        explanation += ": it stepped once per micro-batch"
     return Violation("step-count", diagnosis, explanation, case)
 
 
@@ -259,6 +255,8 @@ def _tail_fault(loop: Loop, plan: Plan, reduction: str) -> tuple[str, str] | Non
     seen = _probe_steps(loop, Plan((1,) * (k + 1), k, 2), reduction)
     if seen is None or len(seen) < 2:
         return None
-    if seen[1][k] != 0:
+    # the second step is the second epoch's first window, unless the loop steps the tail after all
+    first, tail = seen[1][:k].any(), seen[1][k] != 0
+    if first and tail:
         return "tail-leak", ", and its gradient leaks into the next epoch's first window"
-    return ("tail-dropped", ": its items never train anything") if len(seen) == 2 else None
+    return ("tail-dropped", ": its items never train anything") if len(seen) == 2 and not tail else None

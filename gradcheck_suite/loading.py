@@ -21,6 +21,7 @@ from typing import Any
 
 from gradcheck_suite.contract import Loop, Problem
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.trainers import TRAINERS
 
 _SHOWN = 12
 _loaded: dict[tuple[str, int, int], ModuleType] = {}
@@ -33,10 +34,11 @@ def one_line(error: BaseException) -> str:
 
 
 def resolve_loop(text: str) -> Loop:
-    """Return the loop that `FILE.py:NAME`, `package.module:NAME` or a built-in's name stands for.
+    """Return the loop that `FILE.py:NAME`, `package.module:NAME`, a built-in's or a trainer's name stands for.
 
     Raises:
         UsageError: there is none of that name, its file does not import, or it cannot be called with one argument.
+        CannotRunHere: it is a trainer that is not installed.
     """
     if ":" not in text:
         return _built_in(text)
@@ -89,12 +91,14 @@ def _built_in(text: str) -> Loop:
         names = _functions_in(path)
         listed = f"; it defines {_listed(names)}" if names else ""
         raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
+    if text in TRAINERS:
+        return TRAINERS[text].load()
     from gradcheck_suite.loops import BUILT_IN
 
     if text not in BUILT_IN:
         raise UsageError(
-            f"no built-in loop is called {text!r}{_suggestion(text, BUILT_IN)}; `gradcheck-suite verify --list` "
-            "prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
+            f"no built-in loop is called {text!r}{_suggestion(text, [*BUILT_IN, *TRAINERS])}; "
+            "`gradcheck-suite verify --list` prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
         )
     return BUILT_IN[text]
 

@@ -1,7 +1,11 @@
-"""What reaches `optimizer.step()`: every parameter's gradient, copied at that moment."""
+"""What reaches `optimizer.step()`: every parameter's gradient, copied at that moment.
+
+A step that is handed a closure (as Lightning's are) computes its gradients inside: they are copied once it has run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +51,33 @@ class Observer:
         self._limit, self._trajectory = limit, trajectory
         self._handle = optimizer.register_step_pre_hook(self._see)
 
-    def _see(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _see(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if len(self.observations) >= self._limit:
             # written down too, since a loop may catch whatever is raised inside it
             self.exceeded = True
             raise TooManySteps
+        # the first argument is the optimizer itself
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note(optimizer)
+            return None
+        return args[:1], {**kwargs, "closure": self._noted_after(closure, optimizer)}
+
+    def _noted_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        """Return the closure, which notes the step down once it has run for the first time."""
+        noted = False
+
+        def run() -> Any:
+            nonlocal noted
+            loss = closure()
+            if not noted:
+                noted = True
+                self._note(optimizer)
+            return loss
+
+        return run
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {name: None if p.grad is None else _copy(p.grad) for name, p in self.parameters.items()}
         if not self._trajectory:
             self.observations.append(Observation(gradients))

@@ -6,6 +6,9 @@ from gradcheck_suite.case import Case
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec, Reduction
 
+QUIET = 2.0**-20
+"""A scale of a loss at which no threshold bites; a power of two, so that a linear loop's weights scale unrounded."""
+
 
 def probe_case(plan: Plan, reduction: Reduction = "mean", *, device: str = "cpu") -> Case:
     """Return the case whose accumulated gradient is the weights that a loop gives to the items of `plan`.

@@ -11,6 +11,7 @@ import torch
 
 from gradcheck_suite.autocast import Compute, NotedLoss
 from gradcheck_suite.contract import Loop
+from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.guard import Limit, TimedOut, time_limit
 from gradcheck_suite.hints import hint
 from gradcheck_suite.observer import Observation, Observer, TooManySteps
@@ -34,6 +35,7 @@ class Outcome:
         endless: whether it was stopped for stepping too often.
         structure: how the loop changed the model's parameters, or None.
         compute: the dtype of the autocast that it computed its losses under, or None.
+        refused: why the loop said that it cannot train this at all, by raising `CannotRunHere`, or None.
     """
 
     observations: list[Observation]
@@ -45,6 +47,7 @@ class Outcome:
     endless: bool = False
     structure: str | None = None
     compute: Compute = None
+    refused: str | None = None
 
 
 def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
@@ -54,7 +57,7 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
     observer = Observer(run.model, run.optimizer, limit=2 * steps + 8, trajectory=trial.case.optimizer is not None)
     before = _structure(run.model)
     start = {name: p.detach().clone() for name, p in observer.parameters.items()}
-    raised, trace, limit = None, "", Limit()
+    raised, trace, refused, limit = None, "", None, Limit()
     default_dtype = torch.get_default_dtype()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), time_limit(time_limit_s) as limit:
@@ -65,6 +68,8 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
         raise
     except (TooManySteps, TimedOut):
         pass
+    except CannotRunHere as error:
+        raised = refused = str(error)
     except BaseException as error:
         raised, trace = _account(error, loop)
     finally:
@@ -83,6 +88,7 @@ def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_T
         endless=endless,
         structure=_changes(before, _structure(run.model)),
         compute=run.loss.compute if isinstance(run.loss, NotedLoss) else None,
+        refused=refused,
     )
 
 

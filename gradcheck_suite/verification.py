@@ -28,6 +28,7 @@ from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Result, Verdict, Violation
 from gradcheck_suite.second_opinion import SecondOpinion, second_opinion
+from gradcheck_suite.spec import ProblemSpec
 from gradcheck_suite.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
 
@@ -95,9 +96,10 @@ class _Search:
         return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
 
     def probe(self, cases: Iterable[Case]) -> None:
-        """Check the read-out probes. The fault they show is the one that is then searched for among drawn cases."""
+        """Check cases that are written down. The fault they show is then searched for among drawn cases."""
         for case in cases:
-            verdict = check(self._loop, case, time_limit_s=self._time_limit_s)
+            problem = None if isinstance(case.problem, ProblemSpec) else self._problem
+            verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
             self._on_probe = verdict.violation
             if self._on_probe is not None:
                 return
@@ -181,6 +183,15 @@ def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
         yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
 
 
+def whole_windows_case(problem_name: str, assumes: frozenset[str], dtype: str, device: str) -> Case:
+    """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
+
+    A fault in whole windows is the one that most training meets; what a short last window shows comes after it.
+    """
+    micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
+    return Case(problem_name, Plan(micro_batches, 2), dtype=dtype, device=device)
+
+
 def verify(
     loop: Loop,
     *,
@@ -211,7 +222,7 @@ def verify(
         optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
         assumes: what the loop relies on, beside what it states itself.
         time_limit_s: seconds per case.
-        plan: in place of `strategies.plans()`; the read-out probe, whose plans are its own, is then left out.
+        plan: in place of `strategies.plans()`; the cases that are tried first, whose plans are their own, are left out.
         progress: called with every verdict.
 
     Raises:
@@ -243,6 +254,8 @@ def verify(
         with _threads(problem):
             if problem is None and plan is None:
                 search.probe(probe_cases(chosen, device))
+            elif plan is None:
+                search.probe([whole_windows_case(problem_name, chosen, dtype, device)])
             if not search.hangs:
                 _run(search, drawn, examples, seed_value)
             if search.turn_to_other_fault():

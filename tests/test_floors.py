@@ -50,6 +50,7 @@ FLOORS = {
     "trial": 2,
     # 3: checking and drawing
     "bridge": 3,
+    "calibration": 3,
     "case_reading": 3,
     "checking": 3,
     "claims": 3,
@@ -61,6 +62,7 @@ FLOORS = {
     "scripts": 3,
     "second_opinion": 3,
     "strategies": 3,
+    "trainers": 3,
     "verification": 3,
     "zoo": 3,
     # 4: what people meet

@@ -76,12 +76,47 @@ def test_a_sparse_gradient_is_copied_dense_and_coalesced():
     assert model.weight.grad.is_sparse
 
 
-def test_the_closure_has_not_run_yet_when_its_step_is_seen():
-    """Gradients are those that reach `step`; a closure makes its own later, which torch's hook cannot see."""
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_with_a_closure_is_seen_once_the_closure_has_run(by_name):
     model = torch.nn.Linear(1, 1)
     optimizer, observer = _observed(model)
-    optimizer.step(lambda: model(torch.ones(1, 1)).sum().backward())
-    assert observer.observations[0].gradients["weight"] is None
+
+    def closure():
+        loss = model(torch.full((1, 1), 3.0)).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert torch.equal(loss, model(torch.full((1, 1), 3.0)).sum())
+    assert [o.gradients["weight"].tolist() for o in observer.observations] == [[[3.0]]]
+
+
+def test_a_closure_that_is_run_twice_is_one_step():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    observer = Observer(model, optimizer, limit=10)
+    runs = []
+
+    def closure():
+        runs.append(0)
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1, 1)) - 5).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert len(runs) > 1
+    assert len(observer.observations) == 1
+
+
+def test_a_real_optimizer_gets_its_closures_loss_and_the_settings_are_kept():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    observer = Observer(model, optimizer, limit=10, trajectory=True)
+    start = model.weight.item()
+    optimizer.step(lambda: model(torch.ones(1, 1)).sum().backward() or 7)
+    assert observer.observations[0].parameters["weight"].item() == start
+    assert model.weight.item() == start - 0.5
 
 
 def test_values_and_settings_are_kept_for_a_trajectory():

@@ -21,7 +21,9 @@ COMMANDS = {
     "verify": "verify loops on random cases; without one, every built-in reset mode",
     "replay": "run one stored case again",
     "zoo": "run the known bugs and print which are found, after how many cases",
+    "calibrate": "count false alarms on sound loops, and how small a planted error is found",
     "claims": "put the claims about gradient zeroing to the test",
+    "trainers": "ask every installed trainer on which plans it holds",
     "report": "build one page from the records: HTML, Markdown and JSON",
     "doctor": "say what is installed and what can run here",
 }

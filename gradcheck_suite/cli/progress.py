@@ -53,6 +53,11 @@ class Progress:
             if not verdict.holds:
                 self._bar.update(self._task, description=f"{self._name}: violated, looking for a smaller case")
 
+    def count(self, more: int) -> None:
+        """Count so many more."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, more)
+
     def stop(self) -> None:
         """Take the bar away."""
         if self._bar is not None:

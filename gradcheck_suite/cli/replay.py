@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli.notes import tell_of_trainers
 from gradcheck_suite.contract import Loop, Problem
 from gradcheck_suite.counterexamples import Stored, read_case_file
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment.prepare()
     environment.set_precision()
     loop, problem = _subjects(arguments, stored, name)
+    tell_of_trainers([name])
 
     from gradcheck_suite.checking import check
     from gradcheck_suite.cli import output

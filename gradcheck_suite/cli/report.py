@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (reports / FOLDER).is_dir():
         raise UsageError(
             f"--reports {reports}: there are no records in {reports / FOLDER}; "
-            "`gradcheck-suite verify`, `zoo` and `claims` make them"
+            "`gradcheck-suite verify`, `zoo`, `calibrate` and `claims` make them"
         )
     expect_writable_folder(reports, f"--reports {reports}")
     from gradcheck_suite.report import html, markdown

@@ -13,6 +13,7 @@ from gradcheck_suite import environment
 from gradcheck_suite.case import DEVICES, DTYPES
 from gradcheck_suite.cli import parsers, statuses
 from gradcheck_suite.cli.interrupts import noted_interrupts
+from gradcheck_suite.cli.notes import tell_of_trainers
 from gradcheck_suite.contract import (
     ASSUMPTIONS,
     SUM_REDUCTION,
@@ -27,6 +28,7 @@ from gradcheck_suite.files import expect_writable_folder, write_json
 from gradcheck_suite.journal import append_record, this_command
 from gradcheck_suite.reach import Reach
 from gradcheck_suite.records import Result, Verdict, results_to_json
+from gradcheck_suite.trainers import TRAINERS
 
 if TYPE_CHECKING:
     from gradcheck_suite.cli.progress import Progress
@@ -38,9 +40,10 @@ def add_arguments(parser: parsers.Parser) -> None:
         "loops",
         nargs="*",
         metavar="LOOP",
-        help="FILE.py:NAME, package.module:NAME or a built-in's name; without one, every built-in reset mode",
+        help="FILE.py:NAME, package.module:NAME, a built-in's or a trainer's name; without one, every built-in reset "
+        "mode",
     )
-    parser.add_argument("--list", action="store_true", help="print the built-in loops and stop")
+    parser.add_argument("--list", action="store_true", help="print the built-in loops and the trainers, and stop")
     parsers.add_problem(parser)
     parser.add_argument(
         "--examples",
@@ -175,9 +178,11 @@ def _list() -> int:
         raise CannotRunHere(reasons[0])
     from gradcheck_suite.loops import BUILT_IN
 
-    width = max(map(len, BUILT_IN))
+    width = max(map(len, [*BUILT_IN, *TRAINERS]))
     for name, loop in BUILT_IN.items():
         print(f"{name:<{width}}  {(loop.__doc__ or '').strip().splitlines()[0]}")
+    for name, trainer in TRAINERS.items():
+        print(f"{name:<{width}}  {trainer.about} [{trainer.status}]")
     return statuses.HOLDS
 
 
@@ -201,6 +206,7 @@ def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem |
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
     if arguments.loops:
         loops = {text: resolve_loop(text) for text in arguments.loops}
+        tell_of_trainers(loops)
     else:
         from gradcheck_suite.loops.modes import MODES
 

@@ -79,7 +79,7 @@ def student_tail(value: float, draws: int) -> float:
     assert draws % 2 == 0
     angle = math.atan2(value, math.sqrt(draws))
     term = total = 1.0
-    for k in range(2, draws - 1, 2):
+    for k in range(2, draws, 2):
         term *= (k - 1) / k * math.cos(angle) ** 2
         total += term
     return 1 - math.sin(angle) * total

@@ -67,9 +67,9 @@ class Difference:
     @property
     def ratio(self) -> float:
         """Error over allowed; above 1 is a difference that rounding does not explain."""
-        if self.error <= self.allowed:
-            return self.error / self.allowed if self.allowed > 0 else 0.0
-        return self.error / self.allowed if self.allowed > 0 else float("inf")
+        if not self.error:
+            return 0.0
+        return self.error / self.allowed if self.allowed else float("inf")
 
 
 def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Difference:
@@ -84,9 +84,9 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
         return Difference(0, 0.0, 0.0, 0)
     with np.errstate(invalid="ignore"):
         error = np.abs(observed - expected)
-    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    same = np.logical_or(observed == expected, np.isnan(observed) & np.isnan(expected))
     error = np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(error == 0, 0.0, error / allowed)
+    with np.errstate(divide="ignore"):
+        ratio = np.divide(error, allowed, out=np.zeros_like(error), where=~same)
     index = int(np.argmax(ratio))
     return Difference(index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed)))

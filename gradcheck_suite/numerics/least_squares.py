@@ -54,15 +54,10 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     weights[present] = solution / sizes[present]
     residual = np.abs(observed - weights @ gradients)
     # weights are as exact as the solution is: what they leave may be rounding of the fit itself
-    rounding = (
-        64
-        * np.finfo(np.float64).eps
-        * np.abs(weights[:, None] * gradients).sum(axis=0)
-        / max(values[kept].min(), CONDITION)
-    )
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0) / values[kept].min()
     return Fit(
         weights,
         determined=bool(kept.sum() == present.sum()),
         exact=bool((residual <= allowed + rounding).all()),
-        residual=float(residual.max(initial=0.0)),
+        residual=float(residual.max()),
     )

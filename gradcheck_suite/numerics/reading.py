@@ -27,7 +27,7 @@ class Weights:
         accumulation_steps: K.
         epoch: of the step, from 0.
         reduction: `"mean"` or `"sum"`.
-        items: in each micro-batch, where that is not what is counted.
+        items: in each micro-batch, which need not be what is counted; empty where they are not known.
         total: the window's count, where some of it is in micro-batches that are not looked at.
     """
 
@@ -81,6 +81,10 @@ def named_factor(factor: float, weights: Weights) -> str:
             (1 / short, f"one over the short window's micro-batches, 1/{short}"),
             *names,
         ]
+    if weights.items and weights.items != weights.counts and weights.reduction == "mean":
+        items = sum(weights.items[j] for j in weights.window)
+        over = f"the window's count over that and its items together, {total:g}/({total:g} + {items})"
+        names.append((total / (total + items), f"{over}: one target too many is counted for every item"))
     # small windows make several names the same number: all of them are said, none is guessed
     fitting = [name for value, name in names if _close(factor, value)]
     return f", which is {' or '.join(fitting)}" if fitting else ""
@@ -88,10 +92,10 @@ def named_factor(factor: float, weights: Weights) -> str:
 
 def diagnose(weights: Weights) -> Diagnosis:
     """Name the fault that gives such weights; `unrecognised-weights` where no known one does."""
-    inside = [j for j in weights.window if weights.counts[j] > 0]
+    inside = [j for j in weights.window if weights.counts[j]]
     ratio = weights.observed[inside] / weights.expected
     counts = np.array([weights.counts[j] for j in inside])
-    outside = [j for j in range(len(weights.counts)) if j not in weights.window and weights.counts[j] > 0]
+    outside = [j for j in range(len(weights.counts)) if j not in weights.window and weights.counts[j]]
     foreign = [j for j in outside if abs(weights.observed[j]) > TOLERANCE * weights.expected]
     if foreign:
         return Diagnosis(
@@ -125,15 +129,16 @@ def _diagnose_window(
             "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
             "weight each by run.count(batch) over the window's count",
         )
-    if _close(ratio, ratio[0]):
+    scale = float(ratio.mean())
+    if _close(ratio, scale):
         return Diagnosis(
             "wrong-scale",
-            f"every item of the window weighs {ratio[0]:.6g} times what it should"
-            f"{named_factor(float(ratio[0]), weights)}",
+            f"every item of the window weighs {scale:.6g} times what it should{named_factor(scale, weights)}",
         )
     per_mean = weights.observed[list(inside)] * counts
-    if weights.reduction == "mean" and _close(per_mean, per_mean[0]):
-        return _mean_of_means(float(per_mean[0]), len(weights.window), k)
+    share = float(per_mean.mean())
+    if _close(per_mean, share):
+        return _mean_of_means(share, weights)
     if (step := _geometric(ratio, per_mean, k)) is not None:
         return Diagnosis(
             "rescaled-accumulator",
@@ -141,15 +146,14 @@ def _diagnose_window(
             "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
         )
     present = [inside[i] for i in range(size) if ratio[i] != 0]
-    if len(present) == 1 and present[0] == inside[-1]:
+    if present == [inside[-1]]:
         return Diagnosis(
             "reset-inside-window",
             "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch",
         )
-    if len(present) == 1 and present[0] == inside[0]:
+    if present == [inside[0]]:
         return Diagnosis("first-only", "only the window's first micro-batch is in the gradient")
-    if len(present) < size:
-        missing = [j for j in inside if j not in present]
+    if missing := [j for j in inside if j not in present]:
         return Diagnosis("dropped-micro-batch", f"micro-batches {missing} of the window are not in the gradient")
     if size > 2 and _close(ratio, np.arange(size, 0, -1)):
         return Diagnosis(
@@ -169,7 +173,7 @@ def _diagnose_window(
 
 def _counts_items(weights: Weights, counts: npt.NDArray[np.float64], inside: Sequence[int]) -> bool:
     """Whether means are weighted by their numbers of items, where those are not what the means divide by."""
-    if not weights.items or weights.items == weights.counts:
+    if not weights.items:
         return False
     items = np.array([weights.items[j] for j in inside])
     per_mean = weights.observed[list(inside)] * counts
@@ -180,16 +184,24 @@ def _geometric(ratio: npt.NDArray[np.float64], per_mean: npt.NDArray[np.float64]
     """Return the factor between neighbours where the weights are a geometric sequence; two alone are one only for K."""
     if np.any(ratio == 0):
         return None
+    if len(ratio) == 2:
+        return float(k) if _close(per_mean, [k**-2, k**-1]) else None
     for values in (ratio, per_mean):
         steps = values[1:] / values[:-1]
-        if len(steps) > 1 and steps[0] > 0 and _close(steps, steps[0]):
-            return float(steps[0])
-    if len(ratio) == 2 and k > 1 and _close(per_mean, [k**-2, k**-1]):
-        return float(k)
+        step = float(steps.mean())
+        if step > 0 and _close(steps, step):
+            return step
     return None
 
 
-def _mean_of_means(weight: float, short: int, k: int) -> Diagnosis:
+def _mean_of_means(weight: float, weights: Weights) -> Diagnosis:
+    short, k = len(weights.window), weights.accumulation_steps
+    if weights.reduction == "sum":
+        return Diagnosis(
+            "mean-of-means",
+            f"each micro-batch's mean weighs {weight:.6g} whatever its count, where sums are to be added up: "
+            "do not divide a summed loss by the micro-batch's count",
+        )
     cure = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
     if _close(weight, 1 / short):
         return Diagnosis("mean-of-means", f"each micro-batch's mean weighs 1/{short} whatever its count: {cure}")

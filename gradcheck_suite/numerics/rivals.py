@@ -1,6 +1,7 @@
 """Other rules for when two gradients are equal, as people use them: what the suite's own bounds are measured against.
 
-Each takes an accumulated gradient and says whether it would pass. Constants are the tools' own defaults.
+Each takes an accumulated gradient and says whether it would pass. Constants are the tools' own defaults,
+and so is whether a NaN equals another at the same place: for chex alone.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Compared:
     dtype: str
 
 
-def _close(observed: Vector, expected: Vector, rtol: float, atol: float) -> bool:
+def _close(observed: Vector, expected: Vector, rtol: float, atol: float, *, equal_nan: bool = False) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
-        return bool(np.allclose(observed, expected, rtol=rtol, atol=atol, equal_nan=True))
+        return bool(np.allclose(observed, expected, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
 
 def assert_close(compared: Compared) -> bool:
@@ -45,7 +46,7 @@ def assert_close(compared: Compared) -> bool:
 
 def chex_all_close(compared: Compared) -> bool:
     """Apply `chex.assert_trees_all_close` at its defaults (rtol 1e-6, atol 0), against the large batch."""
-    return _close(compared.observed, compared.large_batch, 1e-6, 0.0)
+    return _close(compared.observed, compared.large_batch, 1e-6, 0.0, equal_nan=True)
 
 
 def nnsmith(compared: Compared) -> bool:

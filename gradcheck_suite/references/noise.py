@@ -1,9 +1,10 @@
 """Computing one gradient again and again: in another dtype, under autocast, at values moved by a rounding.
 
 What rounding does to a gradient is measured on it, by Monte Carlo arithmetic (D. S. Parker, UCLA CSD-970002, 1997) of
-its first operations: every parameter and input is moved by an ulp up or down or left as it is, and the loss is
-multiplied by a factor that is no power of two and divided out of the gradient, so that what happens to be exact at
-the case's own values (products with 1/2, ones and zeros) is rounded as well.
+its first operations: every parameter and input is moved by an ulp up or down or left as it is (whole numbers among
+the inputs are left, since they may be names of classes), and the loss is multiplied by a factor that is no power of
+two and divided out of the gradient, so that what happens to be exact at the case's own values (products with 1/2, ones
+and zeros) is rounded as well.
 """
 
 from __future__ import annotations
@@ -60,12 +61,24 @@ class Computation:
         centre = self.gradient(part)
         total = np.zeros_like(centre)
         for draw in range(draws):
-            with RandomRounding(draw):
-                gradient = self.gradient(part)
+            gradient = self._with_random_rounding(part, draw)
             with np.errstate(invalid="ignore", over="ignore"):
                 square = (gradient - centre) ** 2
             total += np.where(np.isfinite(square), square, 0.0)
         return total / draws
+
+    def _with_random_rounding(self, part: Part, draw: int) -> Vector:
+        try:
+            with RandomRounding(draw):
+                return self.gradient(part)
+        except (RuntimeError, NotImplementedError, ValueError):
+            # a loss may refuse what has left its range: values and inputs alone are moved then
+            items, share = part
+            values = [p.detach().clone() for p in self._model.parameters()]
+            try:
+                return self._drawn(draw, [(self._batch(items), share)], values)
+            finally:
+                self._put(values)
 
     def mean_square(self, parts: Sequence[Part], centre: Vector, draws: int = DRAWS) -> Vector:
         """Return the mean over draws of the rounding errors of the squared distance from `centre`, (P,)."""
@@ -85,7 +98,7 @@ class Computation:
         generator = torch.Generator().manual_seed(draw)
         scale = 0.5 ** float(torch.rand((), generator=generator))
         self._put([_moved(value, generator) for value in values])
-        moved = [(map_leaves(lambda t: _moved(t, generator), batch), share) for batch, share in batches]
+        moved = [(map_leaves(lambda t: _moved_data(t, generator), batch), share) for batch, share in batches]
         try:
             return self._gradient(moved, scale)
         except (RuntimeError, NotImplementedError, ValueError):
@@ -148,3 +161,13 @@ def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return tensor
     steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
     return tensor * (1 + torch.finfo(tensor.dtype).eps * steps)
+
+
+def _moved_data(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return data likewise, but whole numbers as they are.
+
+    They may be names of classes: to a loss that asks whether its target is 1 or -1, 1.0001 is neither, and what comes
+    out of it then is no rounding of anything.
+    """
+    moved = _moved(tensor, generator)
+    return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved

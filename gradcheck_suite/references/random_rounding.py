@@ -10,7 +10,7 @@ Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,14 +75,15 @@ class RandomRounding(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute, then move what came out."""
         out = func(*args, **(kwargs or {}))
-        return out if _rounds_nothing(func) else tree_map(self._moved, out)
+        exact = _rounds_nothing(func) and not _narrows(func, args, out)
+        return out if exact else tree_map(self._moved, out)
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
@@ -91,7 +92,17 @@ class RandomRounding(TorchDispatchMode):
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
         generator = self._generators[value.device]
         steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        return value.addcmul_(value, steps, value=torch.finfo(value.dtype).eps)
+        limits = torch.finfo(value.dtype)
+        # the largest finite number, which masks of attention are made of, must not become infinite, nor infinity NaN
+        moved = torch.where(value.abs() <= limits.max / 2, value.addcmul(value, steps, value=limits.eps), value)
+        return value.copy_(moved)
+
+
+def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Whether a copy goes to a dtype of fewer digits, as float32 parts of a float64 model begin."""
+    if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
+        return False
+    return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
 
 
 @cache

@@ -138,18 +138,36 @@ class Window:
 
         The dear part of the bound, noise that is drawn, is asked for only where the rest of it does not suffice.
         """
-        expected = self.expected
-        exact = self._reference.trial.case.dtype == "float64"
-        steady = quick_bound(expected, len(self.members)) if exact else self._steady
-        quick = worst_difference(observed, expected, steady)
+        quick = self.compare_steady(observed)
         if quick.ratio <= 1:
             return quick
+        expected = self.expected
         allowed = worst_difference(observed, expected, self.allowed)
         if allowed.ratio <= 1 or self._parameters is None or self.jax is None:
             return allowed
         # where a real optimizer has taken a model to saturation, one framework's formula may cancel to exactly 0 and
         # the other's to a rounding of large terms: the loop computes with torch, whose own large batch it may match
         return min(allowed, worst_difference(observed, self.torch, self.allowed), key=lambda found: found.ratio)
+
+    def compare_steady(self, observed: Vector) -> Difference:
+        """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
+        exact = self._reference.trial.case.dtype == "float64"
+        steady = quick_bound(self.expected, len(self.members)) if exact else self._steady
+        return worst_difference(observed, self.expected, steady)
+
+    @cached_property
+    def large_batch(self) -> Vector:
+        """The window's gradient in one batch by torch, in the case's dtype and under the loop's autocast."""
+        if self._reference.trial.case.dtype == "float64":
+            return self.torch
+        return self._in_dtype.gradient((self.items, 1.0))
+
+    @cached_property
+    def contributions(self) -> list[Vector]:
+        """Each micro-batch's part of the window's gradient, computed likewise."""
+        exact = self._reference.trial.case.dtype == "float64"
+        computation = self._in_float64 if exact else self._in_dtype
+        return [computation.gradient(part) for part in self._parts]
 
     @cached_property
     def _parts(self) -> list[Part]:
@@ -178,8 +196,7 @@ class Window:
         name = self._reference.trial.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
         try:
-            large = self._in_dtype.gradient((self.items, 1.0))
-            low = [self._in_dtype.gradient(part) for part in self._parts]
+            large, low = self.large_batch, self.contributions
         except (RuntimeError, NotImplementedError) as error:
             raise CannotJudgeError(f"the plain large batch fails in {where}: {error}") from error
         if not all(np.isfinite(gradient).all() for gradient in (large, *low)):

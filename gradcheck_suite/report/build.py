@@ -9,6 +9,7 @@ from statistics import median
 
 from gradcheck_suite.journal import Record
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
 from gradcheck_suite.report.records_view import environments, latest, read_all
@@ -25,6 +26,7 @@ def build(reports: Path) -> Report:
         costs(records.of("benchmark")),
         claims(records.of("claim")),
         zoo(records.of("zoo")),
+        calibration(records.of("calibration")),
         counterexamples(records.of("verify")),
     ]
     everything = [record for kind in records.by_kind.values() for record in kind]

@@ -88,6 +88,8 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, most: int) -> list[dict[str, Any]]:
     """Return a list that gets, at every optimizer.step(), the gradients and parameters as they are then.
 
+    A step that is handed a closure makes its gradients inside, so they are looked at once the closure has run.
+
     Args:
         model: whose.
         optimizer: whose steps.
@@ -96,11 +98,26 @@ def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, most: int) -
     parameters = trainable(model)
     steps: list[dict[str, Any]] = []
 
-    def record(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def see(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if len(steps) == most:
             print(f"the loop calls optimizer.step() {most} times and does not stop there")
             sys.stdout.flush()
             os._exit(1)  # a loop may catch whatever is raised inside it
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            record(optimizer)
+            return None
+        before = len(steps)
+
+        def run() -> Any:
+            loss = closure()
+            if len(steps) == before:
+                record(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": run}
+
+    def record(optimizer: torch.optim.Optimizer) -> None:
         steps.append(
             {
                 "gradients": {name: None if p.grad is None else dense(p.grad) for name, p in parameters.items()},
@@ -109,7 +126,7 @@ def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, most: int) -
             }
         )
 
-    optimizer.register_step_pre_hook(record)
+    optimizer.register_step_pre_hook(see)
     return steps
 
 

@@ -18,6 +18,7 @@ from gradcheck_suite.scripts.losses import Known, body_text
 from gradcheck_suite.scripts.models import model_text
 from gradcheck_suite.scripts.sources import Sources
 from gradcheck_suite.spec import ProblemSpec
+from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trial import Trial
 
 CARRIED = "gradcheck_suite.scripts.carried"
@@ -25,13 +26,14 @@ CARRIED = "gradcheck_suite.scripts.carried"
 
 def is_imported(name: str) -> bool:
     """Return whether a loop or a problem of this name, as the command line takes it, is imported from its place."""
-    return ":" in name
+    return ":" in name or name in TRAINERS
 
 
 def loop_text(loop: Loop, name: str, sources: Sources) -> str:
     """Return `load_loop`: it imports the user's loop from its place, or returns one of the suite's, printed in full."""
     if is_imported(name):
-        return _named("load_loop", "the loop under test", "LOOP", name, sources)
+        place = TRAINERS[name].place if name in TRAINERS else name
+        return _named("load_loop", "the loop under test", "LOOP", place, sources)
     return f'def load_loop():\n    """Return the loop under test."""\n    return {_expression(loop, sources)}'
 
 

@@ -11,6 +11,7 @@ from gradcheck_suite import case_from_json
 from gradcheck_suite.journal import read_records
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.records import Result, Verdict, Violation
+from gradcheck_suite.trainers import TRAINERS
 
 from .conftest import files
 
@@ -110,10 +111,10 @@ def test_without_a_loop_every_reset_mode_is_verified(run, project):
     assert [r["loop"] for r in json.loads((project / "out.json").read_text())["results"]] == list(MODES)
 
 
-def test_list_prints_every_built_in_loop(run):
+def test_list_prints_every_built_in_loop_and_trainer(run):
     outcome = run("verify", "--list")
     assert outcome.status == 0
-    assert [line.split()[0] for line in outcome.out.splitlines()] == list(BUILT_IN)
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *TRAINERS]
 
 
 def test_a_loops_own_prints_pass(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -37,9 +38,14 @@ def test_the_place_of_an_element_after_an_empty_parameter():
     assert layout.place(1) == ("weight", (1,))
 
 
+def test_the_place_of_an_element_after_an_odd_number_of_others():
+    assert Layout(("weight", "bias"), ((3,), (2,))).place(4) == ("bias", (1,))
+
+
 def test_a_part_has_its_parameters_shape():
     vector = np.arange(9.0)
     assert LAYOUT.part(vector, "0.weight").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert LAYOUT.part(vector, "0.bias").tolist() == [6, 7]
     assert LAYOUT.part(vector, "1.scale").tolist() == 8
     assert LAYOUT.part(vector, "2.empty").shape == (0,)
 
@@ -102,4 +108,24 @@ def test_nothing_allowed_means_equal():
 
 
 def test_no_elements_differ_by_nothing():
-    assert worst_difference(np.zeros(0), np.zeros(0), np.zeros(0)).ratio == 0
+    difference = worst_difference(np.zeros(0), np.zeros(0), np.zeros(0))
+    assert difference == Difference(index=0, error=0.0, allowed=0.0, count=0)
+    assert difference.ratio == 0
+
+
+def test_equal_elements_are_never_the_worst():
+    """Whether or not anything is allowed there, and however little the others differ."""
+    for allowed in (0.0, 1.0):
+        difference = worst_difference(np.array([3.0, 0.25]), np.array([3.0, 0.0]), np.array([allowed, 1.0]))
+        assert difference == Difference(index=1, error=0.25, allowed=1.0, count=0)
+
+
+def test_the_first_of_equals_is_the_worst_where_nothing_differs():
+    assert worst_difference(np.ones(3), np.ones(3), np.zeros(3)) == Difference(0, 0.0, 0.0, 0)
+
+
+def test_layouts_and_differences_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        LAYOUT.names = ()
+    with pytest.raises(FrozenInstanceError):
+        worst_difference(np.zeros(0), np.zeros(0), np.zeros(0)).count = 1

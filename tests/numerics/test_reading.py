@@ -5,7 +5,7 @@ The window under test is micro-batches 1 to 3, of 1, 2 and 3 items, in an epoch 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -54,7 +54,10 @@ def test_the_expected_weight():
         (_short(5 / 8, 5 / 8, k=5, counts=(1, 3)), "wrong-scale", "over the short window's micro-batches, 5/2"),
         (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
         # each mean counted the same: 1/(3 * count)
-        (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean weighs 1/3 whatever its count"),
+        (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean weighs 1/3 whatever its count: "),
+        (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean weighs 1/3 whatever its count: "),
+        (_weights(1, 1 / 2, 1 / 3, reduction="sum"), "mean-of-means", "weighs 1 whatever its count, where sums are to"),
+        (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "weighs 0.333333 whatever its count, where"),
         (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "weighs 1/5 whatever its count, in a window of 3"),
         (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean weighs 0.666667 whatever its count"),
@@ -68,6 +71,7 @@ def test_the_expected_weight():
         (_weights(0, 0, 1 / 9), "reset-inside-window", "only the window's last micro-batch"),
         (_weights(1 / 6, 0, 0), "first-only", "only the window's first micro-batch"),
         (_weights(0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1, 3] of the window are not"),
+        (_weights(1 / 6, -1 / 6, 0), "dropped-micro-batch", "micro-batches [3] of the window are not"),
         (_weights(1 / 6, 0, 1 / 6), "dropped-micro-batch", "micro-batches [2] of the window are not"),
         (_weights(0, 0, 0), "no-gradient", "nothing of the window"),
         # some more than once
@@ -78,13 +82,17 @@ def test_the_expected_weight():
         ),
         (_weights(2 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "micro-batches [1, 3] of the window"),
         (_weights(3 / 6, 2 / 6, 1 / 6), "running-loss", "3, 2, ..., 1 times"),
+        (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
+        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "micro-batches [0] of the window"),
         # acc = (acc + mean)/3; acc = 2 acc + share; acc = acc/2 + share
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_weights(1 / 24, 1 / 12, 1 / 6), "rescaled-accumulator", "weighs 2 times the one before it"),
+        (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
         # 1/6 rounded to float32
         (_weights(*[float(np.float32(1 / 6))] * 3), "rounded-weights", "right to 3e-08 only"),
+        (_weights(*[(1 - 5e-7) / 6] * 3), "rounded-weights", "right to 5e-07 only"),
     ],
 )
 def test_a_known_pattern_has_its_name(weights, name, says):
@@ -116,6 +124,7 @@ def test_items_in_place_of_counts():
         (0.3, 0.1, 0.2),
         (1 / 6, 3 / 6, 1 / 6),
         (1 / 6, -1 / 6, 1 / 6),
+        (4 / 6, -2 / 6, 1 / 6),
         (1 / 6 * (1 + 1e-5), 1 / 6, 1 / 6),
     ],
 )
@@ -141,3 +150,65 @@ def test_a_micro_batch_that_counts_nothing_is_not_missed():
 def test_rounded_weights_are_told_from_wrong_ones():
     assert diagnose(_weights(*[(1 + 0.9e-6) / 6] * 3)).name == "rounded-weights"
     assert diagnose(_weights(*[(1 + 1.1e-6) / 6] * 3)).name == "wrong-scale"
+
+
+def test_a_trace_of_another_window_is_stale_from_a_millionth_of_a_weight_on():
+    """Below it may be rounding; the sum's weight is 1, the mean's 1/6."""
+    for reduction, expected in (("sum", 1.0), ("mean", 1 / 6)):
+        right = [expected * (1 + 1e-8)] * 3
+        for trace in (1e-6 * expected, -1e-6 * expected):
+            assert diagnose(_weights(*right, reduction=reduction, others=(trace, 0))).name == "rounded-weights"
+            beyond = _weights(*right, reduction=reduction, others=(1.001 * trace, 0))
+            assert diagnose(beyond).name == "stale-window"
+
+
+def test_another_window_that_counts_nothing_is_not_looked_at():
+    weights = replace(_weights(2 / 6, 2 / 6, 2 / 6, others=(1, 0)), counts=(0.0, *COUNTS[1:]))
+    assert diagnose(weights).name == "wrong-scale"
+
+
+def test_all_names_of_a_factor_are_said():
+    """Where the window is whole, or K is its count, one number has several names, and none is guessed."""
+    assert diagnose(_weights(3 / 6, 3 / 6, 3 / 6)).sentence.endswith("which is accumulation_steps = 3")
+    two = _short(2 / 2, 2 / 2, k=2, counts=(1, 1))
+    assert diagnose(two).sentence.endswith("which is accumulation_steps = 2 or the window's count, 2")
+    short = _short(2 / 8, 2 / 8, k=5, counts=(1, 7))
+    assert diagnose(short).sentence.endswith("which is the short window's micro-batches, 2")
+    assert diagnose(_weights(*[0.7 / 6] * 3)).sentence.endswith("weighs 0.7 times what it should")
+
+
+def test_windows_may_be_long():
+    """300 micro-batches of one item each: past 256, equal integers are no longer one object."""
+    right = np.full(300, 1 / 300)
+    scaled = diagnose(_short(*300 * right, k=int("300"), counts=(1,) * 300))
+    assert scaled.sentence.endswith("which is accumulation_steps = 300 or the window's count, 300")
+    doubled = right * (1 + (np.arange(300) == 7))
+    assert diagnose(_short(*doubled, k=300, counts=(1,) * 300)).name == "repeated-micro-batch"
+
+
+def test_a_count_from_outside_is_the_windows():
+    """Two micro-batches of counts 1 and 3 are looked at, of a window that counts 5."""
+    weights = replace(_short(1 / 5, 1 / 5, k=2, counts=(1, 3)), total=5.0)
+    assert weights.expected == 1 / 5
+    assert diagnose(weights).name == "rounded-weights"
+    assert "right to 0 only" in diagnose(weights).sentence
+
+
+def test_tokens_are_counted_though_there_are_more_than_items():
+    """Items 1, 2 and 3 of 5, 7 and 4 tokens: weights n / (6 * tokens)."""
+    weights = _short(1 / 30, 2 / 42, 3 / 24, k=3, counts=(5, 7, 4))
+    assert diagnose(replace(weights, items=(1, 2, 3))).name == "wrong-count"
+    assert diagnose(replace(weights, items=(1, 2, 3), reduction="sum")).name == "unrecognised-weights"
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_other_multiples_are_not_blamed_on_earlier_epochs(epoch):
+    assert diagnose(_weights(*[(epoch + 2) / 6] * 3, epoch=epoch)).name == "wrong-scale"
+    assert diagnose(_weights(*[epoch / 6 / 7] * 3, epoch=epoch)).name == "wrong-scale"
+
+
+def test_weights_and_diagnoses_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        _weights(0, 0, 0).epoch = 1
+    with pytest.raises(FrozenInstanceError):
+        diagnose(_weights(0, 0, 0)).name = "right"

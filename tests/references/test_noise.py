@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.numerics.bounds import noise_bound
 from gradcheck_suite.references.noise import Computation, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.trial import generated_trial
+from gradcheck_suite.trial import generated_trial, user_trial
 
 LINEAR = Layer("linear", bias=False, features=1)
 REGRESSION = Case(ProblemSpec(Input("vector", size=2), (LINEAR,), Loss("mse", reduction="mean")), Plan((1, 3, 2), 2))
@@ -96,6 +98,69 @@ def test_random_rounding_moves_results_by_an_ulp_and_no_copies():
     assert torch.equal(view.reshape(-1), x)
 
 
+def test_random_rounding_leaves_infinities_and_what_is_next_to_them():
+    """Attention adds minus infinity to what is masked; a NaN there would void the whole draw."""
+    with RandomRounding(0):
+        y = torch.tensor([1.0, -torch.inf, torch.inf, 0.0]).repeat(100) * 2
+    assert y.isfinite().sum() == 200
+    assert y.isnan().sum() == 0
+
+
+# what attends to padding is masked with minus infinity, and no probability may be a NaN
+ATTENTION = ProblemSpec(
+    Input("tokens", length=3, padded=True, vocabulary=5),
+    (
+        Layer("embedding", features=2, padding_idx=True, sparse=False),
+        Layer("attention", causal=False, heads=2),
+        Layer("linear", bias=False, features=1),
+    ),
+    Loss("bce", reduction="mean", weight=True),
+)
+
+
+def test_every_draw_of_a_masked_model_is_finite():
+    case = Case(ATTENTION, Plan((4,), 1), seed=580)
+    computation, part = _computation(case), (range(4), 1.0)
+    exact = computation.gradient(part)
+    for draw in range(4):
+        with RandomRounding(draw):
+            apart = np.abs(computation.gradient(part) - exact)
+        assert 0 < apart.max() < 1e-12
+
+
+def test_a_loss_that_refuses_what_was_moved_is_measured_all_the_same():
+    def loss(model, batch):
+        probability = torch.sigmoid(50 + 0 * model(batch["x"]))
+        if bool((probability > 1).any()):
+            raise RuntimeError("all elements of input should be between 0 and 1")
+        return (probability * model(batch["x"])).mean()
+
+    problem = Problem(
+        lambda seed: torch.nn.Linear(2, 1), lambda items, seed: {"x": torch.linspace(1, 2, 2 * items).view(-1, 2)}, loss
+    )
+    trial = user_trial(Case("problem", Plan((4,), 1)), problem)
+    computation = Computation(trial, trial.model(torch.float64), torch.float64)
+    before = computation.gradient((range(4), 1.0))
+    noise = np.sqrt(computation.rounded_at_random((range(4), 1.0)))
+    assert (noise > 0).all()
+    assert noise.max() < 1e-14
+    assert computation.gradient((range(4), 1.0)).tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("name", ["hinge_embedding", "cosine_embedding"])
+def test_targets_that_name_a_class_are_no_roundings_to_move(name):
+    """A target of 1.0001 is neither 1 nor -1: what came of it was once taken for rounding, as large as the gradient."""
+    if name == "hinge_embedding":
+        source, options = Input("vector", size=2), {"margin": 1.0}
+    else:
+        source, options = Input("vector", size=3), {"margin": 0.25}
+    layers = (Layer("linear", bias=True, features=2),)
+    case = Case(ProblemSpec(source, layers, Loss(name, reduction="sum", **options)), Plan((5,), 1), seed=3)
+    exact = _computation(case).gradient((range(5), 1.0))
+    noise = np.sqrt(_computation(case, torch.float32).mean_square([(range(5), 1.0)], exact))
+    assert 0 < noise.max() < 1e-5 * np.abs(exact).max()
+
+
 def test_random_rounding_reaches_the_backward_pass():
     x = torch.linspace(1, 2, 1000, dtype=torch.float64, requires_grad=True)
     loss = (x**3).sum()
@@ -113,3 +178,37 @@ def test_random_rounding_is_the_same_for_the_same_seed():
             return (x * 3).tolist()
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_the_largest_number_stays_finite_and_infinity_stays_infinite():
+    """Attention's masks hold the smallest float: were it moved to -inf, every draw would be NaN and noise 0."""
+    least = torch.finfo(torch.float64).min
+    for seed in range(8):
+        with RandomRounding(seed):
+            masked = torch.tensor([1.0, 0.0], dtype=torch.float64) * least
+            infinite = torch.zeros(4, dtype=torch.float64) - torch.inf
+        assert masked.tolist() == [least, 0.0]
+        assert infinite.tolist() == [-torch.inf] * 4
+
+
+def test_a_copy_to_fewer_digits_rounds_and_one_to_more_does_not():
+    third = torch.full((100,), 1 / 3, dtype=torch.float64)
+    with RandomRounding(0):
+        narrow = third.to(torch.float32)
+        wide = narrow.to(torch.float64)
+    assert len(set(narrow.tolist())) == 3
+    assert torch.equal(wide.float(), narrow)
+
+
+def test_a_model_with_a_mask_and_a_float32_part_has_noise_of_float32():
+    """As causal language models of transformers compute: float64 parameters, scores masked, the loss in float32."""
+    scores = torch.tensor([0.3, 0.7, 0.2], dtype=torch.float64, requires_grad=True)
+    found = set()
+    for seed in range(6):
+        with RandomRounding(seed):
+            mask = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) * torch.finfo(torch.float64).min
+            weights = torch.softmax((scores + mask).to(torch.float32), 0)
+            (gradient,) = torch.autograd.grad(weights[0].log(), scores)
+        found.add(gradient[0].item())
+    assert all(map(math.isfinite, found))
+    assert max(found) - min(found) > 1e-8

@@ -148,6 +148,52 @@ def test_every_section_is_there_with_its_figures(reports):
         assert expected in text, expected
 
 
+def _calibration(reports, *, alarms=0):
+    tally = {
+        "checks": 60, "judged": 50, "cases": 3, "elements": 400, "skipped": {EVIL: 10}, "findings": {},
+        "alarms": [{"loop": EVIL, "explanation": EVIL}] * alarms,
+        "over": {k: {"counts": [50] + [0] * 19, "largest": 0.03} for k in ("", "linear")},
+        "drawn_on": {"counts": [7] + [0] * 19, "largest": 0.04}, "layers": {"linear": 50}, "losses": {"mse": 50},
+        "loops": {"zero_": 50}, "rivals": {"chex.assert_trees_all_close": 4}, "autocast": 5, "rivals_autocast": {},
+    }  # fmt: skip
+    found = {"gradcheck-suite": {"9": 200}, "torch.testing.assert_close": {"4": 200},
+             "chex.assert_trees_all_close": {"11": 200}, "twice the reference's rmse": {"-1": 3, "8": 197},
+             "NNSmith 1e-2/1e-3": {"2": 200}}  # fmt: skip
+    curve = {"cases": 200, "skipped": {}, "smallest": {"everywhere": found}}
+    coverage = {"layers": {"reached": 1, "missing": ["gru"]}, "losses": {"reached": 2, "missing": []}}
+    _record(reports, "calibration", asked={}, alarms={"float16": tally}, curves={"float16": curve}, loops=20,
+            coverage=coverage)  # fmt: skip
+
+
+def test_calibration_has_its_tables_and_its_curve(tmp_path):
+    _calibration(tmp_path)
+    (section,) = (s for s in build(tmp_path).sections if s.key == "calibration")
+    assert "50 checks in all; 0 of them blamed the loop" in section.text[0]
+    assert "1 of 2 kinds of layers, 2 of 2 kinds of losses" in section.text[0]
+    assert "No rule that never blames a sound loop finds smaller ones." in section.text[1]
+    judged, detection, skipped, ratios = section.tables
+    assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
+    # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
+    assert detection.rows == (
+        ("float16", "everywhere", 200, "2.0e-03", "98.7%", "6.2e-02", "4.9e-04 *", "none", "2.5e-01"),
+    )
+    assert skipped.rows == (("float16", EVIL, 10),)
+    assert ratios.rows == (("linear", 50, "0.03 / 0.03 / 0.03"),)
+    (figure,) = section.figures
+    assert "in 200 cases" in figure.caption
+    assert section.commands == ("gradcheck-suite calibration",)
+    assert "script" not in _page(tmp_path).tags
+
+
+def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):
+    _calibration(tmp_path, alarms=2)
+    path = tmp_path / "records" / "calibration.jsonl"
+    path.write_text(path.read_text().replace('"chex.assert_trees_all_close": 4', '"chex.assert_trees_all_close": 0'))
+    (section,) = (s for s in build(tmp_path).sections if s.key == "calibration")
+    assert "2 of them blamed the loop" in section.text[0]
+    assert "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03" in section.text[1]
+
+
 def test_the_prediction_is_bytes_over_bandwidth(reports):
     (section,) = (s for s in build(reports).sections if s.key == "costs")
     (table,) = (t for t in section.tables if "predicted and measured" in t.caption)
@@ -187,7 +233,8 @@ def test_markdown_tables_keep_their_columns(reports):
 
 def test_an_empty_folder_says_what_to_run(tmp_path):
     text = "".join(_page(tmp_path).text)
-    for expected in ("Nothing has been verified yet", "Nothing has been measured yet", "have not been tested yet"):
+    for expected in ("Nothing has been verified yet", "Nothing has been measured yet", "have not been tested yet",
+                     "bounds have not been calibrated yet"):  # fmt: skip
         assert expected in text
 
 
@@ -200,7 +247,9 @@ def test_damaged_records_are_told_of(reports):
 def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
     assert run(["report", "--reports", str(reports)]) == 0
     data = json.loads((reports / "report.json").read_text())
-    assert [s["key"] for s in data["sections"]] == ["verified", "costs", "claims", "zoo", "counterexamples"]
+    assert [s["key"] for s in data["sections"]] == [
+        "verified", "costs", "claims", "zoo", "calibration", "counterexamples",
+    ]  # fmt: skip
     assert (reports / "report.html").stat().st_size < 2 * 2**20
     assert (reports / "report.md").read_text().startswith("# gradcheck-suite")
     assert "report.html" in capsys.readouterr().out

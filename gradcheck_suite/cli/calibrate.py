@@ -1,0 +1,99 @@
+"""Count how often sound loops are blamed, and how small a planted error is found, by the suite and by other rules."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradcheck_suite import environment
+from gradcheck_suite.case import DTYPES
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli.progress import Progress
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.files import expect_writable_folder
+from gradcheck_suite.journal import append_record, this_command
+
+if TYPE_CHECKING:
+    from gradcheck_suite.calibration.curve import Curve
+    from gradcheck_suite.calibration.tally import Tally
+
+DEFAULT_CHECKS, DEFAULT_PLANTED = 2000, 25
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    count = parsers.positive_integer
+    parser.add_argument(
+        "--checks",
+        type=count,
+        default=DEFAULT_CHECKS,
+        metavar="N",
+        help="checks of sound loops, in all dtypes together (default %(default)s; the campaign's are 100000)",
+    )
+    parser.add_argument(
+        "--planted",
+        type=count,
+        default=DEFAULT_PLANTED,
+        metavar="N",
+        help="cases in each dtype that errors are planted in (default %(default)s; the campaign's are 1000)",
+    )
+    parser.add_argument("--seed", type=parsers.seed, default=0, metavar="S", help="of the cases (default %(default)s)")
+    parser.add_argument(
+        "--dtypes",
+        type=parsers.one_of(DTYPES),
+        nargs="+",
+        default=list(DTYPES),
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)}; all of them without this",
+    )
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="DIR",
+        help="where the record goes, and the chunks that an interrupted run goes on from (default %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the campaign, print its figures and record them."""
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
+    environment.prepare()
+    environment.set_precision()
+    from gradcheck_suite.calibration import campaign, table
+    from gradcheck_suite.calibration.store import FILE, Store
+    from gradcheck_suite.calibration.summary import false_alarms
+
+    dtypes = tuple(dict.fromkeys(arguments.dtypes))
+    settings = campaign.Settings(arguments.checks, arguments.planted, arguments.seed, dtypes)
+    print(
+        f"{arguments.checks:,} checks of sound loops and errors planted in {arguments.planted:,} cases per dtype, "
+        f"seed {arguments.seed}, {', '.join(dtypes)}",
+        flush=True,
+    )
+    tallies: dict[str, Tally] = {}
+    curves: dict[str, Curve] = {}
+    interrupted = False
+    try:
+        store = Store(arguments.reports / FILE)
+        with Progress(examples=arguments.checks) as progress:
+            progress.start("checks of sound loops")
+            campaign.count_alarms(settings, store, progress.count, tallies)
+        with Progress(examples=arguments.planted * len(dtypes)) as progress:
+            progress.start("cases with planted errors")
+            campaign.trace_curves(settings, store, progress.count, curves)
+    except KeyboardInterrupt:
+        interrupted = True
+    data = campaign.record(settings, tallies, curves)
+    print("\n".join(table.lines(data)))
+    if interrupted:
+        print("interrupted: the same command goes on from here")
+    else:
+        about: dict[str, Any] = environment.environment()
+        append_record(arguments.reports, "calibration", data, environment=about, command=this_command())
+    if false_alarms(data):
+        return statuses.VIOLATED
+    return statuses.INTERRUPTED if interrupted else statuses.HOLDS

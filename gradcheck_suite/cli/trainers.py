@@ -1,0 +1,98 @@
+"""Ask every installed trainer on which plans it holds; print, record and tabulate the answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gradcheck_suite import environment
+from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli.notes import tell_of_trainers
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.files import expect_writable_folder, write_json
+from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.trainers import TRAINERS, Trainer
+
+DEFAULT_EXAMPLES = 20
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "trainers", nargs="*", metavar="TRAINER", help="names of trainers; without one, all that are installed"
+    )
+    parser.add_argument(
+        "--heads",
+        action="store_true",
+        help="ask hf-trainer alone, about heads of transformers' models",
+    )
+    parser.add_argument("--list", action="store_true", help="print the trainers and stop")
+    parser.add_argument(
+        "--examples",
+        type=parsers.positive_integer,
+        default=DEFAULT_EXAMPLES,
+        metavar="N",
+        help="cases drawn for each question (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the answers here as JSON")
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=Path("reports"),
+        metavar="DIR",
+        help="answers are recorded in DIR, and DIR/trainers.md gets their table (default %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the trainers that the arguments name."""
+    if arguments.list:
+        width = max(map(len, TRAINERS))
+        for name, trainer in TRAINERS.items():
+            print(f"{name:<{width}}  {trainer.about} [{trainer.status}]")
+        return statuses.HOLDS
+    if reasons := environment.missing():
+        raise CannotRunHere(reasons[0])
+    trainers = _chosen(["hf-trainer"] if arguments.heads else arguments.trainers)
+    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
+    environment.prepare()
+    environment.keep_working_directory_clean()
+    environment.set_precision()
+    tell_of_trainers(trainer.name for trainer in trainers)
+    from gradcheck_suite.trainers.study import ask, head_questions, questions_for
+    from gradcheck_suite.trainers.table import line, write_table
+
+    about = environment.environment()
+    answers = []
+    try:
+        for trainer in trainers:
+            for question in head_questions() if arguments.heads else questions_for(trainer):
+                answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed)
+                if answer.result is not None and answer.result.interrupted:
+                    raise KeyboardInterrupt
+                answers.append(answer)
+                print(line(answer), flush=True)
+                append_record(arguments.reports, "trainer", answer.to_json(), environment=about, command=this_command())
+    finally:
+        if arguments.json is not None and answers:
+            document = {"schema": 1, "environment": about, "answers": [answer.to_json() for answer in answers]}
+            write_json(arguments.json, document)
+    print(f"table  {write_table(arguments.reports)}")
+    return statuses.VIOLATED if any(a.result is not None and not a.result.holds for a in answers) else statuses.HOLDS
+
+
+def _chosen(names: list[str]) -> list[Trainer]:
+    for name in names:
+        if name not in TRAINERS:
+            raise UsageError(f"expected the name of a trainer, one of {', '.join(TRAINERS)}; got {name!r}")
+    chosen = [TRAINERS[name] for name in names]
+    for trainer in chosen:
+        if trainer.missing:
+            raise CannotRunHere(trainer.missing)
+    installed = chosen or [trainer for trainer in TRAINERS.values() if trainer.missing is None]
+    if not installed:
+        raise CannotRunHere("no trainer is installed: pip install transformers accelerate lightning, or one of them")
+    return installed

@@ -1,0 +1,155 @@
+"""The error rates of the suite itself: how often a sound loop is blamed, how small an error is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.calibration.curve import OURS, Curve, curve_from_json, exponents, share_found
+from gradcheck_suite.calibration.summary import (
+    better,
+    checks,
+    false_alarms,
+    found,
+    percent,
+    rival_alarms,
+    shown,
+)
+from gradcheck_suite.calibration.tally import spread_from_json
+from gradcheck_suite.journal import Record
+from gradcheck_suite.numerics.rivals import RIVALS
+from gradcheck_suite.report import plots
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
+
+PLOTTED = "everywhere"
+KEY, TITLE = "calibration", "How far the verdicts can be trusted"
+
+
+def calibration(records: Sequence[Record]) -> Section:
+    """Return the section on false alarms and on the detection of planted errors."""
+    if not records:
+        return Section(KEY, TITLE, missing="The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.")
+    data = records[-1].data
+    alarms, coverage = false_alarms(data), data["coverage"]
+    reached = ", ".join(
+        f"{part['reached']} of {part['reached'] + len(part['missing'])} kinds of {what}"
+        for what, part in coverage.items()
+    )
+    worse = better(data)
+    return Section(
+        KEY,
+        TITLE,
+        (
+            f"{data['loops']} ways to write a sound loop were judged on random cases, {checks(data):,} checks in all; "
+            f"{alarms} of them blamed the loop. The cases have {reached} that the strategies draw.",
+            f"Errors of known relative size, a factor of 1 + s or 1 - s, were planted in sound gradients of the same "
+            f"cases: the table has the smallest s that is found in at least {percent()} of them, together with all "
+            f"larger ones. "
+            + ("; ".join(worse) if worse else "No rule that never blames a sound loop finds smaller ones."),
+        ),
+        (_alarms(data), _detection(data), _skipped(data), _ratios(data)),
+        _figures(data["curves"]),
+        unique([records[-1].command]),
+    )
+
+
+def _alarms(data: Mapping[str, Any]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for dtype, tally in data["alarms"].items():
+        drawn = spread_from_json(tally["drawn_on"])
+        rows.append(
+            (
+                dtype,
+                tally["judged"],
+                tally["elements"],
+                len(tally["alarms"]),
+                sum(drawn.counts),
+                drawn.largest,
+                tally["judged"] - tally["autocast"],
+                *rival_alarms(data, dtype).values(),
+            )
+        )
+    return Table(
+        "Sound loops judged, and sound loops blamed",
+        (
+            "dtype",
+            "checks",
+            "elements compared",
+            "false alarms",
+            "gradients that needed draws",
+            "largest error over bound then",
+            "checks without autocast",
+            *(f"blamed by {rule}" for rule in RIVALS),
+        ),
+        tuple(rows),
+        "A check is one loop judged on one case. Most gradients are within the part of the bound that rests on no "
+        "chance, and then no more of it is computed; the others needed the roundings that are drawn. Other rules "
+        "compare with the large batch in the same dtype; losses under an autocast are left out for them.",
+    )
+
+
+def _detection(data: Mapping[str, Any]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for row in found(data):
+        alarms = rival_alarms(data, row.dtype)
+        rivals = [shown(row.sizes[rule]) + (" *" if alarms[rule] else "") for rule in RIVALS]
+        sure = None if row.at_least is None else f"{100 * row.at_least:.1f}%"
+        rows.append((row.dtype, row.place, row.cases, shown(row.sizes[OURS]), sure, *rivals))
+    return Table(
+        f"Smallest relative error found in {percent()} of the cases",
+        ("dtype", "planted in", "cases", OURS, "of all cases at least", *RIVALS),
+        tuple(rows),
+        "* blames sound loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for the "
+        "share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so errors "
+        "are planted in the largest element and in one of those that are not 0, some of which are nothing but "
+        "rounding.",
+    )
+
+
+def _skipped(data: Mapping[str, Any]) -> Table:
+    rows = [(dtype, why, n) for dtype, tally in data["alarms"].items() for why, n in tally["skipped"].items()]
+    return Table("Checks that could not be made, since the large batch itself fails", ("dtype", "why", "checks"),
+                 tuple(rows))  # fmt: skip
+
+
+def _ratios(data: Mapping[str, Any]) -> Table:
+    dtypes = list(data["alarms"])
+    kinds = sorted({kind for tally in data["alarms"].values() for kind in tally["over"] if kind})
+    rows = [(kind, _checks(data, kind), *(_spread(data, dtype, kind) for dtype in dtypes)) for kind in kinds]
+    return Table(
+        "Largest error over bound, by kind of layer: median, 99% and largest of the checks whose case has it",
+        ("layer", "checks", *dtypes),
+        tuple(rows),
+        "Over the part of the bound that rests on no chance where the error is within it, else over all of it.",
+    )
+
+
+def _checks(data: Mapping[str, Any], kind: str) -> int:
+    return sum(int(tally["layers"].get(kind, 0)) for tally in data["alarms"].values())
+
+
+def _spread(data: Mapping[str, Any], dtype: str, kind: str) -> str | None:
+    if (counted := data["alarms"][dtype]["over"].get(kind)) is None:
+        return None
+    spread = spread_from_json(counted)
+    values = (spread.quantile(0.5), spread.quantile(0.99), spread.largest)
+    return " / ".join(f"{value:.2f}" for value in values if value is not None)
+
+
+def _figures(curves: Mapping[str, Any]) -> tuple[Figure, ...]:
+    return tuple(
+        _figure(dtype, curve) for dtype, data in curves.items() if PLOTTED in (curve := curve_from_json(data)).smallest
+    )
+
+
+def _figure(dtype: str, curve: Curve) -> Figure:
+    rules = curve.smallest[PLOTTED]
+    return plots.lines(
+        {rule: [(2.0**-k, 100 * share_found(rules[rule], k)) for k in exponents(dtype)] for rule in (OURS, *RIVALS)},
+        x="planted relative error",
+        y="% of cases found",
+        log_y=False,
+        alt=f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
+        caption=f"{dtype}: a wrong scale of the whole gradient by 1 + s or 1 - s, in {curve.cases} cases. Further left "
+        "is better, for a rule that blames no sound loop.",
+    )

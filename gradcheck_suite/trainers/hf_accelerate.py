@@ -1,0 +1,87 @@
+"""Hugging Face Accelerate as loops: its own `accumulate()`, the recipe its guide gives for unequal counts, `no_sync`.
+
+Accelerate leaves the loop to its user, so what runs here is the code that its guide prints.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+from accelerate import Accelerator
+
+from gradcheck_suite.contract import Batch, TrainingRun
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.trainers.process import forget_accelerate, settle
+
+
+def accelerate(run: TrainingRun) -> None:
+    """`with accelerator.accumulate(model)` around forward, backward, step and reset, as the guide's finished code."""
+    _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps))
+
+
+def accelerate_counted(run: TrainingRun) -> None:
+    """The guide's recipe for samples of variable size: fetch a window, count it, undo the division in `backward`."""
+    accelerator = _accelerator(run, gradient_accumulation_steps=run.accumulation_steps)
+    model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
+    for _ in range(run.epochs):
+        batches = iter(loader)
+        while window := list(islice(batches, run.accumulation_steps)):
+            total = _total(run, window)
+            for i, batch in enumerate(window):
+                alone = accelerator.num_processes == 1 or i == len(window) - 1
+                with nullcontext() if alone else model.no_sync():
+                    loss = _summed(run, model, batch) * run.accumulation_steps * accelerator.num_processes / total
+                    accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accelerate_no_sync(run: TrainingRun) -> None:
+    """`accelerator.no_sync(model)` around all but a window's last micro-batch; the loop counts and divides itself."""
+    accelerator = _accelerator(run)
+    model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
+    for _ in range(run.epochs):
+        batches = iter(loader)
+        while window := list(islice(batches, run.accumulation_steps)):
+            total = _total(run, window)
+            for i, batch in enumerate(window):
+                with accelerator.no_sync(model) if i < len(window) - 1 else nullcontext():
+                    accelerator.backward(_summed(run, model, batch) / total)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accelerate_scaler(run: TrainingRun) -> None:
+    """`accumulate()` with `mixed_precision="fp16"`, so that Accelerate's GradScaler scales, unscales and steps."""
+    if run.device.type == "cpu":
+        raise CannotRunHere("accelerate refuses fp16, and with it its GradScaler, on the CPU: use --device cuda")
+    _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps, mixed_precision="fp16"))
+
+
+def _accelerator(run: TrainingRun, **settings: Any) -> Accelerator:
+    settle()
+    forget_accelerate()
+    return Accelerator(cpu=run.device.type == "cpu", **settings)
+
+
+def _accumulate(run: TrainingRun, accelerator: Accelerator) -> None:
+    model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
+    for _ in range(run.epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(run.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _summed(run: TrainingRun, model: Any, batch: Batch) -> Any:
+    """Return the loss summed over what it counts."""
+    loss = run.loss(model, batch)
+    return loss * run.count(batch) if run.reduction == "mean" else loss
+
+
+def _total(run: TrainingRun, window: list[Batch]) -> Any:
+    """Return what a window's sum is divided by."""
+    return sum(run.count(batch) for batch in window) if run.reduction == "mean" else 1.0

@@ -1,0 +1,166 @@
+"""Run Cosmic Ray over a copy of the tree, module by module, and write what survived into a report.
+
+    python mutation/run.py                     # everything, from the start
+    python mutation/run.py --again             # only what survived, after tests were added
+    python mutation/run.py numerics/reading    # one module; the report holds what the last runs of the others found
+
+Mutants are written to disk one after the other, so this works on a copy under `build/mutation`: a run that is killed
+leaves the tree as it was. Exits with 1 where a mutant survived that `explained.toml` does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+
+from score import Mutant, explained, mutants, report, unexplained
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+BUILD = ROOT / "build" / "mutation"
+SOCKET = "tests.socket"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+NUMBERS = ("numpy", "hypothesis")
+TORCH = (*NUMBERS, "torch", "jax")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module's tests.
+
+    Attributes:
+        tests: those that are to notice its mutants.
+        loaded: what they import from elsewhere.
+        functions: whose mutants are tried; all where none is named.
+    """
+
+    tests: str
+    loaded: tuple[str, ...] = NUMBERS
+    functions: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "plan": Target("tests/test_plan.py"),
+    "numerics/compare": Target("tests/numerics/test_compare.py"),
+    "numerics/least_squares": Target("tests/numerics/test_least_squares.py"),
+    "numerics/reading": Target("tests/numerics/test_reading.py"),
+    "numerics/rivals": Target("tests/numerics/test_rivals.py"),
+    "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
+    "case_reading": Target("tests/test_case_reading.py", TORCH),
+    "explain": Target("tests/test_explain_steps.py", TORCH, ("explain_steps", "_passes", "_tail_fault")),
+}
+
+
+def _copy_tree() -> Path:
+    tree = BUILD / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    for name in ("gradcheck_suite", "tests", "mutation"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    # forks write no bytecode, and making it anew would take them longer than the tests; a mutant's module is dated
+    # later than its bytecode here
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests"], cwd=tree, check=True)
+    return tree
+
+
+@contextlib.contextmanager
+def _server(tree: Path, loaded: tuple[str, ...]) -> Iterator[None]:
+    """Have a process ready that runs tests in forks of itself."""
+    command = [sys.executable, "mutation/server.py", SOCKET, *loaded]
+    process = subprocess.Popen(command, cwd=tree, env=ENVIRONMENT)
+    try:
+        while not (tree / SOCKET).exists():
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.1)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        (tree / SOCKET).unlink(missing_ok=True)
+
+
+def _call(tree: Path, *command: str) -> str:
+    return subprocess.run(
+        command, cwd=tree, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE, encoding="utf-8"
+    ).stdout
+
+
+def _session(target: str) -> Path:
+    return BUILD / f"{target.replace('/', '_')}.sqlite"
+
+
+def _keep(session: Path, functions: tuple[str, ...]) -> None:
+    """Leave out the mutants of other functions."""
+    with sqlite3.connect(session) as connection:
+        places = ", ".join("?" * len(functions))
+        connection.execute(f"DELETE FROM mutation_specs WHERE definition_name NOT IN ({places})", functions)
+        connection.execute("DELETE FROM work_items WHERE job_id NOT IN (SELECT job_id FROM mutation_specs)")
+
+
+def _run(target: str, tree: Path, *, again: bool) -> None:
+    """Try a module's mutants."""
+    tests, loaded, functions = astuple(TARGETS[target])
+    session, configuration = _session(target), tree / "cosmic-ray.toml"
+    template = Template((HERE / "cosmic-ray.toml").read_text(encoding="utf-8"))
+    configuration.write_text(template.substitute(module=f"gradcheck_suite/{target}.py", tests=tests), encoding="utf-8")
+    if again:
+        with sqlite3.connect(session) as connection:
+            connection.execute("DELETE FROM work_results WHERE test_outcome = 'SURVIVED'")
+    else:
+        session.unlink(missing_ok=True)
+        _call(tree, "cosmic-ray", "init", str(configuration), str(session))
+        if functions:
+            _keep(session, functions)
+        _call(tree, "cr-filter-operators", str(session), str(configuration))
+    with _server(tree, loaded):
+        _call(tree, "cosmic-ray", "baseline", str(configuration))
+        _call(tree, "cosmic-ray", "exec", str(configuration), str(session))
+        # had the server died, every mutant since would look killed
+        _call(tree, "cosmic-ray", "baseline", str(configuration))
+
+
+def _found(tree: Path) -> list[Mutant]:
+    """Return the mutants of all modules that were ever run."""
+    sessions = [_session(target) for target in TARGETS]
+    dumps = [_call(tree, "cosmic-ray", "dump", str(session)) for session in sessions if session.exists()]
+    return [mutant for dump in dumps for mutant in mutants(dump.splitlines())]
+
+
+def main() -> int:
+    """Run, write `reports/mutation.md`, and say what is not explained."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "targets", nargs="*", metavar="MODULE", help=f"of {', '.join(TARGETS)}; all where none is named"
+    )
+    parser.add_argument("--again", action="store_true", help="try only what survived the last run")
+    arguments = parser.parse_args()
+    if unknown := [target for target in arguments.targets if target not in TARGETS]:
+        parser.error(f"MODULE must be of {', '.join(TARGETS)}; got {', '.join(unknown)}")
+    tree = _copy_tree()
+    for target in arguments.targets or TARGETS:
+        start = time.monotonic()
+        _run(target, tree, again=arguments.again)
+        print(f"{target}: {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+    found, reasons = _found(tree), explained(HERE / "explained.toml")
+    (ROOT / "reports" / "mutation.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
+    left = unexplained(found, reasons)
+    for mutant in left:
+        print(f"{mutant.module}: `{mutant.line}` -> `{mutant.changed}` survived and is not explained")
+    print(f"{len(found)} mutants; see reports/mutation.md")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The command: its figures, its record, its exit status."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from gradcheck_suite.calibration import campaign, drawing
+from gradcheck_suite.case import case_from_json
+from gradcheck_suite.cli import statuses
+from gradcheck_suite.references import reference
+from gradcheck_suite.spec import ProblemSpec
+from gradcheck_suite.strategies import cases
+from tests.cli.conftest import LINEAR, files
+
+SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")
+
+
+@pytest.fixture(autouse=True)
+def _only_linear(monkeypatch):
+    def drawn(**options):
+        reduction = "sum" if "sum-reduction" in options["assumes"] else "mean"
+        loss = type(LINEAR.loss)("mse", reduction=reduction)
+        return cases(**options, problem=st.just(ProblemSpec(LINEAR.input, LINEAR.layers, loss)))
+
+    monkeypatch.setattr(drawing, "cases", drawn)
+    monkeypatch.setattr(reference.REFERENCES, "_kept", type(reference.REFERENCES._kept)())
+
+
+def _record(project):
+    (line,) = (project / "reports" / "records" / "calibration.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
+    outcome = run(*SMALL)
+    assert outcome.status == 0
+    assert outcome.err == ""
+    for text in ("40 checks of sound loops", "0 false alarms in 40 checks", "the largest element", "of 62 kinds of"):
+        assert text in outcome.out
+    record = _record(project)
+    assert record["kind"] == "calibration"
+    assert record["data"]["asked"] == {"checks": 40, "planted": 1, "seed": 0, "dtypes": ["float32"]}
+    assert record["data"]["alarms"]["float32"]["judged"] == 40
+    assert files(project / "reports") == ["calibration-chunks.jsonl", "records/calibration.jsonl"]
+
+
+def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
+    for name in ("accumulation_bound", "farthest"):
+        monkeypatch.setattr(reference, name, lambda vector, *_: np.zeros_like(vector))
+    monkeypatch.setattr(reference, "noise_bound", lambda vector: np.zeros_like(vector))
+    outcome = run(*SMALL)
+    assert outcome.status == statuses.VIOLATED == 1
+    assert "FALSE ALARM in float32" in outcome.out
+    alarm = _record(project)["data"]["alarms"]["float32"]["alarms"][0]
+    assert case_from_json(alarm["case"]).dtype == "float32"
+
+
+def test_an_interrupted_run_says_so_and_goes_on_later(run, project, monkeypatch):
+    interrupted = campaign.alarms_in_chunk
+    monkeypatch.setattr(campaign, "CHUNK", 20)
+
+    def stops(dtype, chunk, limit, seed, progress):
+        if chunk == 1:
+            raise KeyboardInterrupt
+        return interrupted(dtype, chunk, limit, seed, progress)
+
+    with monkeypatch.context() as m:
+        m.setattr(campaign, "alarms_in_chunk", stops)
+        outcome = run(*SMALL)
+    assert outcome.status == statuses.INTERRUPTED
+    assert "0 false alarms in 20 checks" in outcome.out
+    assert "the same command goes on from here" in outcome.out
+    assert files(project / "reports") == ["calibration-chunks.jsonl"]
+    outcome = run(*SMALL)
+    assert outcome.status == 0
+    assert "0 false alarms in 40 checks" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--checks 0", "--checks: expected a positive integer, got '0'"),
+        ("--planted x", "--planted: expected a positive integer, got 'x'"),
+        ("--dtypes int8", "--dtypes: expected one of float64, float32, bfloat16, float16; got 'int8'"),
+        ("--dtypes", "--dtypes: expected at least one argument"),
+        ("--seed -1", "--seed: expected an integer from 0"),
+        ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),
+        ("float32", "unrecognized arguments: float32"),
+    ],
+)
+@pytest.mark.usefixtures("untouched")
+def test_bad_usage_is_status_2_in_one_line(run, arguments, said):
+    outcome = run("calibrate", *arguments.split())
+    assert outcome.status == statuses.BAD_USAGE
+    assert said in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -1,0 +1,134 @@
+"""A loop that steps too seldom or too often is told what it does with its windows: counted by hand on small plans.
+
+Four items in micro-batches of 1, 2, 1 and a window of two make one whole window and a short one, of the third; over two
+epochs that is four steps.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradcheck_suite import Plan
+from gradcheck_suite.explain import explain_steps
+from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.probe import probe_case
+from gradcheck_suite.subject import run_loop
+from gradcheck_suite.trial import generated_trial
+
+PLAN = Plan((1, 2, 1), 2, 2)
+
+
+def _explained(loop, plan=PLAN):
+    trial = generated_trial(probe_case(plan))
+    outcome = run_loop(loop, trial)
+    violation = explain_steps(loop, SimpleNamespace(trial=trial), outcome)
+    assert violation.kind == "step-count"
+    assert violation.case == trial.case
+    return violation
+
+
+def _step(run, window):
+    backward_window(run, window)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _whole_windows_only(run):
+    for window in windows(run):
+        if len(window) == run.accumulation_steps:
+            _step(run, window)
+
+
+def _left_in_the_gradient(run):
+    for window in windows(run):
+        backward_window(run, window)
+        if len(window) == run.accumulation_steps:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def _every_micro_batch(run):
+    for window in windows(run):
+        for batch in window:
+            _step(run, [batch])
+
+
+def _one_pass(run):
+    batches, k = list(run.loader), run.accumulation_steps
+    for i in range(0, len(batches), k):
+        _step(run, batches[i : i + k])
+
+
+def _one_pass_too_many(run):
+    _one_pass(run)
+    for window in windows(run):
+        _step(run, window)
+
+
+def _once_more(run):
+    for window in windows(run):
+        _step(run, window)
+    run.optimizer.step()
+
+
+def _never(run):
+    for window in windows(run):
+        backward_window(run, window)
+
+
+def _another_optimizer(run):
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for window in windows(run):
+        backward_window(run, window)
+        optimizer.step()
+
+
+def _for_ever(run):
+    while True:
+        run.optimizer.step()
+
+
+def _fails_on_other_plans(run):
+    if len(list(run.loader)) != 4:
+        raise ValueError
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "plan", "diagnosis", "says"),
+    [
+        (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
+        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items never train"),
+        (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
+        (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
+        (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_every_micro_batch, Plan((1, 1), 2), "step-per-micro-batch", "called 2 times, where 1 epoch(s) of 1 window"),
+        (_one_pass, PLAN, "wrong-epochs", "called 2 times, where 2 epoch(s) of 2 window(s) ask for 4: it makes 1 pass"),
+        (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-epochs", "it makes 1 pass(es); pass over run.loader run.epochs"),
+        (_one_pass_too_many, PLAN, "wrong-epochs", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_one_pass_too_many, Plan((1, 1), 2), "wrong-epochs", "called 2 times, where 1 epoch(s) of 1 window(s)"),
+        (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
+        (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
+        (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
+        (
+            _for_ever,
+            PLAN,
+            "endless",
+            "called 16 or more times, where 2 epoch(s) of 2 window(s) ask for 4; the loop",
+        ),
+        (_fails_on_other_plans, Plan((1, 1, 1, 1), 2), "wrong-step-count", "called 1 times"),
+        (_fails_on_other_plans, Plan((1, 1, 1, 1), 3, 1), "wrong-step-count", "called 1 times"),
+    ],
+)
+def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
+    violation = _explained(loop, plan)
+    assert violation.diagnosis == diagnosis, violation.explanation
+    assert says in violation.explanation
+
+
+def test_a_loop_that_moves_nothing_is_not_said_to():
+    assert "moved" not in _explained(_never).explanation

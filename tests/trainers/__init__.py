@@ -1,0 +1,1 @@
+"""Trainers as subjects. Those that are not installed are skipped."""
