@@ -141,3 +141,17 @@ def test_a_micro_batch_that_counts_nothing_is_not_missed():
 def test_rounded_weights_are_told_from_wrong_ones():
     assert diagnose(_weights(*[(1 + 0.9e-6) / 6] * 3)).name == "rounded-weights"
     assert diagnose(_weights(*[(1 + 1.1e-6) / 6] * 3)).name == "wrong-scale"
+
+
+def test_one_target_too_many_for_every_item_has_its_name():
+    """Counts 3, 2 and 4 in 1, 1 and 2 items: over all, 9 targets are divided by 9 + 4."""
+    weights = Weights(np.full(3, 1 / 13), (3.0, 2.0, 4.0), (0, 1, 2), 3, 0, "mean", items=(1, 1, 2))
+    diagnosis = diagnose(weights)
+    assert diagnosis.name == "wrong-scale"
+    assert "9/(9 + 4): one target too many is counted for every item" in diagnosis.sentence
+    for other in (
+        replace(weights, items=()),
+        replace(weights, observed=np.full(3, 1 / 12)),
+        replace(weights, items=(3, 2, 4)),
+    ):
+        assert "one target too many" not in diagnose(other).sentence
