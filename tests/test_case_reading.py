@@ -22,7 +22,7 @@ ROWS = np.random.default_rng(0).integers(1, 10, (8, 15)).astype(float)
 PLAN = Plan((1, 2, 3, 2), 3)
 RIGHT = (1 / 6, 1 / 6, 1 / 6, 0)
 PARAMETERS = {"a": slice(0, 5), "b": slice(5, 10), "c": slice(10, 15)}
-ALLOWED = 1e-12
+ALLOWED = 2.0**-40
 
 
 class _Linear(torch.nn.Module):
@@ -174,14 +174,14 @@ def test_long_lists_of_parameters_are_cut():
 
 def test_a_parameter_is_right_up_to_what_rounding_allows():
     observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
-    off = observed.copy()
-    # 2**-40 is 9.1e-13, and is added without rounding to numbers of this size
-    off[0] += 2.0**-40
-    assert "while a, c is right" in _read(off).sentence
-    off[0] = observed[0] - 2.0**-40
-    assert "while a, c is right" in _read(off).sentence
-    off[0] = observed[0] + 1e-9
-    assert _read(off) is None
+    expected = _sums(ROWS, PLAN)[:3].sum(axis=0)[0] / 6
+    # 2**-40 is added without rounding to numbers of this size
+    for off in (ALLOWED, -ALLOWED):
+        observed[0] = expected + off
+        assert "while a, c is right" in _read(observed).sentence
+    for off in (1.01 * ALLOWED, 1e-9):
+        observed[0] = expected + off
+        assert _read(observed) is None
 
 
 def test_two_faults_at_once_are_not_called_one():
@@ -236,9 +236,11 @@ def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
 
 
 def test_other_windows_are_blamed_only_by_more_elements_than_weights():
-    for size, named in ((2, False), (3, True)):
-        rows, plan = TWO[:, :size], Plan((1, 2), 1)
-        diagnosis = _read(_gradient(1, 1 / 2, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": size})
+    plan = Plan((1, 2), 1)
+    for size, window, named in ((2, 0, False), (2, 1, False), (3, 0, True), (3, 1, True)):
+        rows = TWO[:, :size]
+        observed = _gradient(1, 1 / 2, rows=rows, plan=plan)
+        diagnosis = _read(observed, rows=rows, plan=plan, sizes={"a": size}, window=window)
         assert (diagnosis is not None and diagnosis.name == "stale-window") == named
 
 
