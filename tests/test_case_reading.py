@@ -227,6 +227,22 @@ def test_any_factor_that_more_elements_share_is_one():
     assert _read(1.7 * lone[0], rows=lone, plan=plan, sizes={"a": 3}) is None
 
 
+def test_a_micro_batch_that_reaches_nothing_is_no_evidence():
+    """Of a window of two, the second has no gradient: one weight is read, off one element or off two."""
+    plan = Plan((1, 2), 2)
+    for size, factor, named in ((1, 1.7, False), (1, 2.0, True), (2, 1.7, True)):
+        rows = np.array([[3.0, 5.0], [0.0, 0.0], [0.0, 0.0]])[:, :size]
+        diagnosis = _read(factor / 3 * rows[0], rows=rows, plan=plan, sizes={"a": size})
+        assert (diagnosis is not None) == named
+
+
+def test_a_factor_is_one_of_the_weight_that_is_right():
+    """Two items alone weigh 1/2 each: a weight of 1 is K = 2 times that, and 0.4 is nothing of the run's."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    assert "accumulation_steps = 2" in _read(np.array([7.0]), rows=rows, plan=plan, sizes={"a": 1}).sentence
+    assert _read(np.array([7 * 0.4]), rows=rows, plan=plan, sizes={"a": 1}) is None
+
+
 def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
     rows, plan = TWO[:, :2], Plan((1, 2), 2)
     # mean of means: 1/2 and 1/4
