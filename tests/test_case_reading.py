@@ -111,6 +111,10 @@ def test_weights_without_a_name_are_not_named(weights):
     assert _read(_gradient(*weights)) is None
 
 
+def test_a_right_gradient_has_no_name():
+    assert _read(_gradient(*RIGHT)) is None
+
+
 def test_what_is_no_combination_is_not_named():
     assert _read(_gradient(*RIGHT) ** 2) is None
 
@@ -167,6 +171,8 @@ def test_long_lists_of_parameters_are_cut():
     rows = np.random.default_rng(1).integers(1, 10, (8, 40)).astype(float)
     observed = _gradient(*RIGHT, rows=rows)
     observed[:20] = _gradient(2 / 6, 2 / 6, 2 / 6, 0, rows=rows)[:20]
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 1 more alone, while e, f, g and 1 more is right: ")
     observed[20:25] *= 2
     diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
     assert diagnosis.sentence.startswith("in a, b, c and 2 more alone, while f, g, h is right: ")
@@ -241,6 +247,8 @@ def test_a_factor_is_one_of_the_weight_that_is_right():
     rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
     assert "accumulation_steps = 2" in _read(np.array([7.0]), rows=rows, plan=plan, sizes={"a": 1}).sentence
     assert _read(np.array([7 * 0.4]), rows=rows, plan=plan, sizes={"a": 1}) is None
+    four = _read(np.array([7 * 2.0]), rows=rows, plan=Plan((2,), 4), sizes={"a": 1})
+    assert "accumulation_steps = 4" in four.sentence
 
 
 def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
@@ -285,6 +293,14 @@ class _Steals(_Linear):
         return _SharedBuffer.apply(x[:, 0], self.a)
 
 
+class _StealsTwice(_Linear):
+    def __init__(self, sizes):
+        super().__init__({**sizes, "b": 1})
+
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a) + _SharedBuffer.apply(x[:, 0], self.b)
+
+
 class _Refuses(_Linear):
     def forward(self, x):
         raise NotImplementedError
@@ -307,6 +323,10 @@ def test_a_buffer_that_a_backward_uses_again_is_found(sizes, batches, error):
     diagnosis = _stolen(_Steals, sizes)
     assert diagnosis.name == "stolen-buffer"
     assert f"Over {batches} micro-batches set_to_none and zero_ differ by {error}." in diagnosis.sentence
+
+
+def test_the_first_of_several_stolen_buffers_is_told():
+    assert _stolen(_StealsTwice, (1, 2)).sentence.startswith("a.grad shares its storage")
 
 
 def test_fresh_gradients_are_not_called_stolen():
