@@ -90,6 +90,10 @@ def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
     assert says in diagnosis.sentence
 
 
+def test_a_trace_of_another_window_is_no_rounding():
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-5)).name == "stale-window"
+
+
 def test_the_last_window_has_its_own_micro_batches():
     assert _read(_gradient(0, 0, 0, 1), window=1).name == "wrong-scale"
     assert _read(_gradient(1 / 6, 0, 0, 1 / 2), window=1).name == "stale-window"
@@ -173,9 +177,9 @@ def test_long_lists_of_parameters_are_cut():
     observed[:20] = _gradient(2 / 6, 2 / 6, 2 / 6, 0, rows=rows)[:20]
     diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
     assert diagnosis.sentence.startswith("in a, b, c and 1 more alone, while e, f, g and 1 more is right: ")
-    observed[20:25] *= 2
+    observed[20:30] *= 2
     diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
-    assert diagnosis.sentence.startswith("in a, b, c and 2 more alone, while f, g, h is right: ")
+    assert diagnosis.sentence.startswith("in a, b, c and 3 more alone, while g, h is right: ")
 
 
 def test_a_parameter_is_right_up_to_what_rounding_allows():
