@@ -59,7 +59,8 @@ def read_case(reference: Reference, window: Window, observed: Vector, epoch: int
         found.append(diagnosis)
     if not right or len({diagnosis.name for diagnosis in found}) != 1:
         return None
-    return Diagnosis(found[0].name, f"in {_listed(names)} alone, while {_listed(right)} is right: {found[0].sentence}")
+    first, *_ = found
+    return Diagnosis(first.name, f"in {_listed(names)} alone, while {_listed(right)} is right: {first.sentence}")
 
 
 def stolen_buffer(reference: Reference) -> Diagnosis | None:
@@ -102,11 +103,10 @@ def _diagnosed(
         fit = fit_weights(observed, gradients[members], allowed)
         if not (fit.exact and fit.determined):
             continue
-        spare = np.count_nonzero(np.abs(gradients[members]).max(axis=0, initial=0.0)) > len(members)
         values = np.zeros(len(plan.micro_batches))
         values[members] = fit.weights
-        counts = [float(trial.count(trial.batch(plan.items(j)))) for j in range(len(plan.micro_batches))]
-        reached = [bool(np.abs(row).max(initial=0.0)) for row in gradients]
+        counts = [float(trial.count(trial.batch(plan.items(j)))) for j in everything]
+        reached = [bool(row.any()) for row in gradients]
         weights = Weights(
             observed=_cleaned(values),
             counts=tuple(n if there else 0.0 for n, there in zip(counts, reached, strict=True)),
@@ -118,25 +118,25 @@ def _diagnosed(
             total=sum(counts[j] for j in inside),
         )
         diagnosis = diagnose(weights)
-        if diagnosis.name in _NO_NAME:
-            continue
+        read = [j for j in members if reached[j]]
+        spare = np.count_nonzero(gradients[members].any(axis=0)) > len(read)
         # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
-        if spare or (
-            members is inside and (len(inside) > 1 or diagnosis.name not in _ANY_FACTOR or _is_named(weights))
-        ):
-            return diagnosis
+        telling = spare or (
+            members is inside and (len(read) > 1 or diagnosis.name not in _ANY_FACTOR or _is_named(weights, read))
+        )
+        return diagnosis if telling and diagnosis.name not in _NO_NAME else None
     return None
 
 
-def _is_named(weights: Weights) -> bool:
-    """Whether a window of one micro-batch is right up to a factor that the run itself has."""
-    (only,) = weights.window
+def _is_named(weights: Weights, read: Sequence[int]) -> bool:
+    """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
+    (only,) = read
     return bool(named_factor(float(weights.observed[only] / weights.expected), weights))
 
 
 def _cleaned(weights: Rows) -> Rows:
     """Return weights with those that are 0 but for rounding set to 0."""
-    return np.where(np.abs(weights) < 1e-9 * np.abs(weights).max(initial=0.0), 0.0, weights)
+    return np.where(np.abs(weights) < 1e-9 * np.abs(weights).max(), 0.0, weights)
 
 
 def _listed(names: Sequence[str]) -> str:

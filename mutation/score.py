@@ -94,7 +94,8 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
         "",
         f"with Cosmic Ray {version}; configuration and reasons are in `mutation/`. The score is "
         "killed / (mutants - explained).",
-        "Mutants of `|` are left out: annotations such as `X | None` are never evaluated, and no other `|` is there.",
+        f"{sum(mutant.outcome == 'skipped' for mutant in found)} mutants of `|` are left out: annotations such as "
+        "`X | None` are never evaluated, and no other `|` is there.",
         "",
         "| module | mutants | killed | of these by the time limit | explained | score |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

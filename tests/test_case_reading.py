@@ -22,7 +22,7 @@ ROWS = np.random.default_rng(0).integers(1, 10, (8, 15)).astype(float)
 PLAN = Plan((1, 2, 3, 2), 3)
 RIGHT = (1 / 6, 1 / 6, 1 / 6, 0)
 PARAMETERS = {"a": slice(0, 5), "b": slice(5, 10), "c": slice(10, 15)}
-ALLOWED = 1e-12
+ALLOWED = 2.0**-40
 
 
 class _Linear(torch.nn.Module):
@@ -90,6 +90,10 @@ def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
     assert says in diagnosis.sentence
 
 
+def test_a_trace_of_another_window_is_no_rounding():
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-5)).name == "stale-window"
+
+
 def test_the_last_window_has_its_own_micro_batches():
     assert _read(_gradient(0, 0, 0, 1), window=1).name == "wrong-scale"
     assert _read(_gradient(1 / 6, 0, 0, 1 / 2), window=1).name == "stale-window"
@@ -109,6 +113,10 @@ def test_a_sum_is_read_as_one():
 @pytest.mark.parametrize("weights", [(0.3, 0.1, 0.2, 0), tuple(w * (1 + 5e-7) for w in RIGHT)], ids=str)
 def test_weights_without_a_name_are_not_named(weights):
     assert _read(_gradient(*weights)) is None
+
+
+def test_a_right_gradient_has_no_name():
+    assert _read(_gradient(*RIGHT)) is None
 
 
 def test_what_is_no_combination_is_not_named():
@@ -167,21 +175,23 @@ def test_long_lists_of_parameters_are_cut():
     rows = np.random.default_rng(1).integers(1, 10, (8, 40)).astype(float)
     observed = _gradient(*RIGHT, rows=rows)
     observed[:20] = _gradient(2 / 6, 2 / 6, 2 / 6, 0, rows=rows)[:20]
-    observed[20:25] *= 2
     diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
-    assert diagnosis.sentence.startswith("in a, b, c and 2 more alone, while f, g, h is right: ")
+    assert diagnosis.sentence.startswith("in a, b, c and 1 more alone, while e, f, g and 1 more is right: ")
+    observed[20:30] *= 2
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 3 more alone, while g, h is right: ")
 
 
 def test_a_parameter_is_right_up_to_what_rounding_allows():
     observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
-    off = observed.copy()
-    # 2**-40 is 9.1e-13, and is added without rounding to numbers of this size
-    off[0] += 2.0**-40
-    assert "while a, c is right" in _read(off).sentence
-    off[0] = observed[0] - 2.0**-40
-    assert "while a, c is right" in _read(off).sentence
-    off[0] = observed[0] + 1e-9
-    assert _read(off) is None
+    expected = _sums(ROWS, PLAN)[:3].sum(axis=0)[0] / 6
+    # 2**-40 is added without rounding to numbers of this size
+    for off in (ALLOWED, -ALLOWED):
+        observed[0] = expected + off
+        assert "while a, c is right" in _read(observed).sentence
+    for off in (1.01 * ALLOWED, 1e-9):
+        observed[0] = expected + off
+        assert _read(observed) is None
 
 
 def test_two_faults_at_once_are_not_called_one():
@@ -227,6 +237,24 @@ def test_any_factor_that_more_elements_share_is_one():
     assert _read(1.7 * lone[0], rows=lone, plan=plan, sizes={"a": 3}) is None
 
 
+def test_a_micro_batch_that_reaches_nothing_is_no_evidence():
+    """Of a window of two, the second has no gradient: one weight is read, off one element or off two."""
+    plan = Plan((1, 2), 2)
+    for size, factor, named in ((1, 1.7, False), (1, 2.0, True), (2, 1.7, True)):
+        rows = np.array([[3.0, 5.0], [0.0, 0.0], [0.0, 0.0]])[:, :size]
+        diagnosis = _read(factor / 3 * rows[0], rows=rows, plan=plan, sizes={"a": size})
+        assert (diagnosis is not None) == named
+
+
+def test_a_factor_is_one_of_the_weight_that_is_right():
+    """Two items alone weigh 1/2 each: a weight of 1 is K = 2 times that, and 0.4 is nothing of the run's."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    assert "accumulation_steps = 2" in _read(np.array([7.0]), rows=rows, plan=plan, sizes={"a": 1}).sentence
+    assert _read(np.array([7 * 0.4]), rows=rows, plan=plan, sizes={"a": 1}) is None
+    four = _read(np.array([7 * 2.0]), rows=rows, plan=Plan((2,), 4), sizes={"a": 1})
+    assert "accumulation_steps = 4" in four.sentence
+
+
 def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
     rows, plan = TWO[:, :2], Plan((1, 2), 2)
     # mean of means: 1/2 and 1/4
@@ -236,9 +264,11 @@ def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
 
 
 def test_other_windows_are_blamed_only_by_more_elements_than_weights():
-    for size, named in ((2, False), (3, True)):
-        rows, plan = TWO[:, :size], Plan((1, 2), 1)
-        diagnosis = _read(_gradient(1, 1 / 2, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": size})
+    plan = Plan((1, 2), 1)
+    for size, window, named in ((2, 0, False), (2, 1, False), (3, 0, True), (3, 1, True)):
+        rows = TWO[:, :size]
+        observed = _gradient(1, 1 / 2, rows=rows, plan=plan)
+        diagnosis = _read(observed, rows=rows, plan=plan, sizes={"a": size}, window=window)
         assert (diagnosis is not None and diagnosis.name == "stale-window") == named
 
 
@@ -267,6 +297,14 @@ class _Steals(_Linear):
         return _SharedBuffer.apply(x[:, 0], self.a)
 
 
+class _StealsTwice(_Linear):
+    def __init__(self, sizes):
+        super().__init__({**sizes, "b": 1})
+
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a) + _SharedBuffer.apply(x[:, 0], self.b)
+
+
 class _Refuses(_Linear):
     def forward(self, x):
         raise NotImplementedError
@@ -289,6 +327,10 @@ def test_a_buffer_that_a_backward_uses_again_is_found(sizes, batches, error):
     diagnosis = _stolen(_Steals, sizes)
     assert diagnosis.name == "stolen-buffer"
     assert f"Over {batches} micro-batches set_to_none and zero_ differ by {error}." in diagnosis.sentence
+
+
+def test_the_first_of_several_stolen_buffers_is_told():
+    assert _stolen(_StealsTwice, (1, 2)).sentence.startswith("a.grad shares its storage")
 
 
 def test_fresh_gradients_are_not_called_stolen():
