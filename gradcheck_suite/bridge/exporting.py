@@ -171,7 +171,7 @@ def random_message(what: str, node: fx.Node) -> str:
     """Say that a loss is random, and what to do."""
     return (
         f"{what}{where_from(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
-        "put that module in eval mode in Problem.model, or make the random numbers part of the batch"
+        "or make the random numbers part of the batch"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite import environment
+from gradcheck_suite.case import DTYPES
 from gradcheck_suite.cli import parsers, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.files import expect_writable_folder, write_json, write_text
@@ -35,13 +36,20 @@ def add_arguments(parser: parsers.Parser) -> None:
         default=DEFAULT_SOUND_CASES,
         help="cases for each sound loop, none of which may be blamed (default %(default)s)",
     )
+    parser.add_argument(
+        "--dtype",
+        type=parsers.one_of(DTYPES),
+        metavar="DTYPE",
+        help=f"of all cases, one of {', '.join(DTYPES)} (default: each bug's own, float64 for most)",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
     parser.add_argument(
         "--reports",
         type=Path,
         default=Path("reports"),
         metavar="DIR",
-        help="a run of the whole zoo is recorded in DIR and written to DIR/zoo.md (default %(default)s)",
+        help="a run of the whole zoo is recorded in DIR and written to DIR/zoo.md, or to DIR/zoo-DTYPE.md "
+        "(default %(default)s)",
     )
 
 
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row in _rows(arguments, bugs):
             rows.append(row)
             print(line(row), flush=True)
-        for result in _sound(arguments.sound_cases):
+        for result in _sound(arguments.sound_cases, arguments.dtype or "float64"):
             sound.append(result)
             print(f"sound loop {result.loop}: {_outcome(result)}", flush=True)
             interrupted = interrupted or result.interrupted
@@ -85,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, {"schema": 1, "environment": about, **data})
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, "zoo", data, environment=about, command=this_command())
-        write_text(arguments.reports / "zoo.md", markdown(rows, sound, about, this_command()))
+        page = "zoo.md" if arguments.dtype is None else f"zoo-{arguments.dtype}.md"
+        write_text(arguments.reports / page, markdown(rows, sound, about, this_command(), arguments.dtype))
     if not (all(row.passed for row in rows) and all(result.holds for result in sound)):
         return statuses.VIOLATED
     return statuses.INTERRUPTED if interrupted else statuses.HOLDS
@@ -105,19 +114,19 @@ def _rows(arguments: argparse.Namespace, bugs: list[Bug]) -> Iterator[Row]:
 
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     for bug in bugs:
-        row = run_bug(bug, seeds, examples=arguments.examples)
+        row = run_bug(bug, seeds, examples=arguments.examples, dtype=arguments.dtype)
         if any(result.interrupted for result in row.runs):
             # the row is not whole, and what it lacks would read as a bug missed
             raise KeyboardInterrupt
         yield row
 
 
-def _sound(cases: int) -> Iterator[Result]:
+def _sound(cases: int, dtype: str) -> Iterator[Result]:
     from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.verification import verify
 
     for name, loop in BUILT_IN.items():
-        yield verify(loop, name=name, examples=cases)
+        yield verify(loop, name=name, examples=cases, dtype=dtype)
 
 
 def _outcome(result: Result) -> str:
@@ -130,6 +139,7 @@ def _outcome(result: Result) -> str:
 
 def _data(arguments: argparse.Namespace, rows: list[Row], sound: list[Result]) -> dict[str, Any]:
     return {
+        "dtype": arguments.dtype,
         "seeds": arguments.seeds,
         "examples": arguments.examples,
         "bugs": [row.to_json() for row in rows],

@@ -21,7 +21,8 @@ def line(row: Row) -> str:
     size = f"{windows}w {micro_batches}m {layers}l"
     cases = "-" if row.cases is None else f"{row.cases:g}"
     names = ", ".join(f"{name} x{count}" for name, count in row.names.most_common())
-    marks = [] if row.found == len(row.runs) else ["MISSED"]
+    marks = [] if row.found + row.within == len(row.runs) else ["MISSED"]
+    marks += [f"within rounding x{row.within}"] if row.within else []
     marks += [] if row.rightly_named == row.found else ["WRONG NAME"]
     marks += [] if row.small else ["LARGE"]
     return (
@@ -32,13 +33,14 @@ def line(row: Row) -> str:
 
 def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interrupted: bool) -> str:
     """Return the last lines: how many are found, how well named, and whether a sound loop is blamed."""
-    runs = sum(len(row.runs) for row in rows)
+    runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
     found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
     blamed = [result.loop for result in sound if not result.holds]
     cases = [row.cases for row in rows if row.cases is not None]
     lines = [
         f"{sum(row.found == len(row.runs) for row in rows)} of {asked} bugs found in every run; "
-        f"{found} of {runs} runs, {named} of them under a right name",
+        f"{found} of {runs} runs, {named} of them under a right name"
+        + (f"; in {within} runs what the bug does lies within rounding" if within else ""),
         f"median over the bugs: {median(cases):g} cases, {median(row.seconds for row in rows):.2f} s"
         if cases
         else "nothing was found",
@@ -50,11 +52,13 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
     return "\n".join(lines)
 
 
-def markdown(rows: Sequence[Row], sound: Sequence[Result], about: Mapping[str, Any], command: str) -> str:
+def markdown(
+    rows: Sequence[Row], sound: Sequence[Result], about: Mapping[str, Any], command: str, dtype: str | None = None
+) -> str:
     """Return the scoreboard as a page."""
     others = [*RIVALS, *FIXED_TESTS]
     lines = [
-        "# The zoo of known bugs",
+        "# The zoo of known bugs" + (f", in {dtype}" if dtype else ""),
         "",
         f"Made by `{command}` with torch {about['versions']['torch']}, jax {about['versions']['jax']} on "
         f"{about.get('processor', '')} ({about['processor_count']} cores).",
@@ -71,9 +75,10 @@ def markdown(rows: Sequence[Row], sound: Sequence[Result], about: Mapping[str, A
         names = ", ".join(f"{name} ({count})" for name, count in row.names.most_common())
         size = ", ".join(map(str, row.largest))
         cases = "-" if row.cases is None else f"{row.cases:g}"
+        within = f" ({row.within} within rounding)" if row.within else ""
         lines.append(
-            f"| {row.bug.number} | {row.bug.name} | {', '.join(row.bug.citations)} | {row.found}/{len(row.runs)} "
-            f"| {cases} | {row.seconds:.2f} | {size} | {names} |"
+            f"| {row.bug.number} | {row.bug.name} | {', '.join(row.bug.citations)} | {row.found}/{len(row.runs)}"
+            f"{within} | {cases} | {row.seconds:.2f} | {size} | {names} |"
         )
     lines += ["", "## Would other rules and fixed tests have found it?", ""]
     lines += [

@@ -212,6 +212,8 @@ def test_weights_and_diagnoses_are_frozen():
         _weights(0, 0, 0).epoch = 1
     with pytest.raises(FrozenInstanceError):
         diagnose(_weights(0, 0, 0)).name = "right"
+
+
 def test_one_target_too_many_for_every_item_has_its_name():
     """Counts 3, 2 and 4 in 1, 1 and 2 items: over all, 9 targets are divided by 9 + 4."""
     weights = Weights(np.full(3, 1 / 13), (3.0, 2.0, 4.0), (0, 1, 2), 3, 0, "mean", items=(1, 1, 2))
