@@ -224,6 +224,12 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
     if outcome.endless:
         diagnosis = "endless"
         explanation += "; the loop was stopped there"
+    elif plan.has_short_window and plan.epochs > 1 and _runs_on(loop, plan, reduction):
+        diagnosis = "windows-across-epochs"
+        explanation += (
+            f": windows run on from one epoch into the next, {plan.accumulation_steps} micro-batches each; step at the "
+            "end of every epoch and start the next one's windows anew"
+        )
     elif plan.has_short_window and taken == plan.epochs * full and (tail := _tail_fault(loop, plan, reduction)):
         diagnosis, cure = tail
         explanation += f": the short last window (micro-batches {list(plan.windows[-1])}) is never stepped{cure}"
@@ -247,6 +253,15 @@ def _passes(loop: Loop, epochs: int, reduction: str) -> int | None:
     micro_batches = (1, 1, 1)
     seen = _probe_steps(loop, Plan(micro_batches, 1, epochs), reduction)
     return None if seen is None or len(seen) % len(micro_batches) else len(seen) // len(micro_batches)
+
+
+def _runs_on(loop: Loop, plan: Plan, reduction: str) -> bool:
+    """Whether the loop's second window of K is the short one of K + 1 micro-batches and K - 1 of the next epoch."""
+    k = plan.accumulation_steps
+    seen = _probe_steps(loop, Plan((1,) * (k + 1), k, 2), reduction)
+    if seen is None or len(seen) < 2:
+        return False
+    return bool(seen[1][k] != 0 and seen[1][: k - 1].all() and seen[1][k - 1] == 0)
 
 
 def _tail_fault(loop: Loop, plan: Plan, reduction: str) -> tuple[str, str] | None:

@@ -86,6 +86,11 @@ class Plan:
         return self.epochs * len(self.windows)
 
     @property
+    def step_limit(self) -> int:
+        """Steps after which a loop is stopped: more than twice as many as there are micro-batches."""
+        return 2 * self.epochs * len(self.micro_batches) + 8
+
+    @property
     def has_short_window(self) -> bool:
         """Whether the last window of an epoch has fewer than `accumulation_steps` micro-batches."""
         return len(self.windows[-1]) < self.accumulation_steps

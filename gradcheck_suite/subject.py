@@ -53,8 +53,9 @@ class Outcome:
 def run_loop(loop: Loop, trial: Trial, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
     """Run a loop on a fresh model; whatever it raises, but an interrupt by the user, is part of the outcome."""
     run = trial.run()
-    steps = trial.case.plan.steps
-    observer = Observer(run.model, run.optimizer, limit=2 * steps + 8, trajectory=trial.case.optimizer is not None)
+    observer = Observer(
+        run.model, run.optimizer, limit=trial.case.plan.step_limit, trajectory=trial.case.optimizer is not None
+    )
     before = _structure(run.model)
     start = {name: p.detach().clone() for name, p in observer.parameters.items()}
     raised, trace, refused, limit = None, "", None, Limit()

@@ -56,6 +56,13 @@ def _every_micro_batch(run):
             _step(run, [batch])
 
 
+def _across_epochs(run):
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    for first in range(0, len(batches) // k * k, k):
+        _step(run, batches[first : first + k])
+
+
 def _one_pass(run):
     batches, k = list(run.loader), run.accumulation_steps
     for i in range(0, len(batches), k):
@@ -110,6 +117,15 @@ def _fails_on_other_plans(run):
         (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-epochs", "it makes 1 pass(es); pass over run.loader run.epochs"),
         (_one_pass_too_many, PLAN, "wrong-epochs", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_one_pass_too_many, Plan((1, 1), 2), "wrong-epochs", "called 2 times, where 1 epoch(s) of 1 window(s)"),
+        (
+            _across_epochs,
+            PLAN,
+            "windows-across-epochs",
+            "called 3 times, where 2 epoch(s) of 2 window(s) ask for 4: win",
+        ),
+        (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 times, where 2 epoch(s) of 1 window(s)"),
+        (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, where 2 epoch(s) of 2"),
+        (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
         (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
@@ -118,7 +134,7 @@ def _fails_on_other_plans(run):
             _for_ever,
             PLAN,
             "endless",
-            "called 16 or more times, where 2 epoch(s) of 2 window(s) ask for 4; the loop",
+            "called 20 or more times, where 2 epoch(s) of 2 window(s) ask for 4; the loop",
         ),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 2), "wrong-step-count", "called 1 times"),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 3, 1), "wrong-step-count", "called 1 times"),

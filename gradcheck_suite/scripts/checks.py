@@ -139,7 +139,7 @@ def _run(violation: Violation, reduction: str) -> list[str]:
         "    device=DEVICE,",
         "    dtype=DTYPE,",
         ")",
-        f"steps = watch(model, optimizer, most={2 * plan.steps + 8})",
+        f"steps = watch(model, optimizer, most={plan.step_limit})",
     ]
 
 
