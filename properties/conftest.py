@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from properties.tally import TALLY
+
 # compiling takes seconds the first time and nothing later, so neither deadlines nor speed checks say anything here
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -77,14 +79,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["cases"] = _executed["cases"]
+        output["modes"] = TALLY.to_json()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add up what a worker of pytest-xdist executed."""
-    _executed["cases"] += getattr(node, "workeroutput", {}).get("cases", 0)
+    output = getattr(node, "workeroutput", {})
+    _executed["cases"] += output.get("cases", 0)
+    TALLY.add(output.get("modes", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many cases were executed."""
+    """Say how many cases were executed, and what was seen of each reset mode."""
     terminalreporter.write_line(f"cases: {_executed['cases']}")
+    if lines := TALLY.table():
+        terminalreporter.section("reset modes")
+        terminalreporter.write_line("\n".join(lines))

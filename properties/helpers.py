@@ -20,6 +20,7 @@ from gradcheck_suite.references.noise import Computation, float64_noise
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.subject import run_loop
 from gradcheck_suite.trial import Trial
+from properties.tally import TALLY
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -65,6 +66,7 @@ def assert_holds(verdict: Verdict, name: str = "the loop") -> None:
     if (violation := verdict.violation) is not None:
         lines = (f"{name}: {violation.kind} ({violation.diagnosis}): {violation.explanation}", *violation.details)
         pytest.fail("\n".join((*lines, repr(verdict.case))))
+    TALLY.judge(name, verdict.ratio)
 
 
 def unequal(a: Gradients, b: Gradients) -> list[str]:

@@ -33,6 +33,7 @@ from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.trial import Trial, generated_trial, user_trial
 from properties.helpers import DEVICES, scaled
 from properties.routed import routed_trial
+from properties.tally import TALLY
 
 LOOPS = {**MODES, **COSTS}
 RELEASES = ("set_to_none", "grad_none")
@@ -331,6 +332,19 @@ def test_another_modes_loop_is_not_what_was_predicted(mode):
 def test_the_formulas_at_one_size(mode, bytes_per_parameter):
     """A million float32 parameters and K = 8, by hand: zeroing moves 100 bytes per parameter, a release 84."""
     assert cost_table(10, 10**6, 4, 8)[mode].moved == bytes_per_parameter * 10**6
+
+
+@scaled(5)
+@given(case=cases(problem=problems(sparse=False), plan=small))
+def test_on_one_case_every_mode_moves_what_its_law_says_and_no_release_moves_more(case):
+    moved = {}
+    for mode, loop in MODES.items():
+        ledger = record(loop, generated_trial(case))
+        TALLY.weigh(mode, ledger)
+        traffic = ledger.total("reset", "accumulate")
+        moved[mode] = traffic.read + traffic.written
+    for mode in MODES.keys() - {*RELEASES}:
+        assert moved["set_to_none"] <= moved[mode], f"set_to_none moves more than {mode}: {moved}"
 
 
 # --- the peak: what a release does not save

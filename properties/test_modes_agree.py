@@ -16,6 +16,7 @@ from gradcheck_suite.trial import Trial, generated_trial
 from properties import faults
 from properties.helpers import DEVICES, observe, scaled, unequal
 from properties.routed import EXPERTS, routed_trial
+from properties.tally import TALLY
 
 TO_NONE = ("set_to_none", "grad_none")
 TO_ZEROS = ("zero_", "zero_grad", "zero_grad_foreach", "zero_before_forward", "zero_between")
@@ -41,9 +42,13 @@ def assert_modes_agree(trial: Trial, loops: dict[str, Loop]) -> None:
     """Assert that every loop hands over what the first one does, step by step, by `==`."""
     __tracebackhide__ = True
     first, *others = loops
-    expected = observe(loops[first], trial)
+    expected = observe(loops[first], trial)  # warms up what the others would find warm
+    with TALLY.timed(first):
+        observe(loops[first], trial)
     for name in others:
-        for step, (a, b) in enumerate(zip(expected, observe(loops[name], trial), strict=True)):
+        with TALLY.timed(name):
+            seen = observe(loops[name], trial)
+        for step, (a, b) in enumerate(zip(expected, seen, strict=True)):
             wrong = unequal(a.gradients, b.gradients)
             assert not wrong, f"step {step}: {first} and {name} differ on {wrong}, should be equal [{trial.case!r}]"
 
