@@ -14,6 +14,7 @@ from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
 from gradcheck_suite.report.records_view import environments, latest, read_all
 from gradcheck_suite.report.sections import claims, counterexamples, verification, zoo
+from gradcheck_suite.report.trainers_section import trainers
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 
@@ -25,8 +26,9 @@ def build(reports: Path) -> Report:
         verification(records.of("verify")),
         costs(records.of("benchmark")),
         claims(records.of("claim")),
-        zoo(records.of("zoo")),
+        zoo([record for record in records.of("zoo") if not record.data.get("dtype")]),
         calibration(records.of("calibration")),
+        trainers(records.of("trainer")),
         counterexamples(records.of("verify")),
     ]
     everything = [record for kind in records.by_kind.values() for record in kind]

@@ -20,7 +20,7 @@ def line(answer: Answer) -> str:
     """Return an answer on one line."""
     text = f"{answer.trainer.name:<22} {answer.trainer.status:<22} {answer.question.name:<22} {answer.word}"
     violation = None if answer.result is None else answer.result.violation
-    return f"{text}, {_cut(violation.case.plan.to_json())}" if violation else text
+    return f"{text}, {cut(violation.case.plan.to_json())}" if violation else text
 
 
 def write_table(reports: Path) -> Path:
@@ -87,11 +87,11 @@ def _cell(data: Mapping[str, Any] | None) -> str:
     violation = data["result"]["violation"]
     if violation is None:
         return "holds"
-    return f"**{violation['diagnosis']}** {_cut(violation['case']['plan'])}"
+    return f"**{violation['diagnosis']}** {cut(violation['case']['plan'])}"
 
 
-def _cut(data: Mapping[str, Any]) -> str:
-    """Return a plan in a few characters: items of the micro-batches, windows apart, K, epochs."""
+def cut(data: Mapping[str, Any]) -> str:
+    """Return a plan, as data, in a few characters: items of the micro-batches, windows apart, K, epochs."""
     plan = plan_from_json(data)
     windows = " | ".join(" ".join(str(plan.micro_batches[j]) for j in window) for window in plan.windows)
     epochs = f", {plan.epochs} epochs" if plan.epochs > 1 else ""

@@ -248,7 +248,7 @@ def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
     assert run(["report", "--reports", str(reports)]) == 0
     data = json.loads((reports / "report.json").read_text())
     assert [s["key"] for s in data["sections"]] == [
-        "verified", "costs", "claims", "zoo", "calibration", "counterexamples",
+        "verified", "costs", "claims", "zoo", "calibration", "trainers", "counterexamples",
     ]  # fmt: skip
     assert (reports / "report.html").stat().st_size < 2 * 2**20
     assert (reports / "report.md").read_text().startswith("# gradcheck-suite")
@@ -277,3 +277,24 @@ def test_the_json_holds_what_the_page_does():
     data = to_json(Report("title", "now", (("q", "a", "k"),), (section,)))
     assert data["sections"][0]["tables"][0]["rows"] == [[1.5]]
     assert data["sections"][0]["figures"] == [{"alt": "alt", "caption": "cap"}]
+
+
+def test_trainers_are_shown_with_their_smallest_case(tmp_path):
+    """The latest answer counts; micro-batches of 1 and 2 items in one window, then a short one."""
+    violation = {
+        "kind": "gradient",
+        "diagnosis": "mean-of-means",
+        "case": {"plan": {"micro_batches": [1, 2, 3], "accumulation_steps": 2}},
+    }
+    answer = {"trainer": "a-trainer", "package": "pack", "version": "1.0", "question": "unequal counts", "why": ""}
+    for found in (None, violation):
+        _record(tmp_path, "trainer", **answer, result={"cases": 20, "violation": found})
+    _record(tmp_path, "trainer", **{**answer, "question": "sum loss"}, result={"cases": 7, "violation": None})
+    _record(tmp_path, "trainer", **{**answer, "question": "head Some"}, result=None)
+    (section,) = [s for s in build(tmp_path).sections if s.key == "trainers"]
+    assert section.tables[0].rows == (
+        ("a-trainer, pack 1.0", "unequal counts", "gradient: mean-of-means", "[1 2 | 3] K=2", 20),
+        ("a-trainer, pack 1.0", "sum loss", "holds", None, 7),
+    )
+    assert section.tables[1].rows[0][:2] == ("Some", "pack 1.0")
+    assert "1 trainers and versions" in section.text[0]
