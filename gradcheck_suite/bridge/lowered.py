@@ -34,6 +34,7 @@ class Lowered:
         parameters: the names of the parameters, each tensor under one name, as `named_parameters` has them.
         trainable: those that require a gradient.
         buffers: the names of the buffers.
+        operations: how many operations the loss takes.
         narrow: the operations, with their lines, whose results are floats of less than 64 bits, because the model asks
             for that (`.float()` in a norm, a loss or a rotary embedding): there torch and JAX agree to that precision.
     """
@@ -50,6 +51,7 @@ class Lowered:
         self._read_inputs(program)
         self._outputs, self._loss = self._read_outputs(program)
         self._steps = tuple(steps_of(program.graph_module))
+        self.operations = sum(step.is_op for step in self._steps)
         self.narrow = narrow_operations(self._steps)
         self._text = f"{program.graph} {program.graph_signature} {self.trainable} {self._inputs}"
         self._needs_values = any(step.is_dynamic for step in self._steps)

@@ -9,6 +9,7 @@ from statistics import median
 
 from gradcheck_suite.journal import Record
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
@@ -28,6 +29,7 @@ def build(reports: Path) -> Report:
         claims(records.of("claim")),
         zoo([record for record in records.of("zoo") if not record.data.get("dtype")]),
         calibration(records.of("calibration")),
+        bridge(records.of("bridge")),
         trainers(records.of("trainer")),
         counterexamples(records.of("verify")),
     ]

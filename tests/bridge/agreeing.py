@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,33 @@ TOLERANCE = 1e-10
 """Of the largest entry of all gradients."""
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How far torch and JAX are apart on one loss.
+
+    Attributes:
+        lowered: the loss in JAX.
+        loss: |JAX - torch|, over the loss where that exceeds 1.
+        gradient: the largest difference of an entry, over the largest entry of all gradients.
+    """
+
+    lowered: Lowered
+    loss: float
+    gradient: float
+
+
 def assert_agrees(
     model: nn.Module, loss: Any, batch: Any, *, tolerance: float = TOLERANCE, jit: bool = True
 ) -> Lowered:
     """Hold JAX's loss, gradient and buffers to torch's, and return the lowered loss."""
+    __tracebackhide__ = True
+    return assert_agreement(model, loss, batch, tolerance=tolerance, jit=jit).lowered
+
+
+def assert_agreement(
+    model: nn.Module, loss: Any, batch: Any, *, tolerance: float = TOLERANCE, jit: bool = True
+) -> Agreement:
+    """Hold JAX's loss, gradient and buffers to torch's, and return how well they agree."""
     __tracebackhide__ = True
     lowered = lower(model, loss, batch)
     got, gradient, buffers = lowered.value_and_gradient(*arguments_of(model, batch), jit=jit)
@@ -33,9 +57,11 @@ def assert_agrees(
     }
     assert abs(got - value.item()) <= tolerance * max(1.0, abs(value.item())), f"loss: {got}, expected {value.item()}"
     largest = max(float(np.abs(g).max(initial=0)) for g in arrays.values())
+    farthest = 0.0
     for name, want in arrays.items():
         worst = float(np.abs(gradient[name] - want).max(initial=0))
         assert worst <= tolerance * largest, f"{name}: off by {worst:.2g}, the largest entry is {largest:.2g}"
+        farthest = max(farthest, worst / largest)
     for name, buffer in model.named_buffers():
         np.testing.assert_allclose(buffers[name], buffer.numpy(), rtol=max(tolerance, 1e-12), err_msg=name)
-    return lowered
+    return Agreement(lowered, abs(got - value.item()) / max(1.0, abs(value.item())), farthest)

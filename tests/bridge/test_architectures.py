@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.bridge.agreeing import TOLERANCE, assert_agrees
+from tests.bridge.agreeing import TOLERANCE, assert_agreement
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -245,23 +245,25 @@ def _made(architecture: Callable[[], Made]) -> Made:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda f: f.__name__)
-def test_an_architecture_as_it_is(architecture):
+def test_an_architecture_as_it_is(architecture, note_agreement):
     """Each operation in float32 may round once in torch and once in JAX: 2 roundoffs of the largest entry for each."""
     model, batch = _made(architecture)
     from gradcheck_suite.bridge import lower
 
     narrow = lower(model, _loss, batch).narrow
     assert (not narrow) == (architecture.__name__ in PURE), narrow
-    assert_agrees(model, _loss, batch, tolerance=max(TOLERANCE, 2 * SINGLE * len(narrow)))
+    tolerance = max(TOLERANCE, 2 * SINGLE * len(narrow))
+    note_agreement(model, assert_agreement(model, _loss, batch, tolerance=tolerance), tolerance)
 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.__name__ not in PURE], ids=lambda f: f.__name__)
-def test_an_architecture_in_float64_throughout(architecture):
+def test_an_architecture_in_float64_throughout(architecture, note_agreement):
     model, batch = _made(architecture)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        lowered = assert_agrees(model, _widened_loss, batch)
+        agreement = assert_agreement(model, _widened_loss, batch)
     finally:
         torch.set_default_dtype(default)
-    assert lowered.narrow == ()
+    assert agreement.lowered.narrow == ()
+    note_agreement(model, agreement, TOLERANCE, widened=True)

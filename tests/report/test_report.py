@@ -248,7 +248,7 @@ def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
     assert run(["report", "--reports", str(reports)]) == 0
     data = json.loads((reports / "report.json").read_text())
     assert [s["key"] for s in data["sections"]] == [
-        "verified", "costs", "claims", "zoo", "calibration", "trainers", "counterexamples",
+        "verified", "costs", "claims", "zoo", "calibration", "bridge", "trainers", "counterexamples",
     ]  # fmt: skip
     assert (reports / "report.html").stat().st_size < 2 * 2**20
     assert (reports / "report.md").read_text().startswith("# gradcheck-suite")
@@ -298,3 +298,18 @@ def test_trainers_are_shown_with_their_smallest_case(tmp_path):
     )
     assert section.tables[1].rows[0][:2] == ("Some", "pack 1.0")
     assert "1 trainers and versions" in section.text[0]
+
+
+def test_architectures_stand_with_both_of_their_errors(tmp_path):
+    found = {
+        "architecture": "Some",
+        "package": "p",
+        "version": "1",
+        "operations": 7,
+        "loss_error": 1e-9,
+        "narrow": ["a"],
+    }
+    _record(tmp_path, "bridge", **found, widened=False, gradient_error=2e-7, allowed=1e-6)
+    _record(tmp_path, "bridge", **{**found, "narrow": []}, widened=True, gradient_error=3e-16, allowed=1e-10)
+    (section,) = [s for s in build(tmp_path).sections if s.key == "bridge"]
+    assert section.tables[0].rows == (("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),)

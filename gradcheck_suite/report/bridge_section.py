@@ -1,0 +1,71 @@
+"""Which real architectures the bridge carries over to JAX, and how well torch and JAX agree there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.report.content import Section, Table, unique
+from gradcheck_suite.report.records_view import latest
+
+KEY, TITLE = "bridge", "Models of one's own in JAX"
+NARROW_SHOWN = 3
+
+
+def bridge(records: Sequence[Record]) -> Section:
+    """Return the table of architectures."""
+    if not records:
+        return Section(
+            KEY,
+            TITLE,
+            missing="No architecture has been carried over yet: run "
+            "`pytest tests/bridge/test_architectures.py --bridge-records reports`, which needs transformers.",
+        )
+    newest = [r.data for r in latest(records, lambda d: (d["architecture"], d["version"], d["widened"]))]
+    wide = {(d["architecture"], d["version"]): d for d in newest if d["widened"]}
+    rows = []
+    for data in (d for d in newest if not d["widened"]):
+        other = wide.get((data["architecture"], data["version"]))
+        narrow = data["narrow"]
+        shown = ", ".join(narrow[:NARROW_SHOWN]) + (f" and {len(narrow) - NARROW_SHOWN} more" if narrow[3:] else "")
+        rows.append(
+            (
+                data["architecture"],
+                f"{data['package']} {data['version']}",
+                data["operations"],
+                data["loss_error"],
+                data["gradient_error"],
+                data["allowed"],
+                None if other is None else other["gradient_error"],
+                shown or None,
+            )
+        )
+    return Section(
+        KEY,
+        TITLE,
+        (
+            "A user's loss is exported by torch and carried over to JAX operation by operation; JAX alone takes its "
+            f"derivative. On {len(rows)} architectures of transformers, small, with random weights, in float64, every gradient "
+            "agrees with torch's within the bound given.",
+        ),
+        (
+            Table(
+                "Architectures",
+                (
+                    "architecture",
+                    "version",
+                    "operations",
+                    "loss off by",
+                    "gradient off by",
+                    "bound",
+                    "with float32 parts in float64",
+                    "computed in float32 by the model",
+                ),
+                tuple(rows),
+                "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
+                "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
+                "such operation, and the model is held to 1e-10 with these parts in float64.",
+            ),
+        ),
+        commands=unique([record.command for record in records]),
+    )
