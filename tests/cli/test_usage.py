@@ -80,7 +80,7 @@ def test_bad_commands(run, arguments, said):
     [
         ("BROKEN", "the problem loops.py:BROKEN failed before any loop ran"),
         ("BROKEN", "ZeroDivisionError: division by zero (loops.py, line "),
-        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (1, 1)"),
+        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (10, 1)"),
     ],
 )
 @pytest.mark.usefixtures("untouched")

@@ -179,7 +179,8 @@ def planted(monkeypatch, verdicts, **fields):
     def verify(loop, *, name, progress, **options):
         for verdict in verdicts:
             progress(verdict)
-        return Result(name, len(verdicts), 0.5, **fields)
+        judged = sum(not (verdict.finding or verdict.skipped) for verdict in verdicts)
+        return Result(name, len(verdicts), 0.5, judged=judged, **fields)
 
     monkeypatch.setattr(verification, "verify", verify)
 
