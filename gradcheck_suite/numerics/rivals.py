@@ -34,7 +34,7 @@ class Compared:
     dtype: str
 
 
-def _close(observed: Vector, expected: Vector, rtol: float, atol: float, equal_nan: bool = False) -> bool:
+def _close(observed: Vector, expected: Vector, rtol: float, atol: float, *, equal_nan: bool = False) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.allclose(observed, expected, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
