@@ -13,6 +13,7 @@ from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
+from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
 from gradcheck_suite.report.sections import claims, counterexamples, verification, zoo
 from gradcheck_suite.report.trainers_section import trainers
@@ -26,6 +27,7 @@ def build(reports: Path) -> Report:
     sections: list[Section | None] = [
         verification(records.of("verify")),
         costs(records.of("benchmark")),
+        memory(records.of("memory")),
         claims(records.of("claim")),
         zoo([record for record in records.of("zoo") if not record.data.get("dtype")]),
         calibration(records.of("calibration")),

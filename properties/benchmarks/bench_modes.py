@@ -1,6 +1,6 @@
 """What each reset mode costs in time: the reset by itself, one backward, one whole window.
 
-    pytest properties/bench_modes.py [--reports DIR] [--device cpu|cuda]
+    pytest properties/benchmarks/bench_modes.py [--bench-records DIR] [--bench-device cpu|cuda]
 
 Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run as the
 floor. A reset is timed with a fresh set of non-zero gradients for every round, since the second reset in a row does

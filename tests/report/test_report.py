@@ -248,7 +248,7 @@ def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
     assert run(["report", "--reports", str(reports)]) == 0
     data = json.loads((reports / "report.json").read_text())
     assert [s["key"] for s in data["sections"]] == [
-        "verified", "costs", "claims", "zoo", "calibration", "bridge", "trainers", "counterexamples",
+        "verified", "costs", "memory", "claims", "zoo", "calibration", "bridge", "trainers", "counterexamples",
     ]  # fmt: skip
     assert (reports / "report.html").stat().st_size < 2 * 2**20
     assert (reports / "report.md").read_text().startswith("# gradcheck-suite")
@@ -313,3 +313,12 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
     _record(tmp_path, "bridge", **{**found, "narrow": []}, widened=True, gradient_error=3e-16, allowed=1e-10)
     (section,) = [s for s in build(tmp_path).sections if s.key == "bridge"]
     assert section.tables[0].rows == (("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),)
+
+
+def test_memory_is_shown_in_mebibytes(tmp_path):
+    row = {"device": "cpu", "parameters": 10, "layout": "few", "dtype": "float32", "micro_batches": 1, "mode": "zero_"}
+    gpu = {"allocated_peak": None, "reserved_peak": None, "allocations": None}
+    bytes_ = {"gradients_between": 2**20, "peak": 3 * 2**20, "resident_peak": 5 * 2**20}
+    _record(tmp_path, "memory", **row, **bytes_, **gpu)
+    (section,) = [s for s in build(tmp_path).sections if s.key == "memory"]
+    assert section.tables[0].rows == (("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None),)
