@@ -64,8 +64,8 @@ def test_bad_arguments_of_verify(run, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected a command, one of verify, replay, doctor"),
-        (["verfy"], "expected one of verify, replay, doctor; got 'verfy'"),
+        ([], "expected a command, one of verify, replay, "),
+        (["verfy"], "doctor; got 'verfy'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["doctor", "extra"], "unrecognized arguments: extra"),
         (["replay"], "CASE.json"),
@@ -80,7 +80,7 @@ def test_bad_commands(run, arguments, said):
     [
         ("BROKEN", "the problem loops.py:BROKEN failed before any loop ran"),
         ("BROKEN", "ZeroDivisionError: division by zero (loops.py, line "),
-        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (1, 1)"),
+        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (10, 1)"),
     ],
 )
 @pytest.mark.usefixtures("untouched")
