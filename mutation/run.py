@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -42,12 +42,10 @@ class Target:
     Attributes:
         tests: those that are to notice its mutants.
         loaded: what they import from elsewhere.
-        functions: whose mutants are tried; all where none is named.
     """
 
     tests: str
     loaded: tuple[str, ...] = NUMBERS
-    functions: tuple[str, ...] = ()
 
 
 TARGETS = {
@@ -58,7 +56,6 @@ TARGETS = {
     "numerics/rivals": Target("tests/numerics/test_rivals.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
-    "explain": Target("tests/test_explain_steps.py", TORCH, ("explain_steps", "_passes", "_tail_fault")),
 }
 
 
@@ -101,30 +98,22 @@ def _session(target: str) -> Path:
     return BUILD / f"{target.replace('/', '_')}.sqlite"
 
 
-def _keep(session: Path, functions: tuple[str, ...]) -> None:
-    """Leave out the mutants of other functions."""
-    with sqlite3.connect(session) as connection:
-        places = ", ".join("?" * len(functions))
-        connection.execute(f"DELETE FROM mutation_specs WHERE definition_name NOT IN ({places})", functions)
-        connection.execute("DELETE FROM work_items WHERE job_id NOT IN (SELECT job_id FROM mutation_specs)")
-
-
 def _run(target: str, tree: Path, *, again: bool) -> None:
     """Try a module's mutants."""
-    tests, loaded, functions = astuple(TARGETS[target])
+    aim = TARGETS[target]
     session, configuration = _session(target), tree / "cosmic-ray.toml"
     template = Template((HERE / "cosmic-ray.toml").read_text(encoding="utf-8"))
-    configuration.write_text(template.substitute(module=f"gradcheck_suite/{target}.py", tests=tests), encoding="utf-8")
+    configuration.write_text(
+        template.substitute(module=f"gradcheck_suite/{target}.py", tests=aim.tests), encoding="utf-8"
+    )
     if again:
         with sqlite3.connect(session) as connection:
             connection.execute("DELETE FROM work_results WHERE test_outcome = 'SURVIVED'")
     else:
         session.unlink(missing_ok=True)
         _call(tree, "cosmic-ray", "init", str(configuration), str(session))
-        if functions:
-            _keep(session, functions)
         _call(tree, "cr-filter-operators", str(session), str(configuration))
-    with _server(tree, loaded):
+    with _server(tree, aim.loaded):
         _call(tree, "cosmic-ray", "baseline", str(configuration))
         _call(tree, "cosmic-ray", "exec", str(configuration), str(session))
         # had the server died, every mutant since would look killed
