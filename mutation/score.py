@@ -115,4 +115,7 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
             lines.append(f"  - `{key[2] or 'removed'}`")
         if keys:
             lines.append("")
+    if left := unexplained(found, reasons):
+        lines += ["## Neither killed nor explained", ""]
+        lines += [f"- `{m.module}`: `{m.line}` became `{m.changed or 'nothing'}` ({m.outcome})" for m in left]
     return "\n".join(lines).rstrip() + "\n"

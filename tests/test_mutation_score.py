@@ -69,6 +69,7 @@ def test_the_score_leaves_out_what_is_skipped_or_explained(reasons):
     assert "| `a.py` | 3 | 2 | 1 | 1 | 100.0% |" in text
     assert "| `b.py` | 1 | 0 | 0 | 0 | 0.0% |" in text
     assert "| all | 4 | 2 | 1 | 1 | 66.7% |" in text
+    assert "- `b.py`: `x = 1` became `x = 2` (survived)" in text
     assert "with Cosmic Ray 8.7.0" in text
     assert "1 mutants of `|` are left out" in text
     assert "- `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
