@@ -109,7 +109,7 @@ def test_randomness_is_said_clearly_with_its_line(loss):
     message = str(raised.value)
     assert "test_messages.py, line" in message
     assert "torch and JAX would draw different numbers" in message
-    assert "eval mode" in message
+    assert "make the random numbers part of the batch" in message
 
 
 def test_decisions_on_values_are_said_clearly():

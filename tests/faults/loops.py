@@ -184,7 +184,7 @@ def tail_dropped(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@_shows("step-count/wrong-step-count", "step-count/tail-leak")
+@_shows("step-count/windows-across-epochs")
 def counter_runs_over_epochs(run: TrainingRun) -> None:
     seen = 0
     for window in _windows(run):
