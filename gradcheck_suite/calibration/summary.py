@@ -21,6 +21,7 @@ class Found:
         place: where errors were planted.
         cases: how many.
         sizes: rule -> the smallest size that it finds in 99% of the cases; None where not even 1 is.
+        half: the smallest size that the suite's bound finds in half of the cases.
         at_least: with 95% confidence, the share of all such cases in which the suite's bound finds its size.
     """
 
@@ -28,6 +29,7 @@ class Found:
     place: str
     cases: int
     sizes: Mapping[str, float | None]
+    half: float | None
     at_least: float | None
 
 
@@ -39,7 +41,7 @@ def found(data: Data) -> Iterator[Found]:
             sizes = {rule: size_found(rules[rule]) for rule in (OURS, *RIVALS)}
             exponent = max((k for k in rules[OURS] if sizes[OURS] == 2.0**-k), default=None)
             sure = None if exponent is None else surely(share_found(rules[OURS], exponent), cases)
-            yield Found(dtype, place, cases, sizes, sure)
+            yield Found(dtype, place, cases, sizes, size_found(rules[OURS], 0.5), sure)
 
 
 def rival_alarms(data: Data, dtype: str) -> dict[str, int]:

@@ -94,10 +94,10 @@ def _detection(data: Mapping[str, Any]) -> Table:
         alarms = rival_alarms(data, row.dtype)
         rivals = [shown(row.sizes[rule]) + (" *" if alarms[rule] else "") for rule in RIVALS]
         sure = None if row.at_least is None else f"{100 * row.at_least:.1f}%"
-        rows.append((row.dtype, row.place, row.cases, shown(row.sizes[OURS]), sure, *rivals))
+        rows.append((row.dtype, row.place, row.cases, shown(row.sizes[OURS]), sure, shown(row.half), *rivals))
     return Table(
         f"Smallest relative error found in {percent()} of the cases",
-        ("dtype", "planted in", "cases", OURS, "of all cases at least", *RIVALS),
+        ("dtype", "planted in", "cases", OURS, "of all cases at least", f"{OURS}, in half of them", *RIVALS),
         tuple(rows),
         "* blames sound loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for the "
         "share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so errors "

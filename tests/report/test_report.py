@@ -175,7 +175,7 @@ def test_calibration_has_its_tables_and_its_curve(tmp_path):
     assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
     # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
     assert detection.rows == (
-        ("float16", "everywhere", 200, "2.0e-03", "98.7%", "6.2e-02", "4.9e-04 *", "none", "2.5e-01"),
+        ("float16", "everywhere", 200, "2.0e-03", "98.7%", "2.0e-03", "6.2e-02", "4.9e-04 *", "none", "2.5e-01"),
     )
     assert skipped.rows == (("float16", EVIL, 10),)
     assert ratios.rows == (("linear", 50, "0.03 / 0.03 / 0.03"),)
