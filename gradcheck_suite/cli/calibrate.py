@@ -29,7 +29,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         type=count,
         default=DEFAULT_CHECKS,
         metavar="N",
-        help="checks of sound loops, in all dtypes together (default %(default)s; the campaign under reports has 103000)",
+        help="checks of sound loops, in all dtypes (default %(default)s; the campaign under reports has 103000)",
     )
     parser.add_argument(
         "--planted",
