@@ -29,14 +29,14 @@ def add_arguments(parser: parsers.Parser) -> None:
         type=count,
         default=DEFAULT_CHECKS,
         metavar="N",
-        help="checks of sound loops, in all dtypes together (default %(default)s; the campaign under reports has 103000)",
+        help="checks of sound loops, in all dtypes together (default %(default)s; 103000 in the campaign)",
     )
     parser.add_argument(
         "--planted",
         type=count,
         default=DEFAULT_PLANTED,
         metavar="N",
-        help="cases in each dtype that errors are planted in (default %(default)s; the campaign has 150)",
+        help="cases in each dtype that errors are planted in (default %(default)s; 150 in the campaign)",
     )
     parser.add_argument("--seed", type=parsers.seed, default=0, metavar="S", help="of the cases (default %(default)s)")
     parser.add_argument(
