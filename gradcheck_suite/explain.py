@@ -245,6 +245,11 @@ def explain_steps(loop: Loop, reference: Reference, outcome: Outcome) -> Violati
     elif taken == plan.epochs * micro:
         diagnosis = "step-per-micro-batch"
         explanation += ": it stepped once per micro-batch"
+    elif taken < plan.steps and "float16" in (case.dtype, outcome.compute):
+        explanation += (
+            "; a GradScaler skips the step of a window whose gradients overflow float16: where the loop has one, give "
+            "it a smaller init_scale"
+        )
     return Violation("step-count", diagnosis, explanation, case)
 
 

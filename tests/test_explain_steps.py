@@ -146,5 +146,26 @@ def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
     assert says in violation.explanation
 
 
+def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
+    """A loss of 1 times a scale of 2**17 overflows float16, whose largest number is 65504."""
+
+    def scaled(run):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        for window in windows(run):
+            for batch in window:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = run.loss(run.model, batch)
+                scaler.scale(loss.half()).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+
+    case = probe_case(PLAN).replace(dtype="float32")
+    trial = generated_trial(case)
+    violation = explain_steps(scaled, SimpleNamespace(trial=trial), run_loop(scaled, trial))
+    assert "GradScaler skips the step" in violation.explanation
+    assert "GradScaler" not in _explained(_never).explanation
+
+
 def test_a_loop_that_moves_nothing_is_not_said_to():
     assert "moved" not in _explained(_never).explanation
