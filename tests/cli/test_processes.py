@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_what_was_found(project, swallows):
         time.sleep(0.1)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "interrupted, 0 of 2 loops went to the end" in out
     assert "Traceback" not in out + err
