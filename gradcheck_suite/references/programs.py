@@ -120,7 +120,7 @@ class Programs:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
         compiled = _compile(jax.jit(function).lower(*shapes))
         self.compiled += 1
-        if path is not None:
+        if path is not None and not _calls_libraries(compiled):
             _forget_others(path.parent)
             _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
         return compiled
@@ -131,6 +131,15 @@ def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(COMPILER_OPTIONS)
     except jax.errors.JaxRuntimeError:  # an XLA that does not know one of the options
         return lowered.compile()
+
+
+def _calls_libraries(compiled: jax.stages.Compiled) -> bool:
+    """Say whether a program calls code outside itself, such as LAPACK's.
+
+    JAX looks LAPACK up while it lowers a function that needs it. A stored program is never lowered again: in a fresh
+    process it would call through a null pointer and take the process with it (jaxlib 0.10.2).
+    """
+    return "custom-call" in (compiled.as_text() or "custom-call")
 
 
 # jax.tree does the same for every kind of tree, at ten times the cost: these two run for every layer of every case

@@ -45,6 +45,9 @@ _COUNTED = (
     (r"; for the others the 60 s that this may take did not suffice", ""),
 )
 """What depends on how many cases were drawn."""
+_MACHINE_S_OWN = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS")
+"""Variables of the environment that change what pytest prints: on a CI server its summary is not cut."""
+_COLUMNS = 100
 _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"^# ([\w./]+\.(?:py|toml|ini))$")
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -147,7 +150,7 @@ class Page:
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(Path(gradcheck_suite.__file__).parent.parent)},
+            env=_reader_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -198,6 +201,11 @@ def _called(arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
         status = main(arguments)
     return status, printed.getvalue()
+
+
+def _reader_environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _MACHINE_S_OWN}
+    return {**kept, "COLUMNS": str(_COLUMNS), "PYTHONPATH": str(Path(gradcheck_suite.__file__).parent.parent)}
 
 
 def _plugin() -> list[str]:

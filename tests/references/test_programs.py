@@ -1,5 +1,9 @@
 """Compiled programs: found again in memory and on disk, and never trusted further than that."""
 
+import subprocess
+import sys
+
+import jax
 import numpy as np
 import pytest
 
@@ -7,6 +11,26 @@ from gradcheck_suite.references import programs
 from gradcheck_suite.references.programs import Programs, cache_directory
 
 X = np.arange(3.0)
+SINGULAR_VALUES = """
+import jax.numpy as jnp, numpy as np
+from gradcheck_suite.references.programs import PROGRAMS
+matrix = np.array([[0.0, 2.0], [3.0, 0.0]])
+print(*PROGRAMS.call("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), matrix).round(9))
+"""
+STORE = """
+import pickle, sys, jax, jax.numpy as jnp
+from jax.experimental import serialize_executable
+compiled = jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(serialize_executable.serialize(compiled), file)
+"""
+LOAD = """
+import pickle, sys, jax.numpy as jnp
+from jax.experimental import serialize_executable
+with open(sys.argv[1], "rb") as file:
+    program = serialize_executable.deserialize_and_load(*pickle.load(file))
+assert program(jnp.diag(jnp.array([1.0, 4.0]))).tolist() == [1.0, 4.0]
+"""
 
 
 def _double(x):
@@ -48,6 +72,23 @@ def test_a_damaged_file_is_compiled_again(store):
     kept = Programs()
     np.testing.assert_array_equal(kept.call("double", _double, X), [0.0, 2.0, 4.0])
     assert (kept.compiled, kept.loaded) == (1, 0)
+
+
+def test_a_program_that_calls_lapack_is_compiled_by_each_process(store):
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", SINGULAR_VALUES], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.split()) == (0, ["3.0", "2.0"]), done.stderr
+    assert not _files(store)
+
+
+@pytest.mark.xfail(
+    strict=jax.__version__ == "0.10.2", reason="jaxlib 0.10.2: a loaded executable calls LAPACK through a null pointer"
+)
+def test_jax_itself_loads_a_program_that_calls_lapack(tmp_path):
+    path = tmp_path / "program"
+    for step in (STORE, LOAD):
+        done = subprocess.run([sys.executable, "-c", step, str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_bounded_and_dropped_programs_come_back(store):
