@@ -23,7 +23,8 @@ def line(row: Row) -> str:
     names = ", ".join(f"{name} x{count}" for name, count in row.names.most_common())
     marks = [] if row.found + row.within == len(row.runs) else ["MISSED"]
     marks += [f"within rounding x{row.within}"] if row.within else []
-    marks += [] if row.rightly_named == row.found else ["WRONG NAME"]
+    marks += [f"no name x{row.unnamed}"] if row.unnamed else []
+    marks += ["WRONG NAME"] if row.wrongly_named else []
     marks += [] if row.small else ["LARGE"]
     return (
         f"{row.bug.number:>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} {row.seconds:>8.2f}  "
@@ -35,11 +36,13 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
     """Return the last lines: how many are found, how well named, and whether a sound loop is blamed."""
     runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
     found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
+    unnamed = sum(row.unnamed for row in rows)
     blamed = [result.loop for result in sound if not result.holds]
     cases = [row.cases for row in rows if row.cases is not None]
     lines = [
         f"{sum(row.found == len(row.runs) for row in rows)} of {asked} bugs found in every run; "
         f"{found} of {runs} runs, {named} of them under a right name"
+        + (f", {unnamed} under none" if unnamed else "")
         + (f"; in {within} runs what the bug does lies within rounding" if within else ""),
         f"median over the bugs: {median(cases):g} cases, {median(row.seconds for row in rows):.2f} s"
         if cases
