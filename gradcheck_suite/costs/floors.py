@@ -1,7 +1,9 @@
-"""What the device can do at best, measured in the same run: how fast it copies."""
+"""What the device can do at best, measured in the same run: how fast it copies, and how fast it fills."""
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -18,12 +20,30 @@ def copy_bandwidth(device: str, timer: Callable[[], Any]) -> float:
     elements = COPY_BYTES[device] // 4
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
+    return 2 * COPY_BYTES[device] / _median_seconds(lambda: target.copy_(source), timer)
+
+
+def fill_bandwidth(device: str, timer: Callable[[], Any]) -> float:
+    """Return bytes per second written by one `zero_` of one large tensor, the median of several."""
+    target = torch.ones(COPY_BYTES[device] // 4, device=device)
+    return COPY_BYTES[device] / _median_seconds(target.zero_, timer)
+
+
+def memset_bandwidth() -> float:
+    """Return bytes per second that the C library's `memset` writes into the same memory, on one thread of the CPU."""
+    target = torch.ones(COPY_BYTES["cpu"] // 4)
+    return COPY_BYTES["cpu"] / _median_seconds(
+        lambda: ctypes.memset(target.data_ptr(), 0, COPY_BYTES["cpu"]), time.perf_counter
+    )
+
+
+def _median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(REPEATS + 2):
         start = timer()
-        target.copy_(source)
+        run()
         seconds.append(timer() - start)
-    return 2 * COPY_BYTES[device] / median(seconds[2:])
+    return median(seconds[2:])
 
 
 def flush(device: str) -> Callable[[], None]:

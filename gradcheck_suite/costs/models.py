@@ -59,7 +59,7 @@ def build(size: Size, device: str, dtype: torch.dtype) -> torch.nn.Sequential:
     return model
 
 
-def micro_batch(size: Size, device: str, dtype: torch.dtype, index: int = 0) -> torch.Tensor:
-    """Return one micro-batch's inputs, (BATCH, width), between 0 and 1."""
+def micro_batch(size: Size, device: str, dtype: torch.dtype, index: int = 0, items: int = BATCH) -> torch.Tensor:
+    """Return one micro-batch's inputs, (items, width), between 0 and 1."""
     generator = torch.Generator().manual_seed(index)
-    return torch.rand(BATCH, size.width, generator=generator).to(device, dtype)
+    return torch.rand(items, size.width, generator=generator).to(device, dtype)

@@ -11,8 +11,10 @@ from gradcheck_suite.journal import Record
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
+from gradcheck_suite.report.compiled_section import compiled
 from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
+from gradcheck_suite.report.decision_section import decision
 from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
 from gradcheck_suite.report.sections import claims, counterexamples, verification, zoo
@@ -28,6 +30,8 @@ def build(reports: Path) -> Report:
         verification(records.of("verify")),
         costs(records.of("benchmark")),
         memory(records.of("memory")),
+        decision(records.of("benchmark")),
+        compiled(records.of("benchmark")),
         claims(records.of("claim")),
         zoo([record for record in records.of("zoo") if not record.data.get("dtype")]),
         calibration(records.of("calibration")),

@@ -8,9 +8,11 @@ from typing import Any
 from gradcheck_suite.journal import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
+from gradcheck_suite.report.held_back import held_back
 from gradcheck_suite.report.records_view import latest
 
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
+MEASURES = ("reset", "backward", "window")
 MODES = ("zero_", "zero_grad_foreach", "flat_buffer", "set_to_none", "jax_scan")
 NO_GPU = (
     "No record of a CUDA device is here: nothing below was run on a GPU. On a machine with one, "
@@ -20,7 +22,8 @@ NO_GPU = (
 
 def costs(records: Sequence[Record]) -> Section:
     """Return the section on what resets cost in time."""
-    rows = [r.data for r in latest(records, lambda d: tuple(d.get(name) for name in _WHAT))]
+    timed = [record for record in records if record.data.get("measures") in MEASURES]
+    rows = [r.data for r in latest(timed, lambda d: tuple(d.get(name) for name in _WHAT))]
     if not rows:
         return Section(
             "costs",
@@ -33,7 +36,7 @@ def costs(records: Sequence[Record]) -> Section:
     figures: list[Figure] = []
     for device in devices:
         mine = [row for row in rows if row["device"] == device]
-        tables += [_windows(mine, device), _resets(mine, device), _prediction(mine, device)]
+        tables += [_windows(mine, device), _resets(mine, device), held_back(mine, device), _prediction(mine, device)]
         figures += _figures(mine, device)
     return Section(
         "costs",
@@ -47,7 +50,7 @@ def costs(records: Sequence[Record]) -> Section:
         ),
         tuple(table for table in tables if table.rows),
         tuple(figures),
-        unique([record.command for record in records]),
+        unique([record.command for record in timed]),
         missing=None if "cuda" in devices else NO_GPU,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from statistics import median
 from typing import Any
 
 import jax
@@ -18,12 +19,14 @@ import pytest
 import torch
 
 from gradcheck_suite.costs.clock import timer
-from gradcheck_suite.costs.floors import copy_bandwidth, flush
+from gradcheck_suite.costs.floors import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
 from gradcheck_suite.costs.jax_window import compiled_window, memory_bytes, runner
 from gradcheck_suite.costs.models import Size, build, micro_batch
+from gradcheck_suite.costs.profile import profiled
 from gradcheck_suite.costs.resets import MODES, Mode, prepare, window
 
 ROUNDS = {"cpu": 15, "cuda": 50}
+HOST_ROUNDS = 9
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
@@ -40,8 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @cache
-def _bandwidth(device: str) -> float:
-    return copy_bandwidth(device, timer(device))
+def _bandwidths(device: str) -> dict[str, float]:
+    found = {
+        "bytes_per_second": copy_bandwidth(device, timer(device)),
+        "filled_per_second": fill_bandwidth(device, timer(device)),
+    }
+    return found if device == "cuda" else {**found, "memset_per_second": memset_bandwidth()}
 
 
 @cache
@@ -64,9 +71,22 @@ def _measure(
         flush_caches()
 
     benchmark._timer = timer(device)
-    benchmark.extra_info.update(about, device=device, bytes_per_second=_bandwidth(device))
+    benchmark.extra_info.update(about, device=device, **_bandwidths(device))
     benchmark.pedantic(run, setup=prepared, rounds=ROUNDS[device], warmup_rounds=3)
+    if device == "cuda":  # where the host is busier than the device, the device's own events do not show it
+        benchmark.extra_info["host_seconds"] = _host_seconds(run, prepared)
     keep(benchmark)
+
+
+def _host_seconds(run: Callable[[], Any], setup: Callable[[], Any]) -> float:
+    clock = timer("cuda", "host")
+    seconds = []
+    for _ in range(HOST_ROUNDS):
+        setup()
+        start = clock()
+        run()
+        seconds.append(clock() - start)
+    return median(seconds)
 
 
 @pytest.mark.benchmark(group="reset")
@@ -75,6 +95,8 @@ def _measure(
 def test_reset(benchmark: Any, keep: Callable[..., None], mode: Mode, size: Size, dtype: str, device: str) -> None:
     kind = getattr(torch, dtype)
     parameters = list(build(size, device, kind).parameters())
+    prepare(mode, parameters)
+    benchmark.extra_info["profile"] = profiled(lambda: mode.reset(parameters), device)
     _measure(
         benchmark,
         keep,
@@ -178,7 +200,7 @@ def test_window_in_jax(
         layout=size.layout,
         micro_batches=micro_batches,
         device=device,
-        bytes_per_second=_bandwidth(device),
+        **_bandwidths(device),
         xla_memory_bytes=memory_bytes(program),
     )
     benchmark.pedantic(run, setup=_flush(device), rounds=ROUNDS[device], warmup_rounds=3)

@@ -248,7 +248,8 @@ def test_the_command_writes_three_files_of_the_same_content(reports, capsys):
     assert run(["report", "--reports", str(reports)]) == 0
     data = json.loads((reports / "report.json").read_text())
     assert [s["key"] for s in data["sections"]] == [
-        "verified", "costs", "memory", "claims", "zoo", "calibration", "bridge", "trainers", "counterexamples",
+        "verified", "costs", "memory", "decision", "compiled", "claims", "zoo", "calibration", "bridge", "trainers",
+        "counterexamples",
     ]  # fmt: skip
     assert (reports / "report.html").stat().st_size < 2 * 2**20
     assert (reports / "report.md").read_text().startswith("# gradcheck-suite")

@@ -1,0 +1,92 @@
+"""What the reset mode means to compiled and captured training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.records_view import latest
+
+KEY, TITLE = "compiled", "Compiled steps and captured graphs"
+COMMAND = "pytest properties/benchmarks/bench_compiled.py --bench-records reports"
+NOT_CAPTURED = (
+    f"No CUDA graph was captured: `{COMMAND} --bench-device cuda` does, and tells which reset leaves the right "
+    "gradients after a replay."
+)
+_WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
+
+
+def compiled(records: Sequence[Record]) -> Section:
+    """Return the section on how many graphs each mode needs, and on what a replay leaves in `.grad`."""
+    mine = [record for record in records if record.data.get("measures") in ("compiled", "captured")]
+    if not mine:
+        return Section(KEY, TITLE, missing=f"Nothing was compiled or captured yet: run `{COMMAND}`.")
+    rows = [r.data for r in latest(mine, lambda d: tuple(d.get(name) for name in _WHAT))]
+    windows = [r.data for r in records if r.data.get("measures") == "window" and r.data.get("dtype") == "float32"]
+    tables = (_compiled([row for row in rows if row["measures"] == "compiled"]), _captured(rows, windows))
+    return Section(
+        KEY,
+        TITLE,
+        (
+            "`torch.compile` makes a version of a function for every set of gradients that are None. Where each window "
+            "reaches other parameters, such as experts in turn, a release makes another set every time: a compiled "
+            "optimizer step is then compiled anew for each, up to the limit of 8, and runs eagerly from there on. "
+            "Gradients that are allocated once and zeroed need one version. A compiled backward needs two under a "
+            "release, one that makes the gradients and one that adds to them; a compiled forward does not see them.",
+            "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; "
+            "a release between replays takes from the parameters the tensors that the graph writes to, and the "
+            "optimizer finds None.",
+        ),
+        tuple(table for table in tables if table.rows),
+        commands=unique([record.command for record in mine]),
+        missing=None if tables[1].rows else NOT_CAPTURED,
+    )
+
+
+def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
+    settings: dict[tuple[str, str, str], dict[bool, Mapping[str, Any]]] = {}
+    for row in rows:
+        key = (str(row["device"]), str(row["part"]), str(row["mode"]))
+        settings.setdefault(key, {})[bool(row["compiled"])] = row
+    lines: list[tuple[Cell, ...]] = []
+    for (device, part, mode), pair in settings.items():
+        eager, made = (_milliseconds(pair.get(which)) for which in (False, True))
+        graphs = int(pair[True]["graphs"]) if True in pair else None
+        lines.append((device, part, mode, graphs, eager, made, eager / made if eager and made else None))
+    return Table(
+        "Graphs compiled, and time of a window with its step",
+        ("device", "compiled", "mode", "graphs", "eager, ms", "compiled, ms", "eager / compiled"),
+        tuple(lines),
+        "Counted after 24 windows, when nothing is compiled any more. Gradients exist before the first window where "
+        "the mode keeps them.",
+    )
+
+
+def _captured(rows: Sequence[Mapping[str, Any]], windows: Sequence[Mapping[str, Any]]) -> Table:
+    lines: list[tuple[Cell, ...]] = []
+    for row in rows:
+        if row["measures"] != "captured":
+            continue
+        same = ("device", "mode", "parameters", "layout", "micro_batches")
+        eager = next((w for w in reversed(windows) if all(w[n] == row[n] for n in same)), None)
+        lines.append(
+            (
+                int(row["micro_batches"]),
+                str(row["mode"]),
+                str(row["place"]),
+                str(row["finding"]),
+                _milliseconds(row),
+                _milliseconds(eager),
+            )
+        )
+    return Table(
+        "A window as a CUDA graph",
+        ("K", "mode", "reset", "gradients after a replay", "replay, ms", "eager window, ms"),
+        tuple(lines),
+    )
+
+
+def _milliseconds(row: Mapping[str, Any] | None) -> float | None:
+    return None if row is None else 1000 * float(row["seconds"]["median"])

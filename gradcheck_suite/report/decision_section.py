@@ -1,0 +1,81 @@
+"""When releasing pays: what it saves in a whole step, by size of model, micro-batch and window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.records_view import latest
+
+KEY, TITLE = "decision", "When does releasing pay?"
+COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
+MIB = 2**20
+_WHAT = ("device", "parameters", "items", "micro_batches")
+_BETTER = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
+
+
+def decision(records: Sequence[Record]) -> Section:
+    """Return the section on what a step takes under either mode."""
+    mine = [record for record in records if record.data.get("measures") == "step"]
+    if not mine:
+        return Section(KEY, TITLE, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
+    rows = [r.data for r in latest(mine, lambda d: tuple(d[name] for name in _WHAT))]
+    rows.sort(key=lambda d: tuple(d[name] for name in _WHAT))
+    devices = sorted({str(row["device"]) for row in rows})
+    return Section(
+        KEY,
+        TITLE,
+        (
+            "Steps under the two modes took turns: forward and backward of each micro-batch, a step of AdamW, the "
+            "reset. Which is faster is said where a sign test over the pairs of steps finds chance unlikely (5%), and "
+            "neither otherwise.",
+            *(_answer([row for row in rows if row["device"] == device], device) for device in devices),
+            "In memory a release saves one gradient's worth between steps in every row, and at the peak only where "
+            "that falls outside a backward. Pages mapped per step show what it may cost on a CPU: memory given back to "
+            "the system is mapped anew by the next backward.",
+        ),
+        (_table(rows),),
+        commands=unique([record.command for record in mine]),
+        missing=None if "cuda" in devices else f"Not run on a GPU: `{COMMAND} --bench-device cuda` adds its rows.",
+    )
+
+
+def _answer(rows: Sequence[Mapping[str, Any]], device: str) -> str:
+    counts = {name: [row for row in rows if row["better"] == name] for name in _BETTER}
+    best = max((float(row["saved"]) / float(row["zero"]) for row in counts["none"]), default=0.0)
+    text = (
+        f"On the {'CPU' if device == 'cpu' else 'GPU'}, of {len(rows)} settings releasing is faster in "
+        f"{len(counts['none'])}, zeroing in {len(counts['zero'])}, neither in {len(counts['neither'])}."
+    )
+    return text + (f" The most that a release saves is {100 * best:.0f}% of a step." if best else "")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines: list[tuple[Cell, ...]] = []
+    for row in rows:
+        faults = row.get("faults") or (None, None)
+        lines.append(
+            (
+                str(row["device"]),
+                int(row["parameters"]),
+                int(row["items"]),
+                int(row["micro_batches"]),
+                1000 * float(row["zero"]),
+                1000 * float(row["saved"]),
+                100 * float(row["saved"]) / float(row["zero"]),
+                f"{row['faster']} of {row['pairs']}",
+                _BETTER[str(row["better"])],
+                float(row["bytes_between"]) / MIB,
+                *(None if count is None else round(count) for count in faults),
+            )
+        )
+    return Table(
+        "A whole step, float32: what set_to_none saves",
+        ("device", "parameters", "items", "K", "step under zero_, ms", "saved, ms", "saved, %", "faster in pairs",
+         "faster", "saved between steps, MiB", "pages mapped, zero_", "pages mapped, set_to_none"),
+        tuple(lines),
+        "Items are those of one micro-batch; K micro-batches make an update, so a small K is a high update frequency. "
+        "A negative saving is a cost.",
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""What the report makes of costs: from made-up records whose answers are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradcheck_suite.journal import append_record
+from gradcheck_suite.report.build import build
+
+
+def _record(reports, measures, **data):
+    shared = {"measures": measures, "device": "cpu", "dtype": "float32", "parameters": 1000, "layout": "few"}
+    append_record(reports, "benchmark", {**shared, **data}, environment={}, command=f"bench {measures}")
+
+
+def _section(reports, key):
+    (section,) = (s for s in build(reports).sections if s.key == key)
+    return section
+
+
+def _reset(reports, mode, seconds, *, profile=(), **data):
+    # 4,000,000 bytes: 400 us at the copy's 1e10 bytes a second, 500 us at the fill's 8e9
+    _record(reports, "reset", mode=mode, seconds={"median": seconds}, micro_batches=0, predicted_bytes=4_000_000,
+            bytes_per_second=1e10, filled_per_second=8e9, profile=list(profile), **data)  # fmt: skip
+
+
+def _entry(name, calls):
+    return {"name": name, "calls": calls, "host_us": 20.0, "device_us": 1.5}
+
+
+def test_what_holds_a_reset_back_is_the_fill_or_the_calls(tmp_path):
+    _reset(tmp_path, "flat_buffer", 500e-6, profile=[_entry("aten::fill_", 1)])
+    _reset(tmp_path, "zero_", 700e-6, profile=[_entry("aten::zero_", 100), _entry("aten::fill_", 99)])
+    _reset(tmp_path, "zero_grad_foreach", 450e-6)
+    (table,) = (t for t in _section(tmp_path, "costs").tables if "hold" in t.caption)
+    flat, zero = table.rows  # the third reaches 89% of the copy bandwidth
+    assert flat[3:] == (
+        "flat_buffer",
+        pytest.approx(0.8),
+        pytest.approx(1),
+        1,
+        pytest.approx(0, abs=1e-9),
+        "the fill itself",
+        "aten::fill_ x1, 22 us",
+    )
+    # 200 us beyond the fill, in 100 calls
+    assert zero[4:9] == (pytest.approx(4 / 7), pytest.approx(5 / 7), 100, pytest.approx(2), "the calls")
+
+
+def _step(reports, saved, better, **data):
+    _record(reports, "step", items=1, micro_batches=8, zero=0.004, none=0.003, saved=saved, faster=20, pairs=21,
+            better=better, bytes_between=2**20, mode="both", **data)  # fmt: skip
+
+
+def test_the_decision_tells_the_share_of_a_step(tmp_path):
+    _step(tmp_path, 0.001, "none", faults=[10.4, 20.6])
+    _step(tmp_path, -0.002, "zero", parameters=5)
+    section = _section(tmp_path, "decision")
+    assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
+    assert "saves is 25% of a step" in section.text[1]
+    (table,) = section.tables
+    five, thousand = table.rows
+    assert five[4:9] == (4.0, -2.0, -50.0, "20 of 21", "zero_")
+    assert thousand[4:] == (4.0, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
+    assert "Not run on a GPU" in section.missing
+    assert section.commands == ("bench step",)
+
+
+def test_graphs_and_captures_stand_beside_eager_times(tmp_path):
+    about = {"part": "step", "mode": "zero_", "micro_batches": 4}
+    _record(tmp_path, "compiled", compiled=False, graphs=0, seconds={"median": 0.006}, **about)
+    _record(tmp_path, "compiled", compiled=True, graphs=1, seconds={"median": 0.002}, **about)
+    section = _section(tmp_path, "compiled")
+    assert section.tables[0].rows == (("cpu", "step", "zero_", 1, 6.0, 2.0, pytest.approx(3)),)
+    assert "No CUDA graph was captured" in section.missing
+    on_gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4}
+    _record(tmp_path, "window", seconds={"median": 0.004}, **on_gpu, predicted_bytes=1, bytes_per_second=1)
+    _record(tmp_path, "captured", place="inside the graph", finding="right", seconds={"median": 0.001}, **on_gpu)
+    section = _section(tmp_path, "compiled")
+    assert section.missing is None
+    assert section.tables[1].rows == ((4, "zero_", "inside the graph", "right", 1.0, 4.0),)
+
+
+@pytest.mark.parametrize("key", ["decision", "compiled"])
+def test_what_was_not_run_is_said(tmp_path, key):
+    section = _section(tmp_path, key)
+    assert "--bench-records reports" in section.missing
+    assert not section.tables
