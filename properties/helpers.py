@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 import torch
@@ -33,6 +34,25 @@ DEVICES = (
             pytest.mark.skipif(
                 not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device here"
             ),
+        ],
+    ),
+)
+
+
+def _jax_sees(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
+
+
+JAX_PLATFORMS = (
+    "cpu",
+    pytest.param(
+        "gpu",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not _jax_sees("gpu"), reason=f"jax {jax.__version__} sees no GPU here"),
         ],
     ),
 )

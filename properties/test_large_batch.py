@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from hypothesis import event, given, target
 from hypothesis import strategies as st
@@ -12,10 +14,12 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.compare import worst_difference
 from gradcheck_suite.optimizers import OPTIMIZERS
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.references import jax_reference
+from gradcheck_suite.references.programs import Programs
+from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.trial import generated_trial
 from properties import faults
-from properties.helpers import DEVICES, assert_holds, scaled
+from properties.helpers import DEVICES, JAX_PLATFORMS, assert_holds, scaled
 
 ASSUMING = {name: loop for name, loop in BUILT_IN.items() if assumptions_of(loop)}
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
@@ -93,6 +97,39 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
         if difference.ratio > 1:
             difference = window.compare(gradient)
         assert difference.ratio <= 1, f"{name} is off by {difference.error:.3g} from torch's large batch\n{case!r}"
+
+
+@pytest.mark.parametrize("platform", JAX_PLATFORMS)
+@scaled(20)
+@given(case=cases())
+def test_the_jax_reference_is_the_same_on_every_platform(platform, case):
+    reference = Reference(generated_trial(case))
+    window = reference.window(0)
+    there = _jax_gradient(reference, platform)
+    difference = worst_difference(there, window.jax, quick_bound(window.jax, len(window.members)))
+    if difference.ratio > 1:
+        difference = window.compare(there)
+    assert difference.ratio <= 1, f"on the {platform}, JAX is off by {difference.error:.3g}\n{case!r}"
+
+
+def test_a_platform_that_is_off_is_noticed():
+    reference = Reference(generated_trial(UNEQUAL))
+    window = reference.window(0)
+    off = window.jax * (1 + 1e-9)
+    assert worst_difference(off, window.jax, quick_bound(window.jax, len(window.members))).ratio > 1
+    assert window.compare(off).ratio > 1
+
+
+def _jax_gradient(reference, platform):
+    """Return JAX's gradient of the first window, computed by programs compiled for a platform."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_reference, "PROGRAMS", _programs(platform))
+        return Window(reference, 0, None, None).jax
+
+
+@cache
+def _programs(platform):
+    return Programs(platform=platform)
 
 
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)

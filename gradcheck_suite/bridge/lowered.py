@@ -20,7 +20,7 @@ from gradcheck_suite.bridge.errors import BridgeError
 from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
 from gradcheck_suite.bridge.steps import narrow_operations, run_step, steps_of
 from gradcheck_suite.contract import Batch
-from gradcheck_suite.references.programs import PROGRAMS, cpu
+from gradcheck_suite.references.programs import PROGRAMS, device
 from gradcheck_suite.trial import leaves
 
 Arrays = dict[str, Array]
@@ -170,7 +170,7 @@ class Lowered:
             jit: compile the whole, which takes seconds once for each program and is kept on disk; programs whose
                 shapes depend on values run operation by operation all the same.
         """
-        with jax.default_device(cpu()):
+        with jax.default_device(device()):
             trainable = {name: parameters[name] for name in self.trainable}
             frozen = {name: value for name, value in parameters.items() if name not in trainable}
             arguments = trainable, (frozen, dict(buffers)), tuple(inputs)
@@ -201,7 +201,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[Array]]:
     """Return a model's parameters and buffers and a batch's tensors as JAX arrays: what `Lowered` is called with."""
-    with jax.default_device(cpu()):
+    with jax.default_device(device()):
         parameters = {name: to_array(p) for name, p in model.named_parameters()}
         buffers = {name: to_array(b) for name, b in model.named_buffers()}
         return parameters, buffers, [to_array(t) for t in leaves(batch)]
@@ -218,7 +218,7 @@ def lower(model: nn.Module, loss: LossFunction, batch: Batch) -> Lowered:
     Raises:
         BridgeError: it cannot be carried over; the message says why and what to do.
     """
-    with jax.default_device(cpu()):
+    with jax.default_device(device()):
         return Lowered(export_loss(model, loss, batch), model)
 
 

@@ -48,9 +48,9 @@ def cache_directory() -> Path | None:
 
 
 @cache
-def cpu() -> jax.Device:
-    """Return the device that references run on."""
-    return jax.devices("cpu")[0]
+def device(platform: str = "cpu") -> jax.Device:
+    """Return the device that references run on: the CPU, if nothing else is asked for."""
+    return jax.devices(platform)[0]
 
 
 @cache
@@ -76,9 +76,10 @@ def _environment_key() -> str:
 
 
 class Programs:
-    """Compiled functions by key, bounded in number, with a store on disk behind them."""
+    """Compiled functions by key, bounded in number, with a store on disk behind those of the CPU."""
 
-    def __init__(self, *, maximum: int = MAX_PROGRAMS) -> None:
+    def __init__(self, *, maximum: int = MAX_PROGRAMS, platform: str = "cpu") -> None:
+        self._platform = platform
         self._programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
         self._maximum = maximum
         self.compiled = 0
@@ -106,7 +107,7 @@ class Programs:
     def _load(
         self, key: Hashable, function: Callable[..., Tree], arguments: tuple[Tree, ...], store: bool
     ) -> Callable[..., Any]:
-        directory = cache_directory() if store else None
+        directory = cache_directory() if store and self._platform == "cpu" else None
         path = directory and directory / _environment_key()[:16] / f"{hashlib.sha256(repr(key).encode()).hexdigest()}"
         if path is not None and path.exists():
             try:
@@ -116,9 +117,9 @@ class Programs:
             else:
                 self.loaded += 1
                 return program
-        sharding = jax.sharding.SingleDeviceSharding(cpu())
+        sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-        compiled = _compile(jax.jit(function).lower(*shapes))
+        compiled = _compile(jax.jit(function).lower(*shapes), self._platform)
         self.compiled += 1
         if path is not None and not _calls_libraries(compiled):
             _forget_others(path.parent)
@@ -126,7 +127,9 @@ class Programs:
         return compiled
 
 
-def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def _compile(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
+    if platform != "cpu":
+        return lowered.compile()
     try:
         return lowered.compile(COMPILER_OPTIONS)
     except jax.errors.JaxRuntimeError:  # an XLA that does not know one of the options
