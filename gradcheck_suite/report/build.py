@@ -17,8 +17,9 @@ from gradcheck_suite.report.costs_section import costs
 from gradcheck_suite.report.decision_section import decision
 from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
-from gradcheck_suite.report.sections import claims, counterexamples, verification, zoo
+from gradcheck_suite.report.sections import claims, counterexamples, verification
 from gradcheck_suite.report.trainers_section import trainers
+from gradcheck_suite.report.zoo_section import zoo
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 
@@ -33,7 +34,7 @@ def build(reports: Path) -> Report:
         decision(records.of("benchmark")),
         compiled(records.of("benchmark")),
         claims(records.of("claim")),
-        zoo([record for record in records.of("zoo") if not record.data.get("dtype")]),
+        zoo(records.of("zoo")),
         calibration(records.of("calibration")),
         bridge(records.of("bridge")),
         trainers(records.of("trainer")),

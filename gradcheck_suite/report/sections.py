@@ -19,17 +19,6 @@ CLAIM_COLUMNS = (
     "how it was tested",
     "smallest case against it",
 )
-ZOO_COLUMNS = (
-    "",
-    "bug",
-    "reported as",
-    "mechanism",
-    "found",
-    "median cases",
-    "median s",
-    "smallest: windows, micro-batches, layers",
-    "named",
-)
 
 
 def _commands(records: Sequence[Record]) -> tuple[str, ...]:
@@ -204,52 +193,3 @@ def _value(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(_value(each) for each in value)
     return str(value)
-
-
-def zoo(records: Sequence[Record]) -> Section:
-    """Return the scoreboard of known bugs."""
-    if not records:
-        return Section(
-            "zoo", "The zoo of known bugs", missing="The zoo has not been run yet: run `gradcheck-suite zoo`."
-        )
-    data = records[-1].data
-    bugs, sound = data["bugs"], data["sound"]
-    found = sum(b["found"] == b["runs"] for b in bugs)
-    others: dict[str, int] = Counter()
-    for bug in bugs:
-        others.update({name: int(hit) for name, hit in bug["others"].items()})
-    rows = tuple(
-        (
-            b["number"],
-            b["name"],
-            ", ".join(b["citations"]),
-            b["mechanism"],
-            f"{b['found']}/{b['runs']}",
-            b["median_cases"],
-            b["median_seconds"],
-            f"{b['windows']}, {b['micro_batches']}, {b['layers']}",
-            ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
-        )
-        for b in bugs
-    )
-    return Section(
-        "zoo",
-        "The zoo of known bugs",
-        (
-            f"{found} of {len(bugs)} real bugs, re-created in a few lines each, are found in every one of "
-            f"{data['seeds']} runs. The sound loops beside them were blamed in "
-            f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
-        ),
-        (
-            Table("Known bugs", ZOO_COLUMNS, rows),
-            Table(
-                "What else would have found them",
-                ("rule or fixed test", f"bugs found, of {len(bugs)}"),
-                (("gradcheck-suite", found), *sorted(others.items(), key=lambda item: -item[1])),
-                "Rules compare the gradients of the case that first showed the bug, so they profit from the suite's "
-                "own "
-                "search; fixed tests are one written-down case each, of the kind that trainers have.",
-            ),
-        ),
-        commands=_commands(records[-1:]),
-    )

@@ -100,6 +100,19 @@ def reports(tmp_path):
     return tmp_path
 
 
+def test_the_zoo_in_other_dtypes_is_a_row_each(reports):
+    zoo = json.loads((reports / "records" / "zoo.jsonl").read_text())["data"]
+    (bug,) = zoo["bugs"]
+    coarse = {**bug, "runs": 9, "found": 7, "within_rounding": 2, "rightly_named": 4, "unnamed": 2}
+    sound = [{"loop": "zero_", "cases": 30, "blamed": True, "worst": 1.5}]
+    _record(reports, "zoo", dtype="bfloat16", seeds=9, examples=200, bugs=[coarse], sound=sound)
+    (section,) = (s for s in build(reports).sections if s.key == "zoo")
+    assert "2 of 2 runs under a right name" in section.text[0]
+    assert "blamed in 0 of 1,000 cases" in section.text[0]
+    # 7 found, 4 rightly named and 2 not at all: 1 under a wrong name
+    assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1),)
+
+
 class _Page(HTMLParser):
     """Notes tags that are opened and never closed, scripts, and whatever would be fetched."""
 

@@ -1,0 +1,101 @@
+"""The scoreboard of known bugs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gradcheck_suite.journal import Record
+from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.records_view import latest
+
+ZOO_COLUMNS = (
+    "",
+    "bug",
+    "reported as",
+    "mechanism",
+    "found",
+    "median cases",
+    "median s",
+    "smallest: windows, micro-batches, layers",
+    "named",
+)
+
+
+def zoo(records: Sequence[Record]) -> Section:
+    """Return the scoreboard of known bugs: the latest run in the bugs' own dtypes, and the latest in each other."""
+    coarser = latest([record for record in records if record.data.get("dtype")], lambda data: data["dtype"])
+    records = [record for record in records if not record.data.get("dtype")]
+    if not records:
+        return Section(
+            "zoo", "The zoo of known bugs", missing="The zoo has not been run yet: run `gradcheck-suite zoo`."
+        )
+    data = records[-1].data
+    bugs, sound = data["bugs"], data["sound"]
+    found = sum(b["found"] == b["runs"] for b in bugs)
+    others: dict[str, int] = Counter()
+    for bug in bugs:
+        others.update({name: int(hit) for name, hit in bug["others"].items()})
+    rows = tuple(
+        (
+            b["number"],
+            b["name"],
+            ", ".join(b["citations"]),
+            b["mechanism"],
+            f"{b['found']}/{b['runs']}",
+            b["median_cases"],
+            b["median_seconds"],
+            f"{b['windows']}, {b['micro_batches']}, {b['layers']}",
+            ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
+        )
+        for b in bugs
+    )
+    return Section(
+        "zoo",
+        "The zoo of known bugs",
+        (
+            f"{found} of {len(bugs)} real bugs, re-created in a few lines each, are found in every one of "
+            f"{data['seeds']} runs, {sum(b['rightly_named'] for b in bugs)} of {sum(b['runs'] for b in bugs)} runs "
+            f"under a right name. The sound loops beside them were blamed in "
+            f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
+        ),
+        (
+            Table("Known bugs", ZOO_COLUMNS, rows),
+            Table(
+                "What else would have found them",
+                ("rule or fixed test", f"bugs found, of {len(bugs)}"),
+                (("gradcheck-suite", found), *sorted(others.items(), key=lambda item: -item[1])),
+                "Rules compare the gradients of the case that first showed the bug, so they profit from the suite's "
+                "own "
+                "search; fixed tests are one written-down case each, of the kind that trainers have.",
+            ),
+            *([_coarser(coarser)] if coarser else []),
+        ),
+        commands=unique([record.command for record in (records[-1], *coarser)]),
+    )
+
+
+def _coarser(records: Sequence[Record]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for data in (record.data for record in records):
+        bugs, sound = data["bugs"], data["sound"]
+        total = {name: sum(b[name] for b in bugs) for name in ("runs", "found", "within_rounding", "rightly_named")}
+        unnamed = sum(b["unnamed"] for b in bugs)
+        rows.append(
+            (
+                data["dtype"],
+                *total.values(),
+                unnamed,
+                total["found"] - total["rightly_named"] - unnamed,
+                sum(s["cases"] for s in sound),
+                sum(bool(s["blamed"]) for s in sound),
+            )
+        )
+    return Table(
+        "The same bugs in other precisions",
+        ("dtype", "runs", "found", "within rounding", "rightly named", "unnamed", "wrongly named", "sound cases",
+         "sound loops blamed"),
+        tuple(rows),
+        "Within rounding: what the bug does to the smallest case that shows it in float64 is less than what rounding "
+        "may do in this dtype. Unnamed: found, but rounding hides which weights the items have.",
+    )  # fmt: skip
