@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite import environment
 from gradcheck_suite.case import DTYPES
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.files import expect_writable_folder
 from gradcheck_suite.journal import append_record, this_command
 
 if TYPE_CHECKING:
@@ -47,20 +45,14 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="DTYPE",
         help=f"of {', '.join(DTYPES)}; all of them without this",
     )
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="where the record goes, and the chunks that an interrupted run goes on from (default %(default)s)",
-    )
+    places.add_reports(parser, "where the record goes, and the chunks that an interrupted run goes on from")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the campaign, print its figures and record them."""
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
-    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
+    places.expect_places(arguments.reports)
     environment.prepare()
     environment.set_precision()
     from gradcheck_suite.calibration import campaign, table

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gradcheck_suite import environment
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import expect_writable_folder
 from gradcheck_suite.journal import append_record, this_command
 
 
@@ -18,20 +16,14 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "--examples", type=parsers.positive_integer, default=200, help="cases per printed loop (default %(default)s)"
     )
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="each verdict is recorded in DIR/records (default %(default)s)",
-    )
+    places.add_reports(parser, "each verdict is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Test the claims that the arguments name; print and record each verdict. A claim's being false is no failure."""
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
-    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
+    places.expect_places(arguments.reports)
     environment.prepare()
     environment.set_precision()
     from gradcheck_suite.claims import CLAIMS, SOURCES

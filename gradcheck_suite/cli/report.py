@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.files import expect_writable_folder, write_json, write_text
 from gradcheck_suite.journal import FOLDER
@@ -13,13 +13,7 @@ from gradcheck_suite.journal import FOLDER
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="where the records are and the report goes (default %(default)s)",
-    )
+    places.add_reports(parser, "where the records are and the report goes")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from gradcheck_suite import environment
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.notes import tell_of_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import expect_writable_folder, write_json
+from gradcheck_suite.files import write_json
 from gradcheck_suite.journal import append_record, this_command
 from gradcheck_suite.trainers import TRAINERS, Trainer
 
@@ -36,13 +36,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parser.add_argument("--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the answers here as JSON")
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="answers are recorded in DIR, and DIR/trainers.md gets their table (default %(default)s)",
-    )
+    places.add_reports(parser, "answers are recorded in DIR, and DIR/trainers.md gets their table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,9 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
     trainers = _chosen(["hf-trainer"] if arguments.heads else arguments.trainers)
-    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
+    places.expect_places(arguments.reports, json=arguments.json)
     environment.prepare()
     environment.keep_working_directory_clean()
     environment.set_precision()

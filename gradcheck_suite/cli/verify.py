@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite import environment
 from gradcheck_suite.case import DEVICES, DTYPES
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.interrupts import noted_interrupts
 from gradcheck_suite.cli.notes import tell_of_trainers
 from gradcheck_suite.contract import (
@@ -24,7 +24,7 @@ from gradcheck_suite.contract import (
 )
 from gradcheck_suite.counterexamples import store_counterexample, store_script
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import expect_writable_folder, write_json
+from gradcheck_suite.files import write_json
 from gradcheck_suite.journal import append_record, this_command
 from gradcheck_suite.reach import Reach
 from gradcheck_suite.records import Result, Verdict, results_to_json
@@ -91,13 +91,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parsers.add_time_limit(parser)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="counterexamples go to DIR/counterexamples (default %(default)s)",
-    )
+    places.add_reports(parser, "counterexamples go to DIR/counterexamples")
 
 
 @dataclass
@@ -127,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list()
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
-    _expect_places(arguments)
+    places.expect_places(arguments.reports, "counterexamples", json=arguments.json)
     environment.prepare()
     environment.keep_working_directory_clean()
     environment.set_precision()
@@ -184,19 +178,6 @@ def _list() -> int:
     for name, trainer in TRAINERS.items():
         print(f"{name:<{width}}  {trainer.about} [{trainer.status}]")
     return statuses.HOLDS
-
-
-def _expect_places(arguments: argparse.Namespace) -> None:
-    """Refuse, before the work starts, places where its results could not be written."""
-    if arguments.json is not None:
-        folder = arguments.json.parent
-        if arguments.json.is_dir() or not arguments.json.name:
-            raise UsageError(f"--json {arguments.json}: expected the path of a file, got a folder")
-        if not folder.is_dir():
-            raise UsageError(f"--json {arguments.json}: there is no folder {folder}; make it first")
-        expect_writable_folder(folder, f"--json {arguments.json}")
-    for folder in ("counterexamples", "records"):
-        expect_writable_folder(arguments.reports / folder, f"--reports {arguments.reports}")
 
 
 def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem | None]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite import environment
 from gradcheck_suite.case import DTYPES
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import expect_writable_folder, write_json, write_text
+from gradcheck_suite.files import write_json, write_text
 from gradcheck_suite.journal import append_record, this_command
 from gradcheck_suite.records import Result, json_number
 
@@ -43,13 +43,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         help=f"of all cases, one of {', '.join(DTYPES)} (default: each bug's own, float64 for most)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
-    parser.add_argument(
-        "--reports",
-        type=Path,
-        default=Path("reports"),
-        metavar="DIR",
-        help="a run of the whole zoo is recorded in DIR and written to DIR/zoo.md, or to DIR/zoo-DTYPE.md "
-        "(default %(default)s)",
+    places.add_reports(
+        parser, "a run of the whole zoo is recorded in DIR and written to DIR/zoo.md, or to DIR/zoo-DTYPE.md"
     )
 
 
@@ -62,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         for bug in bugs:
             print(f"{bug.number:>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
         return statuses.HOLDS
-    expect_writable_folder(arguments.reports / "records", f"--reports {arguments.reports}")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
+    places.expect_places(arguments.reports, json=arguments.json)
     environment.prepare()
     environment.set_precision()
     from gradcheck_suite.zoo.table import HEADER, line, markdown, summary
