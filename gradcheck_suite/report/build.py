@@ -15,6 +15,7 @@ from gradcheck_suite.report.compiled_section import compiled
 from gradcheck_suite.report.content import Report, Section
 from gradcheck_suite.report.costs_section import costs
 from gradcheck_suite.report.decision_section import decision
+from gradcheck_suite.report.findings_section import findings
 from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
 from gradcheck_suite.report.sections import claims, counterexamples, verification
@@ -38,6 +39,7 @@ def build(reports: Path) -> Report:
         calibration(records.of("calibration")),
         bridge(records.of("bridge")),
         trainers(records.of("trainer")),
+        findings(reports),
         counterexamples(records.of("verify")),
     ]
     everything = [record for kind in records.by_kind.values() for record in kind]

@@ -100,6 +100,16 @@ def reports(tmp_path):
     return tmp_path
 
 
+def test_findings_are_a_table_of_the_report(reports):
+    rows = f"| finding | test |\n| --- | --- |\n| `zero_` of \\| {EVIL.replace('|', chr(92) + '|')} | `tests/a.py` |\n"
+    (reports / "findings.md").write_text(f"# Findings\n\nSeen on torch.\n\n{rows}")
+    (section,) = (s for s in build(reports).sections if s.key == "findings")
+    assert section.text == ("Seen on torch.",)
+    assert section.tables[0].columns == ("finding", "test")
+    assert section.tables[0].rows == ((f"zero_ of | {EVIL}".replace("`", ""), "tests/a.py"),)
+    assert "script" not in _page(reports).tags
+
+
 def test_the_zoo_in_other_dtypes_is_a_row_each(reports):
     zoo = json.loads((reports / "records" / "zoo.jsonl").read_text())["data"]
     (bug,) = zoo["bugs"]
