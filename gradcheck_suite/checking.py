@@ -13,7 +13,8 @@ from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.contract import Loop, Problem
 from gradcheck_suite.entanglement import reason
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.explain import explain_gradient, explain_steps
+from gradcheck_suite.explain import explain_gradient
+from gradcheck_suite.explain_steps import explain_steps
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.observer import Observation
 from gradcheck_suite.optimizers import OPTIMIZERS

@@ -75,6 +75,24 @@ def test_a_fault_of_one_parameter_is_read_on_the_case_itself(change, where):
     assert "weighs 2 times what it should" in violation.explanation
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fault_of_one_parameter_is_named_in_lower_precision_too(dtype):
+    violation = check(_then(_double_matrices), CASE.replace(dtype=dtype)).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+    assert "in 0.weight alone" in violation.explanation
+    assert violation.explanation.endswith("(read off the same case in float64)")
+
+
+def _doubles_in_bfloat16(run):
+    for p in run.model.parameters():
+        p.grad.copy_(2 * p.grad if p.dtype == torch.bfloat16 else p.grad)
+
+
+def test_a_fault_that_float64_does_not_show_goes_unnamed():
+    violation = check(_then(_doubles_in_bfloat16), CASE.replace(dtype="bfloat16")).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
+
+
 def test_items_of_one_micro_batch_may_be_weighted_unequally():
     def trims(run):
         for window in windows(run):

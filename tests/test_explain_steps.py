@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Plan
-from gradcheck_suite.explain import explain_steps
+from gradcheck_suite.explain_steps import explain_steps
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.subject import run_loop

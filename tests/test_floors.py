@@ -46,6 +46,7 @@ FLOORS = {
     "optimizers": 2,
     "soundness": 2,
     "references": 2,
+    "probe_reading": 2,
     "subject": 2,
     "trial": 2,
     # 3: checking and drawing
@@ -58,6 +59,7 @@ FLOORS = {
     "counterexamples": 3,
     "describe": 3,
     "explain": 3,
+    "explain_steps": 3,
     "loading": 3,
     "scripts": 3,
     "second_opinion": 3,
