@@ -11,12 +11,14 @@ A profile sets how many examples the cheapest property draws; `scaled(k)` gives 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from gradcheck_suite.environment import set_precision
 from properties.tally import TALLY
 
 # compiling takes seconds the first time and nothing later, so neither deadlines nor speed checks say anything here
@@ -30,6 +32,8 @@ settings.register_profile("dev", parent=settings.get_profile("default"), max_exa
 settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=2000, **_COMMON)
 settings.register_profile("gpu", parent=settings.get_profile("ci"), max_examples=50, **_COMMON)
 
+# JAX takes three quarters of a GPU's memory otherwise, and torch needs some; read when JAX first looks for devices
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # what the properties compute is too small to share among threads
 torch.set_num_threads(1)
 # torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
@@ -48,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
             "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
         )
+    set_precision()  # TF32 off in both frameworks, said here and not left to their defaults
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("dev")  # Hypothesis' default has a deadline that no compilation meets
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.environment import environment, set_precision
+from gradcheck_suite.environment import environment
 from gradcheck_suite.journal import append_record, this_command
 
 
@@ -27,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse to measure on a device that is not there."""
     if config.getoption("--bench-device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here")
-    set_precision()
 
 
 @cache
