@@ -15,6 +15,10 @@ NOT_CAPTURED = (
     f"No CUDA graph was captured: `{COMMAND} --bench-device cuda` does, and tells which reset leaves the right "
     "gradients after a replay."
 )
+CAPTURED = (
+    "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; a release "
+    "between replays takes from the parameters the tensors that the graph writes to, and the optimizer finds None."
+)
 _WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
 
 
@@ -35,9 +39,7 @@ def compiled(records: Sequence[Record]) -> Section:
             "optimizer step is then compiled anew for each, up to the limit of 8, and runs eagerly from there on. "
             "Gradients that are allocated once and zeroed need one version. A compiled backward needs two under a "
             "release, one that makes the gradients and one that adds to them; a compiled forward does not see them.",
-            "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; "
-            "a release between replays takes from the parameters the tensors that the graph writes to, and the "
-            "optimizer finds None.",
+            *((CAPTURED,) if tables[1].rows else ()),
         ),
         tuple(table for table in tables if table.rows),
         commands=unique([record.command for record in mine]),
