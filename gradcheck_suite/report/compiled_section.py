@@ -16,8 +16,8 @@ NOT_CAPTURED = (
     "gradients after a replay."
 )
 CAPTURED = (
-    "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; a release "
-    "between replays takes from the parameters the tensors that the graph writes to, and the optimizer finds None."
+    "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; a "
+    "release between replays takes from the parameters the tensors that the graph writes to, and the optimizer finds None."
 )
 _WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
 
