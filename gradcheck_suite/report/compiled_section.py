@@ -17,7 +17,7 @@ NOT_CAPTURED = (
 )
 CAPTURED = (
     "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; a "
-    "release between replays takes from the parameters the tensors that the graph writes to, and the optimizer finds None."
+    "release between replays takes from the parameters the tensors that the graph writes to: the optimizer finds None."
 )
 _WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
 
