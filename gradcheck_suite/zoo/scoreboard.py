@@ -189,7 +189,10 @@ def _lies_within_rounding(bug: Bug, own: str, seed: int, examples: int) -> bool:
         optimizer=bug.optimizer,
         assumes=bug.assumes,
     ).violation
-    return found is not None and check(bug.loop, found.case.replace(dtype=bug.dtype), problem=bug.problem).holds
+    if found is None:
+        return False
+    verdict = check(bug.loop, found.case.replace(dtype=bug.dtype), problem=bug.problem)
+    return verdict.holds and verdict.skipped is None
 
 
 def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from gradcheck_suite import Problem
 from gradcheck_suite.zoo import BUGS
 from gradcheck_suite.zoo.scoreboard import Row, run_bug
 from gradcheck_suite.zoo.table import line
@@ -48,3 +50,18 @@ def test_a_miss_never_passes(row):
     run = replace(row.runs[0], violation=None)
     assert not replace(row, runs=(run,), other_dtype=True).passed
     assert replace(row, runs=(run,), other_dtype=True, within=1).passed
+
+
+def test_what_cannot_be_judged_is_not_within_rounding():
+    def model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(1, 1)
+
+    # the loss is finite in float64 and overflows in float16
+    problem = Problem(
+        model,
+        lambda items, seed: torch.ones(items, 1, dtype=torch.float64),
+        lambda model, batch: 1e6 * model(batch).square().mean(),
+    )
+    row = run_bug(replace(BUGS["no-divide"], problem=problem), [0], examples=20, dtype="float16")
+    assert (row.found, row.within, row.passed) == (0, 0, False)
