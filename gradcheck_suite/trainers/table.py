@@ -34,9 +34,7 @@ def closing(answers: Sequence[Answer]) -> list[str]:
     """Return what stands below the lines: how to read them, what was not asked and why, who holds."""
     lines = []
     if any(_violated(answer) for answer in answers):
-        lines.append(
-            "after a diagnosis: the smallest case, as items of its micro-batches, windows apart by |, and K"
-        )
+        lines.append("after a diagnosis: the smallest case, as items of its micro-batches, windows apart by |, and K")
     not_asked = {(a.trainer.name, a.why): None for a in answers if a.result is None}
     lines += [f"{name} was not asked: {why}" for name, why in not_asked]
     asked = {a.trainer.name: None for a in answers if a.result is not None}
