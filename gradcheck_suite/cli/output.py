@@ -94,10 +94,14 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
 
 
 def _found(result: Result) -> str:
+    assert result.violation is not None
+    first = "the weight read-out probe"
+    if isinstance(result.violation.case.problem, str):
+        first = "the case that is tried first, two whole windows"
     if not result.cases:
-        return "found on the weight read-out probe, before any case was drawn"
+        return f"found on {first}, before any case was drawn"
     if result.found_after is None:
-        return f"found on the weight read-out probe; none of {_cases(result.cases)} drawn shows it"
+        return f"found on {first}; none of {_cases(result.cases)} drawn shows it"
     return f"found after {_cases(result.found_after)}, then made as small as it would get"
 
 
