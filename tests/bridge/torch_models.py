@@ -30,6 +30,7 @@ class Transformer(nn.Module):
             self._embedded(input_ids),
             self._embedded(shifted),
             tgt_mask=later,
+            tgt_is_causal=True,
             src_key_padding_mask=padded,
             memory_key_padding_mask=padded,
         )
