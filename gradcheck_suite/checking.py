@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -15,6 +12,7 @@ from gradcheck_suite.entanglement import reason
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.explain import explain_gradient
 from gradcheck_suite.explain_steps import explain_steps
+from gradcheck_suite.frames import users_line
 from gradcheck_suite.numerics.compare import Difference
 from gradcheck_suite.observer import Observation
 from gradcheck_suite.optimizers import OPTIMIZERS
@@ -106,11 +104,9 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
         raise
     except Exception as error:
         # a user's own code, which may raise anything
-        trace = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
             f"the problem {case.problem} failed before any loop ran, on batches of {min(case.plan.micro_batches)} to "
-            f"{case.plan.total_items} items: {type(error).__name__}: {error} ({Path(trace.filename).name}, "
-            f"line {trace.lineno})"
+            f"{case.plan.total_items} items: {type(error).__name__}: {error} ({users_line(error)})"
         ) from error
     return reference, None
 

@@ -5,6 +5,7 @@ This module is data only: torch appears in annotations and is never imported.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,8 +84,35 @@ class Problem:
                 raise UsageError(f"Problem: {name} must be callable, got {type(getattr(self, name)).__name__}")
         if self.count is not None and not callable(self.count):
             raise UsageError(f"Problem: count must be callable or None, got {type(self.count).__name__}")
+        for name, wanted in _ARGUMENTS.items():
+            _expect_arguments(name, getattr(self, name), wanted)
         if self.reduction not in REDUCTIONS:
             raise UsageError(f"Problem: reduction must be one of {', '.join(REDUCTIONS)}; got {self.reduction!r}")
+
+
+_ARGUMENTS = {
+    "model": ("seed",),
+    "batch": ("items", "seed"),
+    "loss": ("model", "batch"),
+    "count": ("batch",),
+}
+
+
+def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
+    """Refuse a function that cannot be called as a problem's is."""
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some callables written in C have none: let the call tell
+    try:
+        signature.bind(*wanted)
+    except TypeError:
+        shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        raise UsageError(
+            f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take that"
+        ) from None
 
 
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:

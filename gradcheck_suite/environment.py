@@ -36,7 +36,8 @@ MINIMUM = {
 """Lowest version of each package the suite uses."""
 MAIN_JOB = ("torch", "jax", "jaxlib", "numpy", "hypothesis", "rich")
 """The packages that `verify` and `replay` need."""
-_MODULES = {"pytest-benchmark": "pytest_benchmark"}
+TRAINERS = ("transformers", "accelerate", "lightning")
+"""Packages that bring trainers, named where they are installed."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,16 @@ class Ability:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of the suite, of Python and of each package; None where a package is not installed."""
+    """Return the version of the suite, of Python and of each package; None where one that it uses is not installed."""
     from gradcheck_suite import __version__
 
     found: dict[str, str | None] = {"gradcheck-suite": __version__, "python": platform.python_version()}
-    for package in MINIMUM:
+    for package in (*MINIMUM, *TRAINERS):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+            if package in MINIMUM:
+                found[package] = None
     return found
 
 

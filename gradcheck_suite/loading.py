@@ -33,6 +33,17 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def expect_file(text: str) -> None:
+    """Refuse `FILE.py:NAME` where there is no such file; importing nothing.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(text.rpartition(":")[0])
+    if path.suffix == ".py" and not path.exists():
+        raise UsageError(_no_file(path))
+
+
 def resolve_loop(text: str) -> Loop:
     """Return the loop that `FILE.py:NAME`, `package.module:NAME`, a built-in's or a trainer's name stands for.
 

@@ -13,9 +13,12 @@ import torch
 from gradcheck_suite.contract import Batch
 from gradcheck_suite.entanglement import reason, refused
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.item_weights import proportion, weights_of_items
 from gradcheck_suite.optimizers import make_optimizer
-from gradcheck_suite.trial import Trial, leaves
+from gradcheck_suite.trial import Items, Trial, leaves
 
+WEIGHED_ITEMS = 4
+"""From which a mean that weighs items unequally is recognised: more than enough to contradict it."""
 TOLERANCE = 1e-5
 """Relative. Losses are computed in float64, but a user's model may hold islands of float32, which round at 1e-7."""
 
@@ -130,7 +133,24 @@ def _meant(trial: Trial, model: torch.nn.Module, whole: float) -> str | None:
         terms = [w * loss for w, loss in zip(weights or [1.0] * len(losses), losses, strict=True)]
         if _close((sum(weights) or 1.0) * whole, sum(terms), sum(map(abs, terms))):
             return text
-    return None
+    return _weighed(trial, model)
+
+
+def _weighed(trial: Trial, model: torch.nn.Module) -> str | None:
+    """Say how a user's mean weighs items that it does not weigh alike; None where it is no such mean."""
+    if trial.problem.reduction == "sum" or not isinstance(trial.case.problem, str):
+        return None
+    items = Items(trial.drawn(WEIGHED_ITEMS, torch.float64))
+    try:
+        weights = weights_of_items(lambda chosen: _loss(trial, model, items.__getitems__(chosen)), WEIGHED_ITEMS)
+    except (UsageError, RuntimeError, ValueError):
+        return None  # an item by itself counts nothing, or batch normalisation refuses it
+    if weights is None:
+        return None
+    return (
+        f"it is a mean in which items weigh unequally, {WEIGHED_ITEMS} of them as {proportion(weights)} (a mean over "
+        "tokens, or over targets that are not ignored, does that): let Problem.count return what the mean divides by"
+    )
 
 
 def _close(a: float, b: float, scale: float) -> bool:

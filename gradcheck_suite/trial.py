@@ -112,7 +112,13 @@ class Trial:
         """
         dtype = torch.promote_types(torch.float32, self.dtype)
         if self.problem.count is not None:
-            return torch.as_tensor(self.problem.count(batch)).to(self.device, dtype)
+            counted = self.problem.count(batch)
+            try:
+                return torch.as_tensor(counted).to(self.device, dtype)
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(
+                    f"Problem.count(batch) must return a number or a scalar tensor, got {type(counted).__name__}"
+                ) from None
         return torch.tensor(float(len(next(leaves(batch)))), device=self.device, dtype=dtype)
 
     def batch(self, items: range, dtype: torch.dtype | None = None) -> Batch:
@@ -121,6 +127,11 @@ class Trial:
         if dtype is None:
             return batch
         return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+    def drawn(self, items: int, dtype: torch.dtype) -> Batch:
+        """Return a batch of other items than the epoch's, floating tensors in `dtype`."""
+        batch = self.problem.batch(items, self.case.seed)
+        return map_leaves(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype), batch)
 
     def loader(self) -> DataLoader[Any]:
         """Return a loader whose passes yield the plan's micro-batches in order."""
@@ -176,16 +187,18 @@ def user_trial(case: Case, problem: Problem) -> Trial:
     device = checked_device(case.device)
     total = case.plan.total_items
     dtype = torch_dtype(case.dtype)
-    data = map_leaves(
-        lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), problem.batch(total, case.seed)
-    )
+    given = problem.batch(total, case.seed)
+    data = map_leaves(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given)
     tensors = list(leaves(data))
     if not tensors:
-        raise UsageError("Problem.batch must return tensors (in dicts, lists or tuples); it returned none")
+        raise UsageError(
+            f"Problem.batch must return tensors, in dicts, lists or tuples; got {type(given).__name__} with none in it"
+        )
     for tensor in tensors:
         if tensor.ndim == 0 or len(tensor) != total:
             raise UsageError(
                 f"Problem.batch({total}, seed) must return tensors of leading dimension {total}, "
-                f"got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item count asked for"
+                f"got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item count asked for, "
+                "and pad items of different lengths to one tensor"
             )
     return Trial(case=case, problem=problem, data=data, arrays=None)

@@ -39,6 +39,8 @@ LARGE_MODEL = 1_000_000
 """Parameters from which on several threads are faster than one, also where others use the machine."""
 SMALL_EXAMPLES = 60
 """Small cases that are tried where shrinking has left a larger one."""
+UNASKED = ("not-accumulable", "raised", "step-count")
+"""Kinds of violation that JAX has no say in."""
 Progress = Callable[[Verdict], None]
 
 
@@ -126,7 +128,8 @@ class _Search:
         """Ask JAX about the problem: on the cases that the verdict rests on."""
         if self.violation is None:
             return second_opinion(self._users, problem)
-        return None if self.violation.kind == "not-accumulable" else second_opinion([self.violation.case], problem)
+        # the others are said of no gradient
+        return None if self.violation.kind in UNASKED else second_opinion([self.violation.case], problem)
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
@@ -267,7 +270,13 @@ def verify(
         interrupted = True
     except _StopError as stop:
         raise stop.error from None
-    opinion = None if problem is None or interrupted else search.second_opinion(problem)
+    opinion = None
+    if problem is not None and not interrupted:
+        try:
+            opinion = search.second_opinion(problem)
+        except KeyboardInterrupt:
+            # what was found out about the loop stands
+            interrupted = True
     return Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,

@@ -80,6 +80,10 @@ def test_a_problem_needs_three_callables():
         ({"loss": None}, "Problem: loss must be callable, got NoneType"),
         ({"count": 1}, "Problem: count must be callable or None, got int"),
         ({"reduction": "none"}, "Problem: reduction must be one of mean, sum; got 'none'"),
+        (
+            {"batch": lambda items: None},
+            "Problem: batch is called as batch(items, seed), and <lambda>(items) does not take that",
+        ),
     ],
 )
 def test_a_bad_problem_is_refused(change, message):

@@ -95,16 +95,42 @@ def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
     assert "for the others the 60 s that this may take did not suffice" in opinion.summary()
 
 
-@pytest.mark.parametrize("loop", ["plain", "no"])
+def never_resets(run: Any) -> None:
+    run.optimizer.zero_grad = lambda: None
+    BUILT_IN["plain"](run)
+
+
+def never_steps(run: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("loop", ["plain", "never_resets"])
 def test_a_violated_loop_is_asked_about_on_its_smallest_case(loop, monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(
         "gradcheck_suite.verification.second_opinion",
         lambda cases, problem: asked.append(list(cases)) or module.SecondOpinion(),
     )
-    subject = BUILT_IN["plain"] if loop == "plain" else lambda run: None
-    result = verify(subject, problem=PROBLEM, examples=5)
+    result = verify(BUILT_IN["plain"] if loop == "plain" else never_resets, problem=PROBLEM, examples=5)
     (cases,) = asked
     assert len(cases) == (5 if loop == "plain" else 1)
     if result.violation is not None:
         assert cases == [result.violation.case]
+
+
+def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.verification.second_opinion", None)
+    result = verify(never_steps, problem=PROBLEM, examples=5)
+    assert (result.violation and result.violation.kind, result.second_opinion) == ("step-count", None)
+
+
+@pytest.mark.parametrize("loop", [BUILT_IN["plain"], never_resets])
+def test_what_was_found_out_stands_where_the_second_opinion_is_interrupted(loop, monkeypatch):
+    def interrupt(cases: Any, problem: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradcheck_suite.verification.second_opinion", interrupt)
+    result = verify(loop, problem=PROBLEM, examples=5)
+    assert result.interrupted
+    assert result.holds == (loop is not never_resets)
+    assert result.second_opinion is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -104,6 +105,29 @@ def test_a_count_that_disagrees_with_the_mean_is_said_so(problem, said):
     assert said in verdict.violation.explanation
 
 
+def test_a_forgotten_count_is_said_so():
+    """Rows of 1 to 4 targets, the others ignored: the mean is over targets, and the default count is of rows."""
+
+    def rows(items: int, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.randint(0, 5, (items, 4), generator=generator)
+        there = torch.arange(4) < torch.randint(1, 5, (items, 1), generator=generator)
+        return {"x": torch.randn(items, 4, 3, generator=generator), "target": target.where(there, -100)}
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        return functional.cross_entropy(m(b["x"]).flatten(0, 1), b["target"].flatten())
+
+    fault = objective_fault(user_trial(CASE, Problem(model, rows, loss)))
+    lengths = (rows(4, CASE.seed)["target"] != -100).sum(1).tolist()
+    assert len({*lengths}) > 1
+    divisor = math.gcd(*lengths)
+    assert fault is not None
+    assert f"4 of them as {' : '.join(str(n // divisor) for n in lengths)} (a mean over tokens" in fault
+    assert "let Problem.count return what the mean divides by" in fault
+    counted = Problem(model, rows, loss, count=lambda b: (b["target"] != -100).sum())
+    assert objective_fault(user_trial(CASE, counted)) is None
+
+
 def test_a_count_that_does_not_add_up():
     fault = objective_fault(user_trial(CASE, replace(GOOD, count=lambda b: torch.tensor(len(b["x"]) ** 2))))
     assert fault is not None
@@ -143,6 +167,9 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
         (replace(GOOD, model=lambda s: 1 / 0), r"ZeroDivisionError: division by zero \(test_soundness.py, line \d+\)"),
         (replace(GOOD, batch=lambda n, s: {}["x"]), "KeyError: 'x'"),
         (replace(GOOD, count=lambda b: b["missing"]), "KeyError: 'missing'"),
+        (replace(GOOD, count=lambda b: None), "must return a number or a scalar tensor, got NoneType"),
+        # raised inside torch: the line is that of the user's code
+        (with_loss(lambda m, b: m(b["x"][:, :2]).sum()), r"RuntimeError: .* \(test_soundness.py, line \d+\)"),
     ],
 )
 def test_a_broken_contract_is_a_usage_error(problem, said):

@@ -148,7 +148,8 @@ def test_pytrees_are_walked_and_rebuilt():
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        (lambda items, seed: {"name": "none"}, "must return tensors (in dicts, lists or tuples); it returned none"),
+        (lambda items, seed: {"name": "none"}, "must return tensors, in dicts, lists or tuples; got dict with none"),
+        (lambda items, seed: [torch.ones(2 + i) for i in range(items)], "pad items of different lengths to one tensor"),
         (lambda items, seed: torch.ones(2, 1), "Problem.batch(6, seed) must return tensors of leading dimension 6"),
         (lambda items, seed: (torch.ones(items), torch.tensor(1.0)), "got one of shape ()"),
     ],

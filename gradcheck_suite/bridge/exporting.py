@@ -10,6 +10,7 @@ import io
 import logging
 import operator
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -183,7 +184,12 @@ def _not_exportable(error: Exception) -> str:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     depends = "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
-    if depends:
+    if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+        advice = (
+            "torch.nn's transformer compares the values of its mask with a causal one: say which it is, with is_causal "
+            "(of nn.Transformer tgt_is_causal, src_is_causal) beside the mask"
+        )
+    elif depends:
         advice = (
             "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
             "not repeat. Write it with torch.where, masks or torch.cond, or compute the decision in Problem.batch"

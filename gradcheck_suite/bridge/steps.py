@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,10 @@ def narrow_operations(steps: tuple[Step, ...]) -> tuple[str, ...]:
     for step in steps:
         value = step.node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
-            found.append(f"{step.node.target}{where_from(step.node)}")
+            # one of several results is picked by a step of its own, and is its operation's all the same
+            source = step.node.args[0]
+            node = source if step.node.target is operator.getitem and isinstance(source, fx.Node) else step.node
+            found.append(f"{node.target}{where_from(node)}")
     return tuple(found)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.cli.parsers import DEFAULT_TIME_LIMIT
 from gradcheck_suite.describe import describe_violation, example_text
 from gradcheck_suite.records import Result, Violation
+from gradcheck_suite.trainers import TRAINERS
 
 
 def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
@@ -18,8 +19,7 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
     versions, flags = about["versions"], about["precision"]
     optimizer = "" if arguments.optimizer is None else f", optimizer {arguments.optimizer}"
     lines = [
-        f"gradcheck-suite {versions['gradcheck-suite']}, torch {versions['torch']}, jax {versions['jax']}: "
-        f"{_cases(arguments.examples)} per loop, seed {arguments.seed}, "
+        f"{subjects(arguments.loops, versions)}: {_cases(arguments.examples)} per loop, seed {arguments.seed}, "
         f"{arguments.dtype} on {arguments.device}{optimizer}",
         f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
         f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
@@ -29,6 +29,12 @@ def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
     if arguments.problem is not None:
         lines.append(f"problem {arguments.problem}: only plans are drawn")
     return "\n".join(lines)
+
+
+def subjects(names: Iterable[str], versions: Mapping[str, str | None]) -> str:
+    """Return the versions that a verdict on some loops is about: the suite's, the frameworks', and the trainers'."""
+    packages = dict.fromkeys(package for name in names if name in TRAINERS for package in TRAINERS[name].packages)
+    return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
 
 
 def result_lines(
@@ -88,10 +94,14 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
 
 
 def _found(result: Result) -> str:
+    assert result.violation is not None
+    first = "the weight read-out probe"
+    if isinstance(result.violation.case.problem, str):
+        first = "the case that is tried first, two whole windows"
     if not result.cases:
-        return "found on the weight read-out probe, before any case was drawn"
+        return f"found on {first}, before any case was drawn"
     if result.found_after is None:
-        return f"found on the weight read-out probe; none of {_cases(result.cases)} drawn shows it"
+        return f"found on {first}; none of {_cases(result.cases)} drawn shows it"
     return f"found after {_cases(result.found_after)}, then made as small as it would get"
 
 

@@ -15,7 +15,9 @@ from gradcheck_suite.records import Verdict
 class Progress:
     """One bar on standard error for the loop at work; gone once its line is printed."""
 
-    def __init__(self, *, examples: int) -> None:
+    def __init__(self, *, examples: int, then: str | None = None) -> None:
+        """Take how many cases there will be, and what comes after the last one where that takes long."""
+        self._then, self._cases = then, 0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._examples = examples
@@ -29,6 +31,7 @@ class Progress:
     def start(self, name: str) -> None:
         """Show a fresh bar for a loop."""
         self.stop()
+        self._cases = 0
         if not sys.stderr.isatty():
             return
         self._bar = Bar(
@@ -50,8 +53,11 @@ class Progress:
         """Count a case."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
+            self._cases += 1
             if not verdict.holds:
                 self._bar.update(self._task, description=f"{self._name}: violated, looking for a smaller case")
+            elif self._then is not None and self._cases == self._examples:
+                self._bar.update(self._task, description=f"{self._name}: {self._then}")
 
     def count(self, more: int) -> None:
         """Count so many more."""

@@ -122,6 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
     places.expect_places(arguments.reports, "counterexamples", json=arguments.json)
+    from gradcheck_suite.loading import expect_file
+
+    for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
+        expect_file(text)  # before torch and jax are imported, which takes seconds
     environment.prepare()
     environment.keep_working_directory_clean()
     environment.set_precision()
@@ -138,7 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
     unjudged: list[str] = []
     interrupted = False
     width = max(map(len, loops))
-    with Progress(examples=arguments.examples) as progress, noted_interrupts() as pressed:
+    asked = None if problem is None else "judged, asking JAX for a second opinion"
+    with Progress(examples=arguments.examples, then=asked) as progress, noted_interrupts() as pressed:
         try:
             for name, loop in loops.items():
                 judged = _Judged()

@@ -45,8 +45,8 @@ def bridge(records: Sequence[Record]) -> Section:
         TITLE,
         (
             "A user's loss is exported by torch and carried over to JAX operation by operation; JAX alone takes its "
-            f"derivative. On {len(rows)} architectures of transformers, small, with random weights, in float64, every "
-            "gradient agrees with torch's within the bound given.",
+            f"derivative. On {len(rows)} architectures of transformers and torch.nn, small, with random weights, in "
+            "float64, every gradient agrees with torch's within the bound given.",
         ),
         (
             Table(

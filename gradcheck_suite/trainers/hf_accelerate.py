@@ -56,7 +56,9 @@ def accelerate_no_sync(run: TrainingRun) -> None:
 def accelerate_scaler(run: TrainingRun) -> None:
     """`accumulate()` with `mixed_precision="fp16"`, so that Accelerate's GradScaler scales, unscales and steps."""
     if run.device.type == "cpu":
-        raise CannotRunHere("accelerate refuses fp16, and with it its GradScaler, on the CPU: use --device cuda")
+        raise CannotRunHere(
+            "accelerate refuses fp16, and with it its GradScaler, on the CPU: `verify` has --device cuda"
+        )
     _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps, mixed_precision="fp16"))
 
 

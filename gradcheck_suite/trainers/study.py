@@ -12,13 +12,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gradcheck_suite.contract import Problem
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loading import resolve_problem
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.records import Result
 from gradcheck_suite.strategies import plans
 from gradcheck_suite.trainers import Trainer
+from gradcheck_suite.trainers.process import quiet
 from gradcheck_suite.verification import verify
 
 MOST = 4
@@ -145,14 +145,6 @@ class Answer:
     result: Result | None
     why: str = ""
 
-    @property
-    def word(self) -> str:
-        """`holds`, the diagnosis, or `-` where the question does not arise."""
-        if self.result is None:
-            return "-"
-        violation = self.result.violation
-        return "holds" if violation is None else violation.diagnosis
-
     def to_json(self) -> dict[str, Any]:
         """Return the answer as JSON-ready data."""
         return {
@@ -175,23 +167,20 @@ def questions_for(trainer: Trainer) -> tuple[Question, ...]:
 
 
 def ask(trainer: Trainer, question: Question, *, examples: int, seed: int = 0) -> Answer:
-    """Put one question to a trainer.
-
-    Raises:
-        CannotRunHere: the trainer is not installed.
-    """
-    loop = trainer.load()
-    problem: Problem = resolve_problem(question.problem)
+    """Put one question to a trainer; where it cannot be loaded, or does not take the problem, the answer says why."""
     try:
-        result = verify(
-            loop,
-            name=trainer.name,
-            problem=problem,
-            problem_name=question.problem,
-            plan=question.plan(),
-            examples=examples,
-            seed_value=seed,
-        )
+        loop, problem = trainer.load(), resolve_problem(question.problem)
+        # models of transformers warn about themselves through the same loggers as its trainer
+        with quiet("transformers"):
+            result = verify(
+                loop,
+                name=trainer.name,
+                problem=problem,
+                problem_name=question.problem,
+                plan=question.plan(),
+                examples=examples,
+                seed_value=seed,
+            )
     except CannotRunHere as error:
         return Answer(trainer, question, None, str(error))
     return Answer(trainer, question, result)

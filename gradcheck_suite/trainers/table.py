@@ -14,13 +14,46 @@ from gradcheck_suite.trainers.study import HEAD, Answer
 
 START, END = "<!-- table: written by `gradcheck-suite trainers` -->", "<!-- end of table -->"
 PAGE = "trainers.md"
+NAME_WIDTH = max(map(len, TRAINERS))
+QUESTION_WIDTH = 22
+"""Of the columns on the console; the names of heads are longer, and stand alone."""
 
 
 def line(answer: Answer) -> str:
-    """Return an answer on one line."""
-    text = f"{answer.trainer.name:<22} {answer.trainer.status:<22} {answer.question.name:<22} {answer.word}"
-    violation = None if answer.result is None else answer.result.violation
-    return f"{text}, {cut(violation.case.plan.to_json())}" if violation else text
+    """Return an answer on one line: `holds`, `VIOLATED` with the diagnosis and the smallest case, or that none is."""
+    text = f"{answer.trainer.name:<{NAME_WIDTH}} {answer.trainer.status:<20} {answer.question.name:<{QUESTION_WIDTH}} "
+    if answer.result is None:
+        return f"{text}not asked"
+    violation = answer.result.violation
+    if violation is None:
+        return f"{text}holds"
+    return f"{text}VIOLATED  {violation.diagnosis:<14} {cut(violation.case.plan.to_json())}"
+
+
+def closing(answers: Sequence[Answer]) -> list[str]:
+    """Return what stands below the lines: how to read them, what was not asked and why, who holds."""
+    lines = []
+    if any(_violated(answer) for answer in answers):
+        lines.append("after a diagnosis: the smallest case, as items of its micro-batches, windows apart by |, and K")
+    not_asked = {(a.trainer.name, a.why): None for a in answers if a.result is None}
+    lines += [f"{name} was not asked: {why}" for name, why in not_asked]
+    asked = {a.trainer.name: None for a in answers if a.result is not None}
+    violated = {a.trainer.name: None for a in answers if _violated(a)}
+    if asked:
+        lines.append(_holding(list(asked), list(violated)))
+    return lines
+
+
+def _violated(answer: Answer) -> bool:
+    return answer.result is not None and answer.result.violation is not None
+
+
+def _holding(asked: Sequence[str], violated: Sequence[str]) -> str:
+    holding = [name for name in asked if name not in violated]
+    text = f"{len(holding)} of {len(asked)} trainers hold on every question" if len(asked) > 1 else ""
+    if not text:
+        return f"{asked[0]} {'is violated on some question' if violated else 'holds on every question'}"
+    return f"{text}: {', '.join(holding)}" if holding else text
 
 
 def write_table(reports: Path) -> Path:

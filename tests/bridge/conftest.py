@@ -31,10 +31,11 @@ def note_agreement(request: pytest.FixtureRequest) -> Callable[..., None]:
     def note(model: torch.nn.Module, agreement: Agreement, tolerance: float, *, widened: bool = False) -> None:
         if reports is None:
             return
+        package = "transformers" if type(model).__module__.startswith("transformers.") else "torch"
         data: dict[str, Any] = {
             "architecture": type(model).__name__,
-            "package": "transformers",
-            "version": version("transformers"),
+            "package": package,
+            "version": version(package),
             "widened": widened,
             "parameters": sum(p.numel() for p in model.parameters()),
             "operations": agreement.lowered.operations,

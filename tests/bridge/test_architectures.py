@@ -1,4 +1,4 @@
-"""Real architectures from transformers, small, with random weights: loss and every gradient against torch's.
+"""Real architectures from transformers and torch.nn, small, with random weights: loss and gradients against torch's.
 
 Most language models compute their norms, rotary embeddings and losses in float32 whatever their own dtype. Each model
 is therefore held to torch twice: as it is, within what float32 leaves; and with every request for float32 answered by
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.bridge import torch_models
 from tests.bridge.agreeing import TOLERANCE, assert_agreement
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -63,13 +64,16 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(3, 53, (rows, length))
 
 
-def _text(name: str, config: Any, **kwargs: Any) -> Made:
+def _rows() -> dict[str, torch.Tensor]:
     """Rows of text, the first one padded."""
     tokens = _tokens(3, 7)
     tokens[0, 5:] = 0
-    labels = tokens.masked_fill(tokens == 0, -100)
-    batch = {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": labels}
-    return _model(name, config, **kwargs), batch
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+
+
+def _text(name: str, config: Any, **kwargs: Any) -> Made:
+    batch = _rows()
+    return _model(name, config, **kwargs), {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
 
 
 def _images(name: str, config: Any, size: int) -> Made:
@@ -204,6 +208,14 @@ def mamba() -> Made:
     return transformers.MambaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
+def torch_transformer() -> Made:
+    return torch_models.Transformer(), _rows()
+
+
+def torch_lstm() -> Made:
+    return torch_models.LSTM(), _rows()
+
+
 ARCHITECTURES: tuple[Callable[[], Made], ...] = (
     bert,
     clip,
@@ -220,10 +232,12 @@ ARCHITECTURES: tuple[Callable[[], Made], ...] = (
     resnet,
     roberta,
     t5,
+    torch_lstm,
+    torch_transformer,
     vit,
     whisper,
 )
-PURE = {"bert", "convnext", "resnet", "roberta", "whisper"}
+PURE = {"bert", "convnext", "resnet", "roberta", "torch_lstm", "torch_transformer", "whisper"}
 """Models that compute in their own dtype throughout."""
 
 

@@ -157,6 +157,15 @@ def test_programs_are_told_apart_by_their_constants_and_found_again():
     assert PROGRAMS.compiled == compiled
 
 
+def test_operations_in_float32_are_named_with_their_lines_also_where_they_have_several_results():
+    def loss(model, batch):
+        return model(batch).float().topk(2).values.double().sum()
+
+    narrow = lower(Of(lambda self, x: self.linear(x)), loss, X).narrow
+    assert [name.partition(" (")[0] for name in narrow] == ["aten._to_copy.default", "aten.topk.default"]
+    assert all("test_lowered.py, line" in name for name in narrow)
+
+
 def test_recurrent_layers():
     modules = {
         "lstm": nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True, proj_size=2).double(),

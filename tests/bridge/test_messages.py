@@ -131,6 +131,20 @@ def test_a_decision_inside_torch_is_said_too():
         jax_gradient(MODEL, loss, X)
 
 
+def test_a_transformer_that_looks_at_its_masks_values_is_told_what_to_pass():
+    """torch.nn.modules.transformer._detect_is_causal_mask compares the mask's values, where nobody says what it is."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 1).double()
+    mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+
+    def loss(model, batch, **said):
+        return model(batch[None], mask=mask.clone(), **said).pow(2).mean()
+
+    with pytest.raises(NotExportable, match=r"is_causal .* beside the mask") as raised:
+        jax_gradient(encoder, loss, X)
+    assert "Python decision" not in str(raised.value)
+    assert jax_gradient(encoder, lambda model, batch: loss(model, batch, is_causal=True), X)
+
+
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(BridgeError, match="must be one scalar tensor"):
         jax_gradient(MODEL, lambda model, batch: model(batch), X)

@@ -48,5 +48,5 @@ def test_a_case_that_failed_leaves_nothing_to_the_next():
 
 
 def test_the_scaler_is_refused_on_the_cpu():
-    with pytest.raises(CannotRunHere, match="use --device cuda"):
+    with pytest.raises(CannotRunHere, match="`verify` has --device cuda"):
         check(TRAINERS["accelerate-scaler"].load(), Case("dense", Plan((1,), 1)), problem=MEAN)

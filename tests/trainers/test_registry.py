@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 
 import pytest
 
+from gradcheck_suite import environment
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loading import resolve_loop
@@ -76,6 +78,25 @@ def test_the_note_goes_to_standard_error_and_the_run_goes_on(capsys, monkeypatch
     captured = capsys.readouterr()
     assert captured.err == f"gradcheck-suite: note: {known.note}\n"
     assert (status, "here  holds" in captured.out) == (0, True)
+
+
+def test_the_verdict_says_which_version_it_is_about(capsys, monkeypatch, tmp_path):
+    known = Trainer("here", ("pytest",), "gradcheck_suite.loops.sound:plain", (_version("pytest"),), "a sound loop")
+    monkeypatch.setitem(TRAINERS, "here", known)
+    path = tmp_path / "result.json"
+    problem = "gradcheck_suite.trainers.dense:MEAN"
+    command = ["verify", "here", "--problem", problem, "--examples", "1", "--reports", str(tmp_path)]
+    assert main([*command, "--json", str(path)]) == 0
+    assert f", pytest {known.version}: 1 case per loop" in capsys.readouterr().out.splitlines()[0]
+    assert json.loads(path.read_text())["environment"]["versions"]["pytest"] == known.version
+
+
+def test_the_environment_names_every_package_that_brings_a_trainer():
+    wanted = {package for trainer in TRAINERS.values() for package in trainer.packages}
+    assert wanted == set(environment.TRAINERS)
+    found = environment.versions()
+    assert {name: found.get(name) for name in wanted} == {name: _version(name) for name in wanted}
+    assert {name for name in wanted if name in found} == {name for name in wanted if _version(name)}
 
 
 def test_a_version_whose_names_moved_is_one_line():
