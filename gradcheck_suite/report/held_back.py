@@ -61,7 +61,7 @@ def _speeds(row: Mapping[str, Any]) -> str:
     if row.get("memset_per_second"):
         text += (
             f"; the C library's memset, on one thread, {speed('memset_per_second')}. On a CPU an ordinary store reads "
-            "its cache line first: a fill then moves two bytes for each that it writes, a copy three for two, and a "
-            "fill can reach 75% of a copy and no more. memset avoids that read"
+            "its cache line first: a fill then moves two bytes for each that it writes, a copy three for two: about "
+            "three quarters of a copy's speed is to be expected. memset avoids that read"
         )
     return text + "."
