@@ -37,6 +37,7 @@ class SecondOpinion:
         shapes: how many sets of shapes these have.
         findings: where it differs from torch's by more than rounding.
         refusal: why the problem cannot be carried over to JAX, or None.
+        budget_s: seconds after which it was asked about no further window.
     """
 
     windows: int = 0
@@ -44,6 +45,7 @@ class SecondOpinion:
     shapes: int = 0
     findings: list[str] = field(default_factory=list)
     refusal: str | None = None
+    budget_s: float = BUDGET
 
     def summary(self) -> str:
         """Say in a sentence what JAX had a say in."""
@@ -54,7 +56,7 @@ class SecondOpinion:
         if not self.findings:
             text += ", and agrees with torch"
         if self.answered < self.windows:
-            text += f"; for the others the {BUDGET:g} s that this may take did not suffice"
+            text += f"; for the others the {self.budget_s:g} s that this may take did not suffice"
         return text
 
 
@@ -64,7 +66,7 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
     A loop is held to torch's gradient all the same: where JAX differs, that is a finding about the problem, torch, JAX
     or the bridge.
     """
-    opinion, started = SecondOpinion(), time.perf_counter()
+    opinion, started = SecondOpinion(budget_s=budget_s), time.perf_counter()
     groups: dict[Shapes, list[tuple[Reference, Window]]] = defaultdict(list)
     for case in cases:
         reference = REFERENCES.get(case, problem)

@@ -27,7 +27,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.probe import probe_case
 from gradcheck_suite.records import Result, Verdict, Violation
-from gradcheck_suite.second_opinion import SecondOpinion, second_opinion
+from gradcheck_suite.second_opinion import BUDGET, SecondOpinion, second_opinion
 from gradcheck_suite.spec import ProblemSpec
 from gradcheck_suite.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
 from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
@@ -124,12 +124,13 @@ class _Search:
         self._on_probe, self._first_pass = self._other, False
         return True
 
-    def second_opinion(self, problem: Problem) -> SecondOpinion | None:
+    def second_opinion(self, problem: Problem, budget_s: float) -> SecondOpinion | None:
         """Ask JAX about the problem: on the cases that the verdict rests on."""
         if self.violation is None:
-            return second_opinion(self._users, problem)
-        # the others are said of no gradient
-        return None if self.violation.kind in UNASKED else second_opinion([self.violation.case], problem)
+            return second_opinion(self._users, problem, budget_s=budget_s)
+        if self.violation.kind in UNASKED:
+            return None
+        return second_opinion([self.violation.case], problem, budget_s=budget_s)
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
@@ -208,6 +209,7 @@ def verify(
     optimizer: str | None = None,
     assumes: Iterable[str] = (),
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    second_opinion_s: float = BUDGET,
     plan: st.SearchStrategy[Plan] | None = None,
     progress: Progress | None = None,
 ) -> Result:
@@ -225,6 +227,8 @@ def verify(
         optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
         assumes: what the loop relies on, beside what it states itself.
         time_limit_s: seconds per case.
+        second_opinion_s: seconds after which JAX is asked about no further window of the problem; one it is asked about
+            in any case.
         plan: in place of `strategies.plans()`; the cases that are tried first, whose plans are their own, are left out.
         progress: called with every verdict.
 
@@ -233,6 +237,8 @@ def verify(
     """
     if not isinstance(examples, int) or examples < 1:
         raise UsageError(f"examples must be a positive integer, got {examples!r}")
+    if not isinstance(second_opinion_s, int | float) or not second_opinion_s >= 0:
+        raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {second_opinion_s!r}")
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
     chosen = checked_assumptions(assumes) | assumptions_of(loop)
@@ -273,7 +279,7 @@ def verify(
     opinion = None
     if problem is not None and not interrupted:
         try:
-            opinion = search.second_opinion(problem)
+            opinion = search.second_opinion(problem, second_opinion_s)
         except KeyboardInterrupt:
             # what was found out about the loop stands
             interrupted = True

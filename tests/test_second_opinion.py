@@ -13,6 +13,7 @@ from gradcheck_suite import second_opinion as module
 from gradcheck_suite.bridge.table import _TABLE
 from gradcheck_suite.case import Case
 from gradcheck_suite.contract import Problem
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.plan import Plan
 from gradcheck_suite.second_opinion import second_opinion
@@ -92,7 +93,7 @@ def test_a_problem_that_cannot_be_carried_over_is_judged_by_torch_alone():
 def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
     opinion = second_opinion([CASE, CASE.replace(plan=Plan((1, 1), 1))], PROBLEM, budget_s=0.0)
     assert (opinion.windows, opinion.answered) == (4, 1)
-    assert "for the others the 60 s that this may take did not suffice" in opinion.summary()
+    assert "for the others the 0 s that this may take did not suffice" in opinion.summary()
 
 
 def never_resets(run: Any) -> None:
@@ -109,10 +110,12 @@ def test_a_violated_loop_is_asked_about_on_its_smallest_case(loop, monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(
         "gradcheck_suite.verification.second_opinion",
-        lambda cases, problem: asked.append(list(cases)) or module.SecondOpinion(),
+        lambda cases, problem, budget_s: asked.append((list(cases), budget_s)) or module.SecondOpinion(),
     )
-    result = verify(BUILT_IN["plain"] if loop == "plain" else never_resets, problem=PROBLEM, examples=5)
-    (cases,) = asked
+    subject = BUILT_IN["plain"] if loop == "plain" else never_resets
+    result = verify(subject, problem=PROBLEM, examples=5, second_opinion_s=7)
+    ((cases, budget),) = asked
+    assert budget == 7
     assert len(cases) == (5 if loop == "plain" else 1)
     if result.violation is not None:
         assert cases == [result.violation.case]
@@ -126,7 +129,7 @@ def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
 
 @pytest.mark.parametrize("loop", [BUILT_IN["plain"], never_resets])
 def test_what_was_found_out_stands_where_the_second_opinion_is_interrupted(loop, monkeypatch):
-    def interrupt(cases: Any, problem: Any) -> Any:
+    def interrupt(cases: Any, problem: Any, budget_s: float) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradcheck_suite.verification.second_opinion", interrupt)
@@ -134,3 +137,9 @@ def test_what_was_found_out_stands_where_the_second_opinion_is_interrupted(loop,
     assert result.interrupted
     assert result.holds == (loop is not never_resets)
     assert result.second_opinion is None
+
+
+@pytest.mark.parametrize("seconds", [-1, "10", float("nan")])
+def test_a_time_for_it_that_is_none_is_refused(seconds):
+    with pytest.raises(UsageError, match="second_opinion_s must be a number of seconds, 0 or more, got"):
+        verify(BUILT_IN["plain"], problem=PROBLEM, second_opinion_s=seconds)

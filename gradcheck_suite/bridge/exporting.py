@@ -102,12 +102,16 @@ def _quiet() -> Iterator[None]:
     """Keep export's own deprecations, and the graphs that it logs and prints when it fails, from the user."""
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        before = logging.root.manager.disable
+        before, trace = logging.root.manager.disable, logging.getLogger("torch.__trace")
+        traced = trace.disabled
         logging.disable(logging.CRITICAL)
+        # torch keeps this one from being silenced so, and pytest shows what it says under a test that fails
+        trace.disabled = True
         try:
             yield
         finally:
             logging.disable(before)
+            trace.disabled = traced
 
 
 def _decompositions() -> Any:

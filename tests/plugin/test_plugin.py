@@ -113,6 +113,34 @@ def test_a_wrong_call_is_one_clear_failure(tmp_path, call, says):
     assert status == 1
     assert says in text
     assert "Traceback" not in text
+    assert "During handling" not in text
+
+
+def test_jax_has_its_say_on_a_problem_and_export_leaves_no_logs(tmp_path):
+    status, text = _pytest(
+        tmp_path,
+        """
+import torch
+from gradcheck_suite import Problem
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(1, 1)
+
+problem = Problem(model, lambda items, seed: torch.ones(items, 1), lambda m, b: m(b).pow(2).mean())
+
+def test_first(verify_training_loop):
+    verify_training_loop(sound, problem=problem, examples=1, second_opinion_s=0)
+
+def test_second(verify_training_loop):
+    verify_training_loop(sound, problem=problem, examples=1, second_opinion_s=0)
+    assert False, "so that pytest shows what was logged"
+""",
+    )
+    assert status == 1
+    assert text.count("; JAX gave a second opinion on 1 of ") == 2
+    assert "so that pytest shows what was logged" in text
+    assert "torch.__trace" not in text
 
 
 def test_reports_are_stored_on_demand_and_workers_are_summed_up(tmp_path):
