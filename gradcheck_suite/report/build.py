@@ -105,6 +105,12 @@ def _cost(records: Sequence[Record]) -> str:
             f"long as under set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
     text = "; ".join(parts)
+    steps = [r.data for r in records if r.data.get("measures") == "step"]
+    if steps:
+        equal = sum(step["better"] == "neither" for step in steps)
+        text += (
+            f". In whole steps, the modes in turn, chance explains the difference in {equal} of {len(steps)} settings"
+        )
     return f"{text[0].upper()}{text[1:]}. Zeroing keeps one gradient's worth of memory between steps, releasing none."
 
 

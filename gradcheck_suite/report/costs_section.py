@@ -127,7 +127,9 @@ def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         ("parameters", "tensors", "dtype", "K", "predicted, ms", "measured, ms", "measured, % of the window"),
         tuple(lines),
         "Predicted: zero mode writes every gradient once more and reads two and writes one in one more addition, four "
-        "times the gradients' bytes, over the copy bandwidth.",
+        "times the gradients' bytes, over the copy bandwidth. The two modes' windows were timed one after the other: "
+        "on a machine that does other work they differ by more than the modes do. Under 'When does releasing pay?' "
+        "they take turns.",
     )
 
 

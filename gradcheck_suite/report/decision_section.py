@@ -12,6 +12,8 @@ from gradcheck_suite.report.records_view import latest
 KEY, TITLE = "decision", "When does releasing pay?"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
 MIB = 2**20
+TRAFFIC = 4
+"""Times the gradients' bytes that zero_ moves in a step beyond a release: one write, and one more addition."""
 _WHAT = ("device", "parameters", "items", "micro_batches")
 _BETTER = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
 
@@ -24,6 +26,7 @@ def decision(records: Sequence[Record]) -> Section:
     rows = [r.data for r in latest(mine, lambda d: tuple(d[name] for name in _WHAT))]
     rows.sort(key=lambda d: tuple(d[name] for name in _WHAT))
     devices = sorted({str(row["device"]) for row in rows})
+    bandwidths = {r.data["device"]: r.data["bytes_per_second"] for r in records if "bytes_per_second" in r.data}
     return Section(
         KEY,
         TITLE,
@@ -36,7 +39,7 @@ def decision(records: Sequence[Record]) -> Section:
             "that falls outside a backward. Pages mapped per step show what it may cost on a CPU: memory given back to "
             "the system is mapped anew by the next backward.",
         ),
-        (_table(rows),),
+        (_table(rows, bandwidths),),
         commands=unique([record.command for record in mine]),
         missing=None if "cuda" in devices else f"Not run on a GPU: `{COMMAND} --bench-device cuda` adds its rows.",
     )
@@ -52,10 +55,11 @@ def _answer(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     return text + (f" The most that a release saves is {100 * best:.0f}% of a step." if best else "")
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -> Table:
     lines: list[tuple[Cell, ...]] = []
     for row in rows:
         faults = row.get("faults") or (None, None)
+        bandwidth = bandwidths.get(row["device"])
         lines.append(
             (
                 str(row["device"]),
@@ -63,6 +67,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 int(row["items"]),
                 int(row["micro_batches"]),
                 1000 * float(row["zero"]),
+                None if bandwidth is None else 1000 * TRAFFIC * float(row["bytes_between"]) / bandwidth,
                 1000 * float(row["saved"]),
                 100 * float(row["saved"]) / float(row["zero"]),
                 f"{row['faster']} of {row['pairs']}",
@@ -73,9 +78,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         )
     return Table(
         "A whole step, float32: what set_to_none saves",
-        ("device", "parameters", "items", "K", "step under zero_, ms", "saved, ms", "saved, %", "faster in pairs",
-         "faster", "saved between steps, MiB", "pages mapped, zero_", "pages mapped, set_to_none"),
+        ("device", "parameters", "items", "K", "step under zero_, ms", "predicted, ms", "saved, ms", "saved, %",
+         "faster in pairs", "faster", "saved between steps, MiB", "pages mapped, zero_", "pages mapped, set_to_none"),
         tuple(lines),
         "Items are those of one micro-batch; K micro-batches make an update, so a small K is a high update frequency. "
-        "A negative saving is a cost.",
+        "A negative saving is a cost. Predicted: four times the gradients' bytes over the copy bandwidth that "
+        "`bench_modes.py` measured.",
     )  # fmt: skip

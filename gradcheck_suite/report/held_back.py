@@ -23,7 +23,7 @@ def held_back(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         if share >= WANTED:
             continue
         last = row
-        filling = size / float(row["filled_per_second"])
+        floor, filling = share * seconds, size / float(row["filled_per_second"])
         seen = row.get("profile") or []
         calls = max((int(entry["calls"]) for entry in seen), default=1)
         lines.append(
@@ -36,8 +36,8 @@ def held_back(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
                 filling / seconds,
                 calls,
                 1e6 * max(0.0, seconds - filling) / calls,
-                "the fill itself" if filling >= WANTED * seconds else "the calls",
-                "; ".join(f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in seen[:2]),
+                "the fill itself" if filling - floor >= seconds - filling else "the calls",
+                "; ".join(f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in seen[:1]),
             )
         )
     return Table(
@@ -46,7 +46,7 @@ def held_back(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         ("parameters", "tensors", "dtype", "mode", "share of copy", "share of one large zero_", "calls",
          "us per call beyond filling", "held back by", "profile, hot"),
         tuple(lines),
-        "" if last is None else _speeds(last),
+        "" if last is None else f"Held back by: the larger part of its time beyond a copy's. {_speeds(last)}",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 
 from gradcheck_suite.errors import CannotRunHere
@@ -10,6 +11,7 @@ from gradcheck_suite.report.content import Cell, Figure, Report, Table, shown
 GOOD = ("holds", "confirmed", "found", "yes")
 BAD = ("violated", "refuted", "missed", "no")
 WARN = ("conditional", "not run")
+_CODE = re.compile(r"`([^`]+)`")
 
 
 def render(report: Report) -> str:
@@ -34,8 +36,11 @@ def render(report: Report) -> str:
         # drawn by matplotlib, which escapes the text it is given
         return markupsafe.Markup(figure.svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1))
 
+    def prose(text: str) -> markupsafe.Markup:
+        return markupsafe.Markup(_CODE.sub(r"<code>\1</code>", str(markupsafe.escape(text))))
+
     return environment.from_string(template).render(
-        report=report, shown=shown, cell_class=cell_class, svg=svg, is_number=_is_number
+        report=report, shown=shown, cell_class=cell_class, svg=svg, is_number=_is_number, prose=prose
     )
 
 

@@ -55,13 +55,16 @@ def _step(reports, saved, better, **data):
 def test_the_decision_tells_the_share_of_a_step(tmp_path):
     _step(tmp_path, 0.001, "none", faults=[10.4, 20.6])
     _step(tmp_path, -0.002, "zero", parameters=5)
+    _record(tmp_path, "window", bytes_per_second=2**32, seconds={"median": 1.0}, mode="zero_", micro_batches=1,
+            predicted_bytes=0)  # fmt: skip
     section = _section(tmp_path, "decision")
     assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
     assert "saves is 25% of a step" in section.text[1]
     (table,) = section.tables
     five, thousand = table.rows
-    assert five[4:9] == (4.0, -2.0, -50.0, "20 of 21", "zero_")
-    assert thousand[4:] == (4.0, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
+    # four times 2**20 bytes at 2**32 a second are 2**-10 seconds
+    assert five[4:10] == (4.0, 1000 / 1024, -2.0, -50.0, "20 of 21", "zero_")
+    assert thousand[4:] == (4.0, 1000 / 1024, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
     assert "Not run on a GPU" in section.missing
     assert section.commands == ("bench step",)
 
