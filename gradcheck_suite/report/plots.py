@@ -87,4 +87,5 @@ def _svg(plt: Any, figure: Any) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # black is what axes and text are drawn in: let them take the page's colour
     svg = svg.replace("#000000", "currentColor").replace("#262626", "currentColor")
-    return re.sub(r"<text style=\"", '<text fill="currentColor" style="', svg)
+    # texts of powers, on logarithmic axes, have no style of their own
+    return re.sub(r"<text(?=[\s>])", '<text fill="currentColor"', svg)

@@ -241,6 +241,9 @@ def test_drawings_are_well_formed_and_take_the_pages_colour(reports):
         ElementTree.fromstring(figure.svg)
         assert "currentColor" in figure.svg
         assert "#000000" not in figure.svg
+        texts = [e for e in ElementTree.fromstring(figure.svg).iter() if e.tag.endswith("}text")]
+        assert texts
+        assert {text.get("fill") for text in texts} == {"currentColor"}
         assert figure.alt
 
 
