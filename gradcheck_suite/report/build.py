@@ -12,7 +12,7 @@ from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.compiled_section import compiled
-from gradcheck_suite.report.content import Report, Section
+from gradcheck_suite.report.content import Report, Section, device_name
 from gradcheck_suite.report.costs_section import costs
 from gradcheck_suite.report.decision_section import decision
 from gradcheck_suite.report.findings_section import findings
@@ -101,7 +101,7 @@ def _cost(records: Sequence[Record]) -> str:
     for device in sorted({str(k[0]) for k in both}):
         ratios = sorted(ratio for k, ratio in both.items() if k[0] == device)
         parts.append(
-            f"on the {'CPU' if device == 'cpu' else 'GPU'} a window under zero_ takes {median(ratios):.2f} times as "
+            f"on the {device_name(device)} a window under zero_ takes {median(ratios):.2f} times as "
             f"long as under set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
     text = "; ".join(parts)

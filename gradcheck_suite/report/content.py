@@ -102,6 +102,11 @@ def shown(value: Cell) -> str:
     return value
 
 
+def device_name(device: str) -> str:
+    """Return what a reader calls a device."""
+    return {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+
+
 def to_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data, the drawings left out."""
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradcheck_suite.journal import Record
 from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name, unique
 from gradcheck_suite.report.held_back import held_back
 from gradcheck_suite.report.records_view import latest
 
@@ -76,7 +76,7 @@ def _windows(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         ratio = base / _median(modes["set_to_none"]) if base and "set_to_none" in modes else None
         lines.append((int(parameters), str(layout), str(dtype), int(micro_batches), *shown, ratio))
     return Table(
-        f"One window on the {_named(device)}, ms",
+        f"One window on the {device_name(device)}, ms",
         ("parameters", "tensors", "dtype", "K", *MODES, "zero_ / set_to_none"),
         tuple(lines),
         "Above 1 in the last column, releasing is the faster one. jax_scan is the same window in JAX: `lax.scan` under "
@@ -101,7 +101,7 @@ def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
                 )
             )
     return Table(
-        f"The reset by itself on the {_named(device)}",
+        f"The reset by itself on the {device_name(device)}",
         ("parameters", "tensors", "dtype", "mode", "ms", "floor, ms", "share of copy bandwidth"),
         tuple(lines),
         "Small gradients stay in a cache that the flush does not reach in full, and are then faster than the floor.",
@@ -123,7 +123,7 @@ def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
              100 * measured / _median(zero))
         )  # fmt: skip
     return Table(
-        f"What set_to_none saves in a window on the {_named(device)}: predicted and measured",
+        f"What set_to_none saves in a window on the {device_name(device)}: predicted and measured",
         ("parameters", "tensors", "dtype", "K", "predicted, ms", "measured, ms", "measured, % of the window"),
         tuple(lines),
         "Predicted: zero mode writes every gradient once more and reads two and writes one in one more addition, four "
@@ -152,7 +152,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
                 x="parameters",
                 y="ms",
                 alt=f"Time of a reset against the number of parameters, one line per mode, float32 on the "
-                f"{_named(device)}",
+                f"{device_name(device)}",
                 caption="The reset by itself. Releasing costs a call per tensor and no traffic.",
             )
         )
@@ -164,12 +164,8 @@ def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
                 y="zero_ / set_to_none",
                 log_y=False,
                 alt=f"Time of a window under zero_ over that under set_to_none against the number of parameters, on "
-                f"the {_named(device)}",
+                f"the {device_name(device)}",
                 caption="A whole window, float32. At 1 the mode makes no difference; above it, releasing is faster.",
             )
         )
     return found
-
-
-def _named(device: str) -> str:
-    return {"cpu": "CPU", "cuda": "GPU"}.get(device, device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.journal import Record
-from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Section, Table, device_name, unique
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "decision", "When does releasing pay?"
@@ -49,7 +49,7 @@ def _answer(rows: Sequence[Mapping[str, Any]], device: str) -> str:
     counts = {name: [row for row in rows if row["better"] == name] for name in _BETTER}
     best = max((float(row["saved"]) / float(row["zero"]) for row in counts["none"]), default=0.0)
     text = (
-        f"On the {'CPU' if device == 'cpu' else 'GPU'}, of {len(rows)} settings releasing is faster in "
+        f"On the {device_name(device)}, of {len(rows)} settings releasing is faster in "
         f"{len(counts['none'])}, zeroing in {len(counts['zero'])}, neither in {len(counts['neither'])}."
     )
     return text + (f" The most that a release saves is {100 * best:.0f}% of a step." if best else "")

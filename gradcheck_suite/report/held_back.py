@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.report.content import Cell, Table
+from gradcheck_suite.report.content import Cell, Table, device_name
 
 WANTED = 0.85
 """Share of the copy bandwidth that a reset of large gradients should reach."""
@@ -41,7 +41,7 @@ def held_back(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
             )
         )
     return Table(
-        f"Resets below {WANTED:.0%} of copy bandwidth on the {'CPU' if device == 'cpu' else 'GPU'}, and what holds "
+        f"Resets below {WANTED:.0%} of copy bandwidth on the {device_name(device)}, and what holds "
         "them back",
         ("parameters", "tensors", "dtype", "mode", "share of copy", "share of one large zero_", "calls",
          "us per call beyond filling", "held back by", "profile, hot"),

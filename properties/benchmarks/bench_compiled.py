@@ -21,6 +21,7 @@ from gradcheck_suite.costs.models import Size
 from gradcheck_suite.costs.resets import MODES, Mode
 
 SIZE = Size(10**6, "few")
+ABOUT = {"dtype": "float32", "parameters": SIZE.total, "tensors": SIZE.tensors, "layout": SIZE.layout}
 MICRO_BATCHES = 4
 ROUNDS = 15
 WARM = 2 * EXPERTS
@@ -56,10 +57,7 @@ def test_compiled(
         compiled=compiled,
         graphs=made,
         mode=mode.name,
-        dtype="float32",
-        parameters=SIZE.total,
-        tensors=SIZE.tensors,
-        layout=SIZE.layout,
+        **ABOUT,
         micro_batches=MICRO_BATCHES,
         device=device,
     )
@@ -84,10 +82,7 @@ def test_captured(
         place=place,
         finding=found,
         mode=mode.name,
-        dtype="float32",
-        parameters=SIZE.total,
-        tensors=SIZE.tensors,
-        layout=SIZE.layout,
+        **ABOUT,
         micro_batches=micro_batches,
         device="cuda",
     )
