@@ -37,7 +37,7 @@ def read_case(reference: Reference, window: Window, observed: Vector, epoch: int
     """
     if not np.isfinite(observed).all() or reference.trial.case.dtype != "float64":
         return None
-    allowed = window.allowed
+    allowed = window.allowed()
     gradients = _summed_gradients(reference, window)
     if not np.isfinite(gradients).all():
         return None

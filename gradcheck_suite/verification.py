@@ -81,6 +81,7 @@ class _Search:
         self.judged = 0
         self._users: list[Case] = []
         self.smallest: Violation | None = None
+        self._first: Violation | None = None
         self.found_after: int | None = None
         self._found_at = _Moment()
         self._on_probe: Violation | None = None
@@ -138,7 +139,7 @@ class _Search:
         if not searching and self._found_at.passed() > SHRINK_SECONDS:
             return
         try:
-            verdict = check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s)
+            verdict = self._check(case, shrinking=not searching)
         except UsageError as error:
             raise _StopError(error) from None
         if searching and self._first_pass:
@@ -146,6 +147,18 @@ class _Search:
             self._note(verdict)
         if verdict.violation is not None and self._is_the_fault(verdict.violation):
             raise _ViolatedError
+
+    def settle(self) -> None:
+        """Check the smallest case as thoroughly as the first, so that its numbers are what rounding allows there."""
+        if self.smallest is None or self.smallest is self._first:
+            return
+        found = self._check(self.smallest.case).violation
+        # a loop that is not the same each time may show something else now: what was seen stands
+        if found is not None and (found.kind, found.diagnosis) == (self.smallest.kind, self.smallest.diagnosis):
+            self.smallest = self._first = found
+
+    def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
+        return check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s, shrinking=shrinking)
 
     def _note(self, verdict: Verdict) -> None:
         self.ratio = max(self.ratio, verdict.ratio)
@@ -173,7 +186,7 @@ class _Search:
             self._other = self._other or violation
             return False
         if self.smallest is None:
-            self._found_at = _Moment()
+            self._found_at, self._first = _Moment(), violation
         if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
             self.smallest = violation
         return True
@@ -272,6 +285,7 @@ def verify(
             if not search.is_small():
                 search.start_anew()
                 _run(search, small, SMALL_EXAMPLES, seed_value)
+            search.settle()
     except KeyboardInterrupt:
         interrupted = True
     except _StopError as stop:

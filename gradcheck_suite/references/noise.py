@@ -130,7 +130,9 @@ class Computation:
         return flat / scale
 
 
-def float64_noise(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:
+def float64_noise(
+    computation: Computation, window: range, cuts: Sequence[range], layout: Layout, draws: int = DRAWS
+) -> Vector:
     """Return how far two sound float64 computations of a window's gradient may lie apart, (P,).
 
     Args:
@@ -138,6 +140,7 @@ def float64_noise(computation: Computation, window: range, cuts: Sequence[range]
         window: its items.
         cuts: its micro-batches.
         layout: of the gradient.
+        draws: of the rounding errors.
     """
     trial = computation.trial
     items = [range(i, i + 1) for i in window]
@@ -146,7 +149,7 @@ def float64_noise(computation: Computation, window: range, cuts: Sequence[range]
     except (RuntimeError, ValueError):
         # a user's model may refuse a single item, and cannot refuse a micro-batch
         sizes = [np.abs(computation.gradient(part)) for part in shared(trial, window, cuts)]
-    drawn = noise_bound(computation.rounded_at_random((window, 1.0)))
+    drawn = noise_bound(computation.rounded_at_random((window, 1.0), draws), draws)
     return drawn + summation_bound(np.sum(sizes, axis=0), len(window), layout)
 
 

@@ -13,7 +13,7 @@ from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.catalogue.kinds import Arrays
 from gradcheck_suite.contract import Problem
-from gradcheck_suite.numerics.bounds import accumulation_bound, farthest, noise_bound, quick_bound
+from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest, noise_bound, quick_bound
 from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
@@ -104,13 +104,15 @@ class Window:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
         self.torch = reference.flat(gradients)
-        self.jax = self._jax(model)
+        self._bounds: dict[int, Vector] = {}
 
-    def _jax(self, model: torch.nn.Module) -> Vector | None:
+    @cached_property
+    def jax(self) -> Vector | None:
+        """The gradient by JAX, of a generated problem that is a sum over items."""
         spec = self._reference.trial.case.problem
         if not isinstance(spec, ProblemSpec) or not is_accumulable(spec):
             return None
-        values = self._reference.values64 if self._parameters is None else _values(model)
+        values = self._reference.values64 if self._parameters is None else _values(self.model())
         _, gradient = large_batch_gradient(spec, values, self._arrays())
         return self._reference.join(gradient)
 
@@ -119,10 +121,12 @@ class Window:
         """The float64 gradient that loops are held to: JAX's where there is one."""
         return self.torch if self.jax is None else self.jax
 
-    @property
-    def allowed(self) -> Vector:
-        """What rounding allows of each element, measured."""
-        return self._measured if self._reference.trial.case.dtype == "float64" else self._low_precision
+    def allowed(self, draws: int = DRAWS) -> Vector:
+        """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
+        if draws not in self._bounds:
+            exact = self._reference.trial.case.dtype == "float64"
+            self._bounds[draws] = self._measured(draws) if exact else self._low_precision(draws)
+        return self._bounds[draws]
 
     @property
     def moved(self) -> bool:
@@ -133,7 +137,16 @@ class Window:
         """Return the float64 model at the window's parameters."""
         return self._reference.model(torch.float64, self._parameters)
 
-    def compare(self, observed: Vector) -> Difference:
+    def is_torchs(self, observed: Vector) -> bool:
+        """Whether a float64 gradient is that of torch's large batch, within the part of the bound that needs no draws.
+
+        No loop is to blame for it then, whatever JAX says, and JAX is not asked.
+        """
+        if self._reference.trial.case.dtype != "float64":
+            return False
+        return worst_difference(observed, self.torch, quick_bound(self.torch, len(self.members))).ratio <= 1
+
+    def compare(self, observed: Vector, *, draws: int = DRAWS) -> Difference:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
 
         The dear part of the bound, noise that is drawn, is asked for only where the rest of it does not suffice.
@@ -142,12 +155,13 @@ class Window:
         if quick.ratio <= 1:
             return quick
         expected, observed = self.expected, self._alike(observed)
-        allowed = worst_difference(observed, expected, self.allowed)
-        if allowed.ratio <= 1 or self._parameters is None or self.jax is None:
-            return allowed
+        allowed = self.allowed(draws)
+        difference = worst_difference(observed, expected, allowed)
+        if difference.ratio <= 1 or self._parameters is None or self.jax is None:
+            return difference
         # where a real optimizer has taken a model to saturation, one framework's formula may cancel to exactly 0 and
         # the other's to a rounding of large terms: the loop computes with torch, whose own large batch it may match
-        return min(allowed, worst_difference(observed, self.torch, self.allowed), key=lambda found: found.ratio)
+        return min(difference, worst_difference(observed, self.torch, allowed), key=lambda found: found.ratio)
 
     def compare_steady(self, observed: Vector) -> Difference:
         """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
@@ -189,11 +203,10 @@ class Window:
         trial = self._reference.trial
         return Computation(trial, self._reference.model(trial.dtype, self._parameters), trial.dtype, self._compute)
 
-    @cached_property
-    def _measured(self) -> Vector:
-        """The bound in float64."""
+    def _measured(self, draws: int) -> Vector:
+        """Return the bound in float64."""
         cuts = [items for items, _ in self._parts]
-        noise = float64_noise(self._in_float64, self.items, cuts, self._reference.layout)
+        noise = float64_noise(self._in_float64, self.items, cuts, self._reference.layout, draws)
         return quick_bound(self.expected, len(self.members)) + noise
 
     @cached_property
@@ -220,9 +233,14 @@ class Window:
         return rounding + accumulation_bound(sizes, len(self.members), unit)
 
     @cached_property
-    def _low_precision(self) -> Vector:
-        """The bound in a lower precision."""
-        return self._steady + noise_bound(self._in_dtype.mean_square(self._parts, self.expected))
+    def _float64_bound(self) -> Vector:
+        """What rounding allows between torch and JAX, both in float64 whatever the case's dtype."""
+        exact = self._reference.trial.case.dtype == "float64"
+        return self.allowed() if exact else self._measured(DRAWS)
+
+    def _low_precision(self, draws: int) -> Vector:
+        """Return the bound in a lower precision."""
+        return self._steady + noise_bound(self._in_dtype.mean_square(self._parts, self.expected, draws), draws)
 
     def disagreement(self, other: Vector | None = None) -> str | None:
         """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do.
@@ -233,17 +251,18 @@ class Window:
         jax = self.jax if other is None else other
         if jax is None or self._agrees(jax):
             return None
-        worst = worst_difference(self.torch, jax, self._measured)
+        bound = self._float64_bound
+        worst = worst_difference(self.torch, jax, bound)
         parameter, _ = self._reference.layout.place(worst.index)
         return (
             f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
             f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case "
-            f"{self._reference.trial.case.digest}: {blame(self.opinions(jax), self._measured)}; no loop is to blame"
+            f"{self._reference.trial.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
         )
 
     def _agrees(self, jax: Vector) -> bool:
         quick = worst_difference(self.torch, jax, quick_bound(jax, 1))
-        return quick.ratio <= 1 or worst_difference(self.torch, jax, self._measured).ratio <= 1
+        return quick.ratio <= 1 or worst_difference(self.torch, jax, self._float64_bound).ratio <= 1
 
     def opinions(self, jax: Vector) -> dict[str, Vector]:
         """Return this window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
