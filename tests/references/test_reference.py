@@ -22,7 +22,7 @@ CASE = Case("squares", Plan((1, 3, 2), 2))
 """Window 0 has items 0 to 3, in micro-batches of 1 and 3; window 1 has items 4 and 5."""
 
 
-class Model(torch.nn.Module):
+class _Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.idle = torch.nn.Parameter(torch.ones(2))
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 def _problem(reduction="mean", loss=None):
     squares = loss or (lambda model, batch: getattr((model(batch) ** 2), reduction)())
     return Problem(
-        lambda seed: Model(),
+        lambda seed: _Model(),
         lambda items, seed: torch.as_tensor(X[:items])[:, None],
         squares,
         reduction=reduction,
