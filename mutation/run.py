@@ -57,8 +57,8 @@ TARGETS = {
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
     "references/noise": Target("tests/references/test_noise.py", TORCH),
-    "references/reference": Target("tests/references/test_reference.py tests/test_shrinking.py", TORCH),
-    "checking": Target("tests/test_checking.py tests/test_shrinking.py", TORCH),
+    "references/reference": Target("tests/references/test_reference.py", TORCH),
+    "checking": Target("tests/test_judgement.py tests/test_checking.py tests/test_shrinking.py", TORCH),
 }
 
 

@@ -329,3 +329,17 @@ def test_references_of_generated_cases_are_kept_too():
     kept, case = References(), _generated().trial.case
     assert kept.get(case, None) is kept.get(case, None)
     assert kept.get(case, None).trial.arrays is not None
+
+
+@pytest.mark.parametrize(("off", "right"), [(0.9, True), (1.1, False)])
+def test_torchs_own_gradient_is_known_by_its_bound(off, right):
+    window = _generated().window(0)
+    observed = window.torch.copy()
+    # 256 unit roundoffs of the largest element, and one for each of the two micro-batches
+    observed[0] += off * (256 + 2) * 2.0**-53 * np.abs(observed).max()
+    assert window.is_torchs(observed) is right
+
+
+def test_no_bound_of_float64_is_held_against_a_lower_precision():
+    window = _generated("float32").window(0)
+    assert not window.is_torchs(window.torch)
