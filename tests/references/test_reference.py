@@ -13,7 +13,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.numerics.bounds import SMALLEST, UNIT_ROUNDOFF, growth, noise_bound, quick_bound
 from gradcheck_suite.references import reference as module
 from gradcheck_suite.references.noise import Computation, float64_noise
-from gradcheck_suite.references.reference import CannotJudgeError, Reference, References
+from gradcheck_suite.references.reference import CannotJudgeError, Reference, References, blame
 from gradcheck_suite.trial import generated_trial, user_trial
 
 X = np.array([1.0, 3.0, 0.7, 2.9, 1.1, 5.3])
@@ -169,7 +169,7 @@ def test_the_bound_of_float64_is_what_it_is_made_of():
     computation = Computation(trial, trial.model(), torch.float64)
     for draws in (4, 16):
         noise = float64_noise(computation, range(4), [range(1), range(1, 4)], window._reference.layout, draws)
-        assert window.allowed(draws) == pytest.approx(quick_bound(window.expected, 2) + noise, rel=1e-12)
+        assert window.allowed(draws) == pytest.approx(quick_bound(window.expected, 2) + noise, rel=1e-12, abs=0)
     assert (window.allowed() == window.allowed(16)).all()
     assert window.large_batch is window.torch
     assert sum(window.contributions) == pytest.approx(window.torch, rel=1e-12)
@@ -343,3 +343,63 @@ def test_torchs_own_gradient_is_known_by_its_bound(off, right):
 def test_no_bound_of_float64_is_held_against_a_lower_precision():
     window = _generated("float32").window(0)
     assert not window.is_torchs(window.torch)
+
+
+def _crafted(torchs, jaxs, allowed, *, moved=True):
+    """Return a window whose references are these whole numbers, so that ratios are exact."""
+    reference = _generated()
+    parameters = {name: p.detach() for name, p in reference.model(None, None).named_parameters()}
+    window = reference.window(0, parameters if moved else None)
+    window.torch = np.full_like(window.torch, torchs)
+    window.__dict__["jax"] = np.full_like(window.torch, jaxs)
+    window._bounds[16] = window.__dict__["_float64_bound"] = np.full_like(window.torch, allowed)
+    return window
+
+
+@pytest.mark.parametrize(
+    ("observed", "torchs", "ratio"),
+    [(1.0, 1.0, 1.0), (0.5, 0.5, 0.5), (1.5, 1.5, 0.0), (1.5, 1.0, 0.5), (3.0, 0.5, 2.5), (3.0, -1.0, 3.0)],
+)
+def test_torchs_gradient_counts_where_jaxs_does_not_suffice(observed, torchs, ratio):
+    window = _crafted(torchs, 0.0, 1.0)
+    assert window.compare(np.full_like(window.torch, observed)).ratio == ratio
+
+
+def test_what_is_a_little_beyond_the_steady_bound_is_measured():
+    window = _crafted(1.0, 1.0, 1.0)
+    observed = window.torch + 1.5 * (256 + 2) * 2.0**-53
+    assert window.compare_steady(observed).ratio == pytest.approx(1.5, rel=1e-2)
+    assert window.compare(observed).ratio < 1e-12
+
+
+@pytest.mark.parametrize(("apart", "agree"), [(0.5, True), (1.0, True), (1.5, False)])
+def test_the_frameworks_agree_up_to_the_bound(apart, agree):
+    window = _crafted(2.0, 2.0 + apart, 1.0, moved=False)
+    assert (window.disagreement() is None) is agree
+
+
+def test_the_frameworks_differ_where_neither_bound_suffices():
+    window = _crafted(1.0, 1.0 + 1.5 * 257 * 2.0**-53, 2.0**-50, moved=False)
+    assert window.disagreement() is not None
+
+
+def test_what_is_finite_in_the_lower_precision_alone_is_not_judged():
+    def loss(model, batch):
+        squares = (model(batch) ** 2).mean()
+        return squares * (float("inf") if squares.dtype == torch.float64 else 1.0)
+
+    window = _reference(CASE.replace(dtype="float32"), loss=loss).window(0)
+    with pytest.raises(CannotJudgeError, match="is finite in float64 and not in float32, or vice versa"):
+        window.compare(window.expected)
+
+
+def test_opinions_that_differ_by_what_is_allowed_are_one():
+    opinions = {"a": np.array([0.0]), "b": np.array([1.0]), "c": np.array([2.0])}
+    assert blame(opinions, np.ones(1)) == "a = b against c"
+
+
+@pytest.mark.parametrize(("steps", "right"), [(129, True), (-129, True), (130, False)])
+def test_the_bound_itself_is_still_torchs(steps, right):
+    window = _crafted(1.0, 0.0, 1.0)
+    # 129 spacings of the numbers above 1 are 256 unit roundoffs, and two for two micro-batches
+    assert window.is_torchs(window.torch + steps * 2.0**-52) is right
