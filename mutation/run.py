@@ -59,9 +59,7 @@ TARGETS = {
     "numerics/rivals": Target("tests/numerics/test_rivals.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
-    "references/noise": Target("tests/references/test_noise.py", TORCH),
     "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
-    "checking": Target("tests/test_judgement.py tests/test_checking.py tests/test_shrinking.py", TORCH),
 }
 
 
