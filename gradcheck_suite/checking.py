@@ -83,7 +83,7 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
     trial = reference.trial
     return (
         "the objective is no sum over items, so no accumulation can equal the large batch and no loop is to blame: "
-        f"{reason(trial, window.model(), items=trial.case.plan.total_items)}. The gradients of {parameter} in window "
+        f"{reason(trial, window.model())}. The gradients of {parameter} in window "
         f"{window.index}, of the large batch and as the sum of the micro-batches', differ by {difference.error:.3g}, "
         f"where rounding allows {difference.allowed:.3g}"
     )
@@ -91,7 +91,12 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
 
 def _entangled(case: Case) -> tuple[Reference | None, str | None]:
     """Return what `_reference` does for a generated problem made of kinds in which items meet."""
-    if fault := objective_fault(generated_trial(case)):
+    try:
+        fault = objective_fault(generated_trial(case))
+    except (RuntimeError, ValueError) as error:
+        # batch normalisation refuses an epoch of one item, or one in which nothing counts
+        raise CannotJudgeError(f"the plain large batch fails: {error}") from error
+    if fault:
         return None, fault
     reference = REFERENCES.get(case, None)
     for index in range(len(case.plan.windows)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,19 +13,20 @@ from gradcheck_suite.trial import Items, Trial, leaves
 
 TOLERANCE = 1e-5
 """Relative. Models are run in float64, but may hold islands of float32, which round at 1e-7."""
-Outputs = list[tuple[str, torch.nn.Module, torch.Tensor]]
+Outputs = dict[tuple[str, int], torch.Tensor]
+"""By the module's name and how many outputs it had before; inner modules come before those around them."""
 
 
-def reason(trial: Trial, model: torch.nn.Module, *, items: int) -> str:
+def reason(trial: Trial, model: torch.nn.Module) -> str:
     """Say where items meet, in a clause.
 
     Args:
         trial: whose problem.
         model: in float64; it is run, and nothing of it is kept.
-        items: of the epoch; some of them are run by themselves.
     """
-    whole, part = trial.batch(range(items), torch.float64), trial.batch(range((items + 1) // 2), torch.float64)
-    if (found := _mixing_module(trial, model, whole, part)) is not None:
+    items = trial.case.plan.total_items
+    whole = trial.batch(range(items), torch.float64)
+    if (found := _mixing_module(trial, model, whole)) is not None:
         name, module = found
         said = f"{name or 'the model'} ({type(module).__name__}) gives an item another output when others are beside it"
         if isinstance(module, _BatchNorm) and module.training:
@@ -66,45 +66,50 @@ def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] 
     return next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
 
 
-def _mixing_module(
-    trial: Trial, model: torch.nn.Module, whole: Batch, part: Batch
-) -> tuple[str, torch.nn.Module] | None:
-    """Return the first module whose outputs for some items depend on the other items."""
+def _mixing_module(trial: Trial, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
+    """Return the first module whose outputs for some micro-batch's items depend on the other items.
+
+    All micro-batches are looked at: where values are few, as behind the layer normalisation of two features, one of
+    them may by chance have the statistics of the whole.
+    """
+    plan = trial.case.plan
     try:
-        with torch.no_grad():
-            with _outputs(model) as in_whole:
-                trial.problem.loss(model, whole)
-            with _outputs(model) as in_part:
-                trial.problem.loss(model, part)
+        in_whole = _outputs(trial, model, whole)
+        for j in range(len(plan.micro_batches)):
+            some = plan.items(j)
+            in_part = _outputs(trial, model, trial.batch(some, torch.float64))
+            # an expert that no item is sent to has no output
+            for key in (key for key in in_whole if key in in_part):
+                a, b = in_whole[key], in_part[key]
+                of_items = a.ndim > 0 and b.ndim > 0 and (len(a), len(b)) == (plan.total_items, len(some))
+                if of_items and a.shape[1:] == b.shape[1:] and not _close(a[some.start : some.stop], b):
+                    return key[0], model.get_submodule(key[0])
     except (RuntimeError, ValueError, IndexError):
         return _training_batch_norm(model)
-    total, some = (len(next(leaves(batch))) for batch in (whole, part))
-    for (name, module, a), (other, _, b) in zip(in_whole, in_part, strict=False):
-        if name != other or a.ndim == 0 or b.ndim == 0 or (len(a), len(b)) != (total, some):
-            continue
-        if a.shape[1:] == b.shape[1:] and not _close(a[:some], b):
-            return name, module
     return None
 
 
-@contextmanager
-def _outputs(model: torch.nn.Module) -> Iterator[Outputs]:
-    """Yield a list that every module's output is added to, inner modules before those around them."""
-    found: Outputs = []
+@torch.no_grad()
+def _outputs(trial: Trial, model: torch.nn.Module, batch: Batch) -> Outputs:
+    """Return every module's outputs on a batch."""
+    found: Outputs = {}
+    seen: Counter[str] = Counter()
     handles = []
     for name, module in model.named_modules():
 
         def note(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
             for tensor in leaves(output):
                 if tensor.is_floating_point():
-                    found.append((name, module, tensor.detach().to(torch.float64).clone()))
+                    found[name, seen[name]] = tensor.detach().to(torch.float64).clone()
+                    seen[name] += 1
 
         handles.append(module.register_forward_hook(note))
     try:
-        yield found
+        trial.problem.loss(model, batch)
     finally:
         for handle in handles:
             handle.remove()
+    return found
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -78,7 +78,7 @@ def _objective_fault(trial: Trial) -> str | None:
             )
         return (
             f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
-            f"to blame: {reason(trial, model, items=plan.total_items)}. The large batch's loss times its count is "
+            f"to blame: {reason(trial, model)}. The large batch's loss times its count is "
             f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {parts:.9g}"
         )
     return None
@@ -122,7 +122,10 @@ def _meant(trial: Trial, model: torch.nn.Module, whole: float) -> str | None:
     """Say what the loss is a mean over, or that it is a sum, where one of those fits; else None."""
     plan = trial.case.plan
     batches = [trial.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
-    losses = [_loss(trial, model, batch) for batch in batches]
+    try:
+        losses = [_loss(trial, model, batch) for batch in batches]
+    except (UsageError, RuntimeError, ValueError):
+        return None  # a micro-batch counts nothing, so neither is it a mean over all items nor a sum
     guesses: dict[str, list[float]] = {}
     if trial.problem.reduction == "mean":
         guesses["it is a mean over items: leave Problem.count out"] = [float(n) for n in plan.micro_batches]

@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUILD = ROOT / "build" / "mutation"
 SOCKET = "tests.socket"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GRADCHECK_SUITE_CACHE": str(BUILD / "cache")}
+"""Compiled programs are kept by the source that they come from: mutants of it would push out everybody else's."""
 NUMBERS = ("numpy", "hypothesis")
 TORCH = (*NUMBERS, "torch", "jax")
 
@@ -42,10 +43,12 @@ class Target:
     Attributes:
         tests: those that are to notice its mutants.
         loaded: what they import from elsewhere.
+        seconds: that they may take.
     """
 
     tests: str
     loaded: tuple[str, ...] = NUMBERS
+    seconds: float = 20.0
 
 
 TARGETS = {
@@ -56,6 +59,7 @@ TARGETS = {
     "numerics/rivals": Target("tests/numerics/test_rivals.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
+    "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
 }
 
 
@@ -104,7 +108,8 @@ def _run(target: str, tree: Path, *, again: bool) -> None:
     session, configuration = _session(target), tree / "cosmic-ray.toml"
     template = Template((HERE / "cosmic-ray.toml").read_text(encoding="utf-8"))
     configuration.write_text(
-        template.substitute(module=f"gradcheck_suite/{target}.py", tests=aim.tests), encoding="utf-8"
+        template.substitute(module=f"gradcheck_suite/{target}.py", tests=aim.tests, seconds=aim.seconds),
+        encoding="utf-8",
     )
     if again:
         with sqlite3.connect(session) as connection:

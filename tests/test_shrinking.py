@@ -79,20 +79,6 @@ def test_jax_is_not_asked_about_a_right_gradient(monkeypatch):
         check(MODES["zero_"], CASE)
 
 
-@pytest.mark.parametrize(("off", "right"), [(0.9, True), (1.1, False)])
-def test_torchs_own_gradient_is_known_by_its_bound(off, right):
-    window = Reference(generated_trial(CASE)).window(0)
-    observed = window.torch.copy()
-    # 256 unit roundoffs of the largest element, and one for each of the two micro-batches
-    observed[0] += off * (256 + 2) * 2.0**-53 * np.abs(observed).max()
-    assert window.is_torchs(observed) is right
-
-
-def test_no_bound_of_float64_is_held_against_a_lower_precision():
-    window = Reference(generated_trial(CASE.replace(dtype="float32"))).window(0)
-    assert not window.is_torchs(window.torch)
-
-
 def test_where_torch_and_jax_differ_no_loop_is_blamed(monkeypatch):
     kind = catalogue.LAYERS["tanh"]
     wrong = dataclasses.replace(kind, jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))

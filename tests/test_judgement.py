@@ -1,0 +1,309 @@
+"""What `check` says of a single fault at a known place: its kind, step, size, and what lies just within the bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.loops.windows import backward_window, windows
+
+# two windows of two micro-batches, two epochs: four steps
+PLAN = Plan((1, 3, 2, 2), 2, epochs=2)
+LAYERS = (Layer("linear", bias=True, features=2),)
+CASE = Case(ProblemSpec(Input("vector", size=3), LAYERS, Loss("mse", reduction="mean")), PLAN, seed=5)
+OWN = Case("slopes", PLAN)
+EPS = 2.0**-52
+
+
+class _Slope(torch.nn.Module):
+    """A weight, one that no loss reaches, and one without elements."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([value], dtype=torch.float64))
+        self.idle = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.empty = torch.nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+
+def _slopes(value=1.0, loss=lambda model, batch: (model.weight * batch).mean()):
+    """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
+    return Problem(lambda seed: _Slope(value), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss)
+
+
+def _at_step(step, change):
+    """Return a sound loop that does something to its run before one of its steps."""
+
+    def loop(run):
+        for i, window in enumerate(windows(run)):
+            run.optimizer.zero_grad()
+            backward_window(run, window)
+            if i == step:
+                change(run)
+            run.optimizer.step()
+
+    return loop
+
+
+def _each_gradient(change):
+    def on(run):
+        for p in run.model.parameters():
+            if p.grad is not None:
+                change(p.grad)
+
+    return on
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_a_wrong_gradient_is_placed_and_measured(step, optimizer):
+    loop = _at_step(step, _each_gradient(lambda g: g.mul_(3)))
+    violation = check(loop, OWN.replace(optimizer=optimizer), problem=_slopes()).violation
+    assert (violation.kind, violation.parameter) == ("gradient", "weight")
+    assert (violation.epoch, violation.window) == divmod(step, 2)
+    # the window's items are 1 to 4 or 5 to 8
+    right = (2.5, 6.5)[step % 2]
+    assert violation.error == pytest.approx(2 * right, rel=1e-12)
+    assert 0 < violation.allowed < 1e-12
+    assert f"expected {right}, observed {3 * right}, off by {2 * right:.3g}" in violation.details[0]
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_missing_gradient_is_placed(step):
+    def forget(run):
+        dict(run.model.named_parameters())["0.bias"].grad = None
+
+    violation = check(_at_step(step, forget), CASE).violation
+    assert (violation.kind, violation.diagnosis, violation.parameter) == ("none-pattern", "missing-gradient", "0.bias")
+    assert (violation.epoch, violation.window) == divmod(step, 2)
+    assert violation.explanation == "0.bias.grad is None at the step, but the window's items reach 0.bias"
+    assert violation.details == ()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_a_kind_of_its_own(value):
+    violation = check(_at_step(1, _each_gradient(lambda g: g.fill_(value))), CASE).violation
+    assert (violation.kind, violation.epoch, violation.window) == ("non-finite", 0, 1)
+    assert f"{violation.parameter}.grad is not finite at the step, the right gradient is; " in violation.explanation
+    assert violation.details
+
+
+def _root(model, batch):
+    # the slope of a root at 0 times the item's 0 is NaN, at the first item alone
+    return ((model.weight * (batch - 1)) ** 0.5).mean()
+
+
+def test_a_finite_gradient_that_should_not_be_is_a_wrong_one():
+    hides = _at_step(0, _each_gradient(lambda g: g.fill_(1.0)))
+    violation = check(hides, OWN, problem=_slopes(loss=_root)).violation
+    assert (violation.kind, violation.window) == ("gradient", 0)
+    assert violation.error == math.inf
+    wrong = _at_step(0, _each_gradient(lambda g: g.fill_(math.inf)))
+    assert check(wrong, OWN, problem=_slopes(loss=_root)).violation.kind == "gradient"
+
+
+def test_what_a_real_optimizer_makes_of_a_nan_is_not_judged():
+    assert check(MODES["zero_"], OWN.replace(optimizer="sgd"), problem=_slopes(loss=_root)).holds
+    hides = _at_step(0, _each_gradient(lambda g: g.fill_(1.0)))
+    assert check(hides, OWN.replace(optimizer="sgd"), problem=_slopes(loss=_root)).holds
+
+
+def test_the_ratio_is_the_worst_of_all_steps():
+    ratios = []
+    for step in range(4):
+        # 1e-14 of the gradient is within the 3e-14 that nothing is looked for in
+        verdict = check(_at_step(step, _each_gradient(lambda g: g.mul_(1 + 1e-14))), OWN, problem=_slopes())
+        assert verdict.holds
+        ratios.append(verdict.ratio)
+    quick = (256 + 2) * 2.0**-53
+    assert ratios == pytest.approx([1e-14 / quick] * 4, rel=0.05)
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(0.9, True), (1.1, False), (math.nan, False), (-1.1, False)])
+@pytest.mark.parametrize("value", [0.25, 8.0, -8.0])
+def test_parameters_may_move_by_rounding_alone(value, factor, holds):
+    # 64 eps of the largest value, or of 1, for each of the plan's four steps
+    allowed = 64 * EPS * max(1.0, abs(value)) * 4
+
+    def nudge(run):
+        run.model.weight.data.add_(factor * allowed)
+
+    loop = _at_step(3, nudge)
+    violation = check(loop, OWN, problem=_slopes(value)).violation
+    assert (violation is None) is holds
+    if violation is not None:
+        assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
+        assert violation.parameter == "weight"
+        assert violation.error == pytest.approx(abs(factor) * allowed, rel=1e-2, nan_ok=True)
+        assert violation.allowed == pytest.approx(allowed)
+        assert "weight ends up elsewhere than a step that changes nothing takes it" in violation.explanation
+        assert "on the very gradients that were observed" in violation.explanation
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_real_optimizers_steps_are_repeated(optimizer):
+    case = OWN.replace(optimizer=optimizer)
+    assert check(MODES["zero_"], case, problem=_slopes()).holds
+
+    def nudge(run):
+        run.model.weight.data.add_(1e-6)
+
+    # after the last step nothing but the replay sees it
+    def late(run):
+        MODES["zero_"](run)
+        nudge(run)
+
+    violation = check(late, case, problem=_slopes()).violation
+    assert (violation.diagnosis, violation.parameter) == ("parameter-drift", "weight")
+    assert violation.error == pytest.approx(1e-6, rel=1e-3)
+    assert f"than {optimizer} takes it" in violation.explanation
+
+
+def test_settings_that_a_loop_changes_are_repeated_as_well():
+    def warm_up(run):
+        run.optimizer.param_groups[0]["lr"] *= 0.1
+
+    assert check(_at_step(2, warm_up), OWN.replace(optimizer="sgd"), problem=_slopes()).holds
+
+
+# where products of four parameters overflow
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1.157e77), ("float32", 4.29e9)])
+@pytest.mark.parametrize(
+    ("factor", "optimizer", "judged"), [(0.9, "sgd", True), (1.1, "sgd", False), (1.1, None, True)]
+)
+def test_what_has_diverged_is_not_judged(dtype, limit, factor, optimizer, judged):
+    case = OWN.replace(optimizer=optimizer, dtype=dtype)
+    wrong = _at_step(0, _each_gradient(lambda g: g.mul_(3)))
+    for sign in (1, -1):
+        verdict = check(wrong, case, problem=_slopes(sign * factor * limit))
+        assert (verdict.violation is not None) is judged
+
+
+def test_parameters_that_have_become_nan_are_not_judged():
+    def spoil(run):
+        run.optimizer.param_groups[0]["lr"] = math.nan
+
+    def loop(run):
+        _at_step(0, spoil)(run)
+
+    assert check(loop, OWN.replace(optimizer="sgd"), problem=_slopes()).holds
+
+
+def test_an_exception_is_told_with_its_trace():
+    def fails(run):
+        raise ValueError("no such buffer")
+
+    violation = check(fails, CASE).violation
+    assert (violation.kind, violation.diagnosis) == ("raised", "raised")
+    assert violation.explanation.startswith("the loop failed: ValueError: no such buffer")
+    assert violation.details[-1] == "ValueError: no such buffer"
+    assert violation.details[0].startswith("Traceback")
+
+
+def test_a_loop_that_does_not_return_is_stopped():
+    def waits(run):
+        while True:
+            pass
+
+    violation = check(waits, CASE, time_limit_s=0.2).violation
+    assert (violation.kind, violation.diagnosis) == ("raised", "timed-out")
+
+
+def test_no_loop_is_blamed_for_what_torch_cannot_do_in_a_dtype():
+    def loss(model, batch):
+        if batch.dtype == torch.float16:
+            raise RuntimeError("not implemented for 'Half'")
+        return (model.weight * batch).mean()
+
+    verdict = check(MODES["zero_"], OWN.replace(dtype="float16"), problem=_slopes(loss=loss))
+    assert verdict.violation is None
+    assert "the plain large batch fails in float16: not implemented for 'Half'" in verdict.skipped
+
+
+def test_changing_the_model_is_a_fault_of_its_own():
+    def freezes(run):
+        MODES["zero_"](run)
+        next(run.model.parameters()).requires_grad_(False)
+
+    violation = check(freezes, CASE).violation
+    assert (violation.kind, violation.diagnosis) == ("parameters", "changed-model")
+    assert violation.explanation.startswith("the loop changed the model's parameters: changed 0.")
+
+
+@pytest.mark.parametrize(("extra", "diagnosis"), [(-1, "wrong-step-count"), (1, "wrong-step-count"), (999, "endless")])
+def test_another_number_of_steps_is_no_matter_of_gradients(extra, diagnosis):
+    def loop(run):
+        for _ in range(4 + extra):
+            run.optimizer.step()
+
+    violation = check(loop, CASE).violation
+    assert violation.kind == "step-count"
+    assert (violation.diagnosis == "endless") is (diagnosis == "endless")
+
+
+def test_a_refusal_skips_a_drawn_case_and_ends_a_users():
+    def refuses(run):
+        raise CannotRunHere("it trains transformers only")
+
+    assert check(refuses, CASE).skipped == "it trains transformers only"
+    with pytest.raises(CannotRunHere, match="it trains transformers only"):
+        check(refuses, OWN, problem=_slopes())
+
+
+def test_a_users_code_that_fails_is_named_before_any_loop_runs():
+    def loss(model, batch):
+        if len(batch) < 2:
+            raise ZeroDivisionError("a variance of one item")
+        return (model.weight * batch).mean()
+
+    said = (
+        "the problem slopes failed before any loop ran, on batches of 1 to 8 items: ZeroDivisionError: a variance of "
+        r"one item \(.*test_judgement.py"
+    )
+    with pytest.raises(UsageError, match=said):
+        check(MODES["zero_"], OWN, problem=_slopes(loss=loss))
+
+
+def test_items_that_meet_are_no_loops_fault():
+    def coupled(model, batch):
+        return (model.weight * batch).mean() ** 2
+
+    violation = check(MODES["zero_"], OWN, problem=_slopes(loss=coupled)).violation
+    assert (violation.kind, violation.diagnosis) == ("not-accumulable", "not-accumulable")
+
+
+def test_items_that_meet_in_the_gradient_alone_are_no_loops_fault():
+    class Meeting(torch.autograd.Function):
+        """The mean of products, whose backward multiplies by how many items there are."""
+
+        @staticmethod
+        def forward(ctx, weight, batch):
+            ctx.save_for_backward(batch)
+            return (weight * batch).mean()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (batch,) = ctx.saved_tensors
+            return (grad * batch.mean() * len(batch)).reshape(1), None
+
+    problem = _slopes(loss=lambda model, batch: Meeting.apply(model.weight, batch))
+    violation = check(MODES["zero_"], OWN, problem=problem).violation
+    assert violation.kind == "not-accumulable"
+    # 4 * 2.5 of the large batch; (1 * 1 + 3 * 3 * 3) / 4 of the micro-batches
+    assert (
+        "The gradients of weight in window 0, of the large batch and as the sum of the micro-batches', differ by 3, "
+        in (violation.explanation)
+    )
+    assert "no accumulation can equal the large batch and no loop is to blame: " in violation.explanation
+
+
+@pytest.mark.parametrize(("plan", "judged"), [(Plan((4,), 1), True), (Plan((1, 3), 2), False)])
+def test_a_generated_problem_in_which_items_meet_is_judged_where_nothing_is_split(plan, judged):
+    spec = ProblemSpec(CASE.problem.input, (Layer("batch_norm_train"), *LAYERS), CASE.problem.loss)
+    violation = check(_at_step(0, _each_gradient(lambda g: g.mul_(3))), Case(spec, plan, seed=5)).violation
+    assert (violation.kind == "gradient") is judged
+    assert (violation.kind == "not-accumulable") is not judged
