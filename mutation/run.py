@@ -33,6 +33,8 @@ SOCKET = "tests.socket"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 NUMBERS = ("numpy", "hypothesis")
 TORCH = (*NUMBERS, "torch", "jax")
+# what torch loads with the first optimizer
+OPTIMIZER = (*TORCH, "torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ TARGETS = {
     "numerics/rivals": Target("tests/numerics/test_rivals.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
+    "explain": Target("tests/test_explain.py tests/test_explain_case.py", OPTIMIZER),
+    "explain_steps": Target("tests/test_explain_steps.py", OPTIMIZER),
+    "probe_reading": Target("tests/test_explain_steps.py tests/test_explain_case.py", OPTIMIZER),
+    "item_weights": Target("tests/test_item_weights.py"),
 }
 
 
