@@ -159,7 +159,7 @@ def _read_further(
     again = quiet / QUIET
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
     own_losses = np.array_equal(quiet, loud)
-    if not own_losses and not np.allclose(again, loud, rtol=1e-9, atol=1e-9 * np.abs(loud).max(initial=0.0)):
+    if not own_losses and not np.allclose(again, loud, rtol=1e-9, atol=1e-9 * np.abs(loud).max()):
         return _not_linear(
             "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
             "something depends on the gradient's size (clipping, decay, normalising) or on chance (noise)"
@@ -168,9 +168,13 @@ def _read_further(
 
 
 def _gradient_at(loop: Loop, reference: Reference, trial: Trial, step: int) -> npt.NDArray[np.float64] | None:
-    """Return the gradient at a step of a loop's run on a trial; None where it does not get there."""
-    seen = run_loop(loop, trial).observations
-    return reference.flat(seen[step].gradients) if step < len(seen) else None
+    """Return the gradient at a step of a loop's run on a trial; None where it is no guide."""
+    outcome = run_loop(loop, trial)
+    # small losses underflow float16, which float64 is not turned to by autocast
+    underflows = trial.case.dtype != "float64" and "float16" in (trial.case.dtype, outcome.compute)
+    if underflows or step >= len(outcome.observations):
+        return None
+    return reference.flat(outcome.observations[step].gradients)
 
 
 def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, step: int) -> Diagnosis | None:
@@ -189,8 +193,6 @@ def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, s
     observation = outcome.observations[step]
     window = exact.window(index, observation.parameters or None, outcome.compute)
     seen = exact.flat(observation.gradients)
-    if window.compare(seen).ratio <= 1:
-        return None
     found = _read_further(loop, exact, window, seen, epoch, step)
     if found is None or found.name == "not-linear":
         return None

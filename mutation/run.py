@@ -58,7 +58,7 @@ TARGETS = {
     "numerics/rivals": Target("tests/numerics/test_rivals.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "case_reading": Target("tests/test_case_reading.py", TORCH),
-    "explain": Target("tests/test_explain.py tests/test_explain_case.py", OPTIMIZER),
+    "explain": Target("tests/test_explain_case.py", OPTIMIZER),
     "explain_steps": Target("tests/test_explain_steps.py", OPTIMIZER),
     "probe_reading": Target("tests/test_explain_steps.py tests/test_explain_case.py", OPTIMIZER),
     "item_weights": Target("tests/test_item_weights.py"),

@@ -16,13 +16,22 @@ from gradcheck_suite import Case, Plan, Problem
 from gradcheck_suite.explain import explain_gradient
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.numerics.compare import worst_difference
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.references.reference import Reference, Window
 from gradcheck_suite.subject import run_loop
 from gradcheck_suite.trial import user_trial
 
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)
 DATA = {"x": DRAWN.integers(1, 10, (8, 3)), "y": DRAWN.integers(1, 10, (8, 2)), "w": np.ones(8)}
+
+
+ALLOWED = 1e-9
+"""In place of what rounding allows, which takes drawing and is not what is tested here."""
+
+
+@pytest.fixture(autouse=True)
+def _no_draws(monkeypatch):
+    monkeypatch.setattr(Window, "allowed", lambda window, draws=0: np.full(len(window.expected), ALLOWED))
 
 
 def _model(seed):
@@ -274,16 +283,32 @@ def test_a_loop_that_steps_seldom_on_the_probe_is_read_as_far_as_it_goes(small, 
     assert "the items' weights are right" in sentence
 
 
-def test_a_small_dependence_on_the_gradients_size_is_none_of_weights():
-    """Of a weight, 2**-28 of its square is more than rounding: 1e-9 of it, and none where the loss is small."""
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("rounding", [True, False])
+def test_a_dependence_on_the_gradients_size_is_seen_where_it_is_no_rounding(probe, rounding):
+    """On the probe, where weights are 1/3, or on the case alone, 1e-12 of the gradient is rounding and 1e-8 is not."""
 
-    def bend(run):
+    def change(run):
         for p in run.model.parameters():
-            p.grad.add_(p.grad**2 * 2.0**-24)
+            if (_weight(run) is None) == probe:
+                p.grad.mul_(1 + p.grad.abs() * (1e-12 if rounding else 1e-8))
+        _turn(run)
 
-    name, sentence, _ = _explained(_then(bend))
+    name, sentence, _ = _explained(_then(change))
     assert name == "not-linear"
-    assert "(clipping, decay, normalising)" in sentence or "(clipping, normalising)" in sentence
+    if rounding:
+        assert "on the read-out probe the items' weights are right" in sentence
+    else:
+        assert ("(clipping, normalising)" if probe else "(clipping, decay, normalising)") in sentence
+
+
+def test_what_the_probe_shows_is_not_looked_for_on_the_case():
+    def change(run):
+        if _weight(run) is None:
+            next(run.model.parameters()).grad[1:] = 0
+        _triple(run)
+
+    assert _explained(_then(change))[0] == "first-only"
 
 
 def test_weights_within_a_micro_batch_are_told_apart_as_soon_as_they_are_no_rounding():
@@ -350,6 +375,14 @@ def test_what_the_case_does_not_show_is_not_named(change, says):
     name, sentence, _ = _explained(_then(change))
     assert name == "not-linear"
     assert says in sentence
+
+
+def test_elements_that_small_losses_flush_to_zero_are_not_taken_for_a_dependence_on_size():
+    """Of float32, whose least number is 1e-45: in the first column the gradient is 1e-38 of what it is in the others."""
+    x = DATA["x"] * np.array([1e-39, 1, 1])
+    name, sentence, _ = _explained(_then(_turn), plan=Plan((1, 2), 2), x=x, dtype="float32")
+    assert name == "not-linear"
+    assert "on the read-out probe the items' weights are right" in sentence
 
 
 class _Shared(torch.autograd.Function):
@@ -439,6 +472,27 @@ def test_once_parameters_have_moved_no_earlier_window_is_blamed():
     """What was not finite where the parameters were says nothing of where they are."""
     assert _explained(_kept_by_scaling, window=1, y=INFINITE, moved=False)[0] == "poisoned-by-earlier-window"
     assert _explained(_kept_by_scaling, window=1, y=INFINITE, moved=True)[0] == "not-linear"
+
+
+@pytest.mark.parametrize("change", [_double, _turn])
+def test_float16_in_which_small_losses_underflow_is_read_in_float64_alone(change):
+    name, sentence, _ = _explained(_then(change), dtype="float16")
+    assert name == ("wrong-scale" if change is _double else "not-linear")
+    assert "gradient's size" not in sentence
+
+
+def test_so_is_a_loop_that_computes_in_float16():
+    def under_autocast(run):
+        for window in windows(run):
+            with torch.autocast("cpu", dtype=torch.float16):
+                backward_window(run, window)
+            _double(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    name, sentence, _ = _explained(under_autocast, dtype="float32")
+    assert name == "wrong-scale"
+    assert sentence.endswith("(read off the same case in float64)")
 
 
 # Where a real optimizer has moved the parameters
