@@ -29,7 +29,7 @@ def _count_of(trial: Trial) -> Count:
 def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[np.float64] | None:
     """Return each micro-batch's weight, or None where its items were weighted unequally."""
     parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
-    if any(np.ptp(part) > 1e-9 * np.abs(part).max(initial=0.0) for part in parts):
+    if any(np.ptp(part) > 1e-9 * np.abs(part).max() for part in parts):
         return None
     return np.array([part[0] for part in parts])
 
@@ -132,7 +132,7 @@ def _poisoned(reference: Reference, window: Window, observed: npt.NDArray[np.flo
     if not bad.any() or window.moved:
         return None
     earlier = range(len(reference.trial.case.plan.windows)) if epoch else range(window.index)
-    sources = [i for i in earlier if i != window.index and not np.isfinite(reference.window(i).expected[bad]).all()]
+    sources = [i for i in earlier if not np.isfinite(reference.window(i).expected[bad]).all()]
     if not sources:
         return None
     return Diagnosis(

@@ -25,13 +25,15 @@ DRAWN = np.random.default_rng(0)
 DATA = {"x": DRAWN.integers(1, 10, (8, 3)), "y": DRAWN.integers(1, 10, (8, 2)), "w": np.ones(8)}
 
 
-ALLOWED = 1e-9
-"""In place of what rounding allows, which takes drawing and is not what is tested here."""
-
-
 @pytest.fixture(autouse=True)
 def _no_draws(monkeypatch):
-    monkeypatch.setattr(Window, "allowed", lambda window, draws=0: np.full(len(window.expected), ALLOWED))
+    """Let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here."""
+    monkeypatch.setattr(Window, "allowed", lambda window, draws=0: _share(window.expected, 1e-9))
+
+
+def _share(gradient, share):
+    """Return, for each element, a share of the largest one that is finite."""
+    return np.full(len(gradient), share * np.abs(gradient[np.isfinite(gradient)]).max())
 
 
 def _model(seed):
@@ -79,7 +81,7 @@ def _explained(
     observation = outcome.observations[epoch * len(plan.windows) + window]
     right = reference.window(window, observation.parameters or None)
     seen = reference.flat(observation.gradients)
-    difference = worst_difference(seen, right.expected, np.full(8, 1e-6))
+    difference = worst_difference(seen, right.expected, _share(right.expected, 1e-6))
     assert difference.ratio > 1
     if moved is not None:
         right = SimpleNamespace(expected=right.expected, index=right.index, moved=moved)
@@ -182,19 +184,20 @@ def test_items_of_a_sum_weigh_one():
 
 
 def test_the_step_that_is_wrong_is_the_one_that_is_read():
-    """Of two windows and two epochs each step has a fault of its own: a multiple of the right gradient."""
+    """Of three windows and two epochs each step has a fault of its own: a multiple of the right gradient."""
 
     def multiplies(factor):
         return lambda run: [p.grad.mul_(factor) for p in run.model.parameters()]
 
-    plan = Plan((1, 2, 3, 2), 2, 2)
-    loop = _then(*map(multiplies, (3, 5, 7, 11)))
-    for epoch, window, factor in ((0, 0, 3), (0, 1, 5), (1, 0, 7), (1, 1, 11)):
+    plan, factors = Plan((1, 2, 1, 2, 1, 1), 2, 2), (3, 5, 7, 11, 13, 17)
+    for step, factor in enumerate(factors):
+        epoch, window = divmod(step, 3)
+        loop = _then(*map(multiplies, factors))
         name, sentence, details = _explained(loop, plan=plan, epoch=epoch, window=window)
         assert name == "wrong-scale"
         assert f"weighs {factor} times what it should" in sentence
         table = [line.split() for line in details[2:]]
-        assert [row[2] != "0" for row in table] == [j // 2 == window for j in range(4)]
+        assert [row[2] != "0" for row in table] == [j // 2 == window for j in range(6)]
 
 
 @pytest.mark.parametrize("window", [0, 1])
@@ -302,13 +305,30 @@ def test_a_dependence_on_the_gradients_size_is_seen_where_it_is_no_rounding(prob
         assert ("(clipping, normalising)" if probe else "(clipping, decay, normalising)") in sentence
 
 
-def test_what_the_probe_shows_is_not_looked_for_on_the_case():
-    def change(run):
+def _first_item_only(gradient):
+    gradient[1:] = 0
+
+
+def _times_two(gradient):
+    gradient.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "diagnosis", "says"),
+    [
+        (_first_item_only, "first-only", "only the window's first micro-batch"),
+        (_times_two, "wrong-scale", "every item of the window weighs 2 times"),
+    ],
+)
+def test_what_the_probe_shows_is_not_looked_for_on_the_case(change, diagnosis, says):
+    def changes(run):
         if _weight(run) is None:
-            next(run.model.parameters()).grad[1:] = 0
+            change(next(run.model.parameters()).grad)
         _triple(run)
 
-    assert _explained(_then(change))[0] == "first-only"
+    name, sentence, _ = _explained(_then(changes))
+    assert name == diagnosis
+    assert sentence.startswith(says)
 
 
 def test_weights_within_a_micro_batch_are_told_apart_as_soon_as_they_are_no_rounding():
@@ -363,6 +383,7 @@ def _not_a_number(run):
         weight.grad[0, 0] = math.nan
 
 
+@pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -371,14 +392,26 @@ def _not_a_number(run):
         (_not_a_number, "on the read-out probe the items' weights are right"),
     ],
 )
-def test_what_the_case_does_not_show_is_not_named(change, says):
-    name, sentence, _ = _explained(_then(change))
+def test_what_the_case_does_not_show_is_not_named(change, says, window):
+    name, sentence, _ = _explained(_then(change), window=window)
     assert name == "not-linear"
     assert says in sentence
 
 
+def test_a_threshold_is_seen_however_small_the_gradients_are():
+    """On a sum of items that count 1e-20 each: gradients of 1e-18 are doubled, and those of 1e-24 are not."""
+
+    def change(run):
+        if (weight := _weight(run)) is not None and weight.grad.abs().max() > 1e-21:
+            weight.grad.mul_(2)
+
+    name, sentence, _ = _explained(_then(change), sums=True, w=[1e-20] * 8)
+    assert name == "not-linear"
+    assert "(clipping, decay, normalising)" in sentence
+
+
 def test_elements_that_small_losses_flush_to_zero_are_not_taken_for_a_dependence_on_size():
-    """Of float32, whose least number is 1e-45: in the first column the gradient is 1e-38 of what it is in the others."""
+    """Of float32, whose least number is 1e-45: the first column's gradient is 1e-39 of what the others' is."""
     x = DATA["x"] * np.array([1e-39, 1, 1])
     name, sentence, _ = _explained(_then(_turn), plan=Plan((1, 2), 2), x=x, dtype="float32")
     assert name == "not-linear"
@@ -442,6 +475,12 @@ def test_what_is_not_finite_in_an_earlier_window_is_blamed(epoch, window, y, sou
     assert name == "poisoned-by-earlier-window"
     assert f"window {source}'s gradient is rightly not finite" in sentence
     assert len(details) == 1
+
+
+def test_the_first_of_several_windows_that_are_not_finite_is_blamed():
+    y = [*INFINITE[:4], [math.inf, 1.0], *INFINITE[5:]]
+    _, sentence, _ = _explained(_kept_by_scaling, plan=Plan((2, 3, 3), 1), window=2, y=y)
+    assert "window 0's gradient is rightly not finite" in sentence
 
 
 def _spoils(row):
@@ -558,7 +597,20 @@ def test_a_loop_that_steps_seldom_in_float64_is_not_read_there():
             if _weight(run) is not None and run.dtype == torch.float64:
                 return
 
-    name, sentence, _ = _explained(stops, window=1, dtype="float32")
-    assert name == "not-linear"
-    assert sentence.endswith("(clipping, hooks, buffers, casts)")
-    assert _explained(stops, window=0, dtype="float32")[0] == "wrong-scale"
+    for window in (1, 2):
+        name, sentence, _ = _explained(stops, plan=Plan((1, 2, 3), 1), window=window, dtype="float32")
+        assert name == "not-linear"
+        assert sentence.endswith("(clipping, hooks, buffers, casts)")
+    assert _explained(stops, plan=Plan((1, 2, 3), 1), window=0, dtype="float32")[0] == "wrong-scale"
+
+
+def _forget(run):
+    if (weight := _weight(run)) is not None:
+        weight.grad.zero_()
+
+
+def test_a_parameter_that_is_left_out_is_named_in_lower_precision_too():
+    for dtype in ("float64", "float32"):
+        name, sentence, _ = _explained(_then(_forget), dtype=dtype)
+        assert name == "no-gradient"
+        assert sentence.startswith("in weight alone, while bias is right: nothing of the window is in the gradient")
