@@ -6,6 +6,7 @@ epochs that is four steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,40 @@ def _another_optimizer(run):
         optimizer.step()
 
 
+def _first_window_of_an_epoch(run):
+    for _ in range(run.epochs):
+        _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _first_window_of_all(run):
+    _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _second_window_thrice(run):
+    k = run.accumulation_steps
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for i in range(len(batches) // k):
+            for _ in range(3 if i == 1 else 1):
+                _step(run, batches[i * k : i * k + k])
+
+
+def _every_micro_batch_twice(run):
+    for window in windows(run):
+        for batch in window:
+            _step(run, [batch])
+            run.optimizer.step()
+
+
+def _downhill(loop):
+    """Return the loop with its losses negated: an ascent, whose weights are below 0."""
+
+    def negated(run):
+        loop(replace(run, loss=lambda model, batch: -run.loss(model, batch)))
+
+    return negated
+
+
 def _for_ever(run):
     while True:
         run.optimizer.step()
@@ -128,6 +163,15 @@ def _fails_on_other_plans(run):
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
         (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
+        (_across_epochs, Plan((1, 1, 1), 2), "tail-leak", "called 1 times, where 1 epoch(s) of 2 window(s) ask for 2"),
+        (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
+        (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
+        (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),
+        (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 2 times, where 2 epoch(s) of 3"),
+        (_first_window_of_all, PLAN, "wrong-step-count", "called 1 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_first_window_of_all, Plan((1, 2, 1), 2), "wrong-step-count", "called 1 times, where 1 epoch(s) of 2 window"),
+        (_second_window_thrice, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 8 times, where 2 epoch(s) of 3"),
+        (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, where 2 epoch(s) of 2 window(s) ask"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
         (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
         (
@@ -165,6 +209,13 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
     violation = explain_steps(scaled, SimpleNamespace(trial=trial), run_loop(scaled, trial))
     assert "GradScaler skips the step" in violation.explanation
     assert "GradScaler" not in _explained(_never).explanation
+
+
+def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
+    trial = generated_trial(probe_case(PLAN).replace(dtype="float16"))
+    for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
+        explanation = explain_steps(loop, SimpleNamespace(trial=trial), run_loop(loop, trial)).explanation
+        assert ("GradScaler skips the step" in explanation) == thought_of
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():
