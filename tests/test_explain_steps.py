@@ -103,6 +103,12 @@ def _first_window_of_all(run):
     _step(run, list(run.loader)[: run.accumulation_steps])
 
 
+def _first_two_micro_batches(run):
+    for _ in range(run.epochs):
+        for batch in list(run.loader)[:2]:
+            _step(run, [batch])
+
+
 def _second_window_thrice(run):
     k = run.accumulation_steps
     for _ in range(run.epochs):
@@ -161,6 +167,9 @@ def _fails_on_other_plans(run):
         (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 times, where 2 epoch(s) of 1 window(s)"),
         (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, where 2 epoch(s) of 2"),
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
+        # numbers beyond 256 are no longer one object each
+        (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, where 1 epoch(s) of 1"),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items never train"),
         (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
         (_across_epochs, Plan((1, 1, 1), 2), "tail-leak", "called 1 times, where 1 epoch(s) of 2 window(s) ask for 2"),
@@ -170,6 +179,7 @@ def _fails_on_other_plans(run):
         (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 2 times, where 2 epoch(s) of 3"),
         (_first_window_of_all, PLAN, "wrong-step-count", "called 1 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_first_window_of_all, Plan((1, 2, 1), 2), "wrong-step-count", "called 1 times, where 1 epoch(s) of 2 window"),
+        (_first_two_micro_batches, Plan((1,) * 5, 2), "wrong-step-count", "called 2 times, where 1 epoch(s) of 3"),
         (_second_window_thrice, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 8 times, where 2 epoch(s) of 3"),
         (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, where 2 epoch(s) of 2 window(s) ask"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
