@@ -43,6 +43,12 @@ def _whole_windows_only(run):
             _step(run, window)
 
 
+def _whole_windows_but_their_last(run):
+    for window in windows(run):
+        if len(window) == run.accumulation_steps:
+            _step(run, window[:-1])
+
+
 def _left_in_the_gradient(run):
     for window in windows(run):
         backward_window(run, window)
@@ -150,6 +156,7 @@ def _fails_on_other_plans(run):
     [
         (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
         (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items never train"),
+        (_whole_windows_but_their_last, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
         (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
