@@ -70,6 +70,15 @@ def _across_epochs(run):
         _step(run, batches[first : first + k])
 
 
+def _across_epochs_in_shorter_windows(run):
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    _step(run, batches[:k])
+    shorter = max(1, k - 1)
+    for first in range(k, len(batches) // shorter * shorter, shorter):
+        _step(run, batches[first : first + shorter])
+
+
 def _one_pass(run):
     batches, k = list(run.loader), run.accumulation_steps
     for i in range(0, len(batches), k):
@@ -173,6 +182,7 @@ def _fails_on_other_plans(run):
         ),
         (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 times, where 2 epoch(s) of 1 window(s)"),
         (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, where 2 epoch(s) of 2"),
+        (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "2 epoch(s) of 2 window(s) ask"),
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
         # numbers beyond 256 are no longer one object each
         (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, where 1 epoch(s) of 1"),
