@@ -29,7 +29,7 @@ def _count_of(trial: Trial) -> Count:
 def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[np.float64] | None:
     """Return each micro-batch's weight, or None where its items were weighted unequally."""
     parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
-    if any(np.ptp(part) > 1e-9 * np.abs(part).max(initial=0.0) for part in parts):
+    if any(np.ptp(part) > 1e-9 * np.abs(part).max() for part in parts):
         return None
     return np.array([part[0] for part in parts])
 
@@ -132,7 +132,7 @@ def _poisoned(reference: Reference, window: Window, observed: npt.NDArray[np.flo
     if not bad.any() or window.moved:
         return None
     earlier = range(len(reference.trial.case.plan.windows)) if epoch else range(window.index)
-    sources = [i for i in earlier if i != window.index and not np.isfinite(reference.window(i).expected[bad]).all()]
+    sources = [i for i in earlier if not np.isfinite(reference.window(i).expected[bad]).all()]
     if not sources:
         return None
     return Diagnosis(
@@ -150,19 +150,31 @@ def _read_further(
         return found
     if not np.isfinite(observed).all():
         return None
-    trial = reference.trial
-    quiet = run_loop(loop, replace(trial, problem=_quiet(trial.problem)))
-    if step >= len(quiet.observations):
+    # a real optimizer would take the small losses' parameters elsewhere
+    trial = replace(reference.trial, case=reference.trial.case.replace(optimizer=None))
+    loud = _gradient_at(loop, reference, trial, step) if window.moved else observed
+    quiet = _gradient_at(loop, reference, replace(trial, problem=_quiet(trial.problem)), step)
+    if loud is None or quiet is None:
         return None
-    again = reference.flat(quiet.observations[step].gradients) / QUIET
+    again = quiet / QUIET
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    own_losses = np.array_equal(again * QUIET, observed)
-    if not own_losses and not np.allclose(again, observed, rtol=1e-9, atol=1e-9 * np.abs(observed).max(initial=0.0)):
+    own_losses = np.array_equal(quiet, loud)
+    if not own_losses and not np.allclose(again, loud, rtol=1e-9, atol=1e-9 * np.abs(loud).max()):
         return _not_linear(
             "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
             "something depends on the gradient's size (clipping, decay, normalising) or on chance (noise)"
         )
     return read_case(reference, window, observed, epoch)
+
+
+def _gradient_at(loop: Loop, reference: Reference, trial: Trial, step: int) -> npt.NDArray[np.float64] | None:
+    """Return the gradient at a step of a loop's run on a trial; None where it is no guide."""
+    outcome = run_loop(loop, trial)
+    # small losses underflow float16, which float64 is not turned to by autocast
+    underflows = trial.case.dtype != "float64" and "float16" in (trial.case.dtype, outcome.compute)
+    if underflows or step >= len(outcome.observations):
+        return None
+    return reference.flat(outcome.observations[step].gradients)
 
 
 def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, step: int) -> Diagnosis | None:
@@ -181,8 +193,6 @@ def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, s
     observation = outcome.observations[step]
     window = exact.window(index, observation.parameters or None, outcome.compute)
     seen = exact.flat(observation.gradients)
-    if window.compare(seen).ratio <= 1:
-        return None
     found = _read_further(loop, exact, window, seen, epoch, step)
     if found is None or found.name == "not-linear":
         return None

@@ -59,7 +59,10 @@ def _passes(loop: Loop, epochs: int, reduction: str) -> int | None:
     """Return how often the loop passes over the loader, seen where every micro-batch is a window; None if unclear."""
     micro_batches = (1, 1, 1)
     seen = probe_steps(loop, Plan(micro_batches, 1, epochs), reduction)
-    return None if seen is None or len(seen) % len(micro_batches) else len(seen) // len(micro_batches)
+    if seen is None or len(seen) % len(micro_batches):
+        return None
+    in_turn = all(weights[step % len(micro_batches)] for step, weights in enumerate(seen))
+    return len(seen) // len(micro_batches) if in_turn else None
 
 
 def _runs_on(loop: Loop, plan: Plan, reduction: str) -> bool:

@@ -28,13 +28,12 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
     weights = [1.0]
     for j in range(1, items):
         together = loss([0, j])
-        if abs(together - alone[j]) <= TOLERANCE * scale or abs(alone[0] - alone[j]) <= TOLERANCE * scale:
+        if abs(together - alone[j]) <= TOLERANCE * scale:
             return None
         weights.append((alone[0] - together) / (together - alone[j]))
-    if min(weights) <= 0 or max(weights) - min(weights) <= TOLERANCE * max(weights):
+    if min(weights) <= 0 or max(weights) - min(weights) <= TOLERANCE:
         return None
-    others = [*itertools.combinations(range(1, items), 2), tuple(range(items))]
-    for batch in others:
+    for batch in [*itertools.combinations(range(items), 2), tuple(range(items))]:
         expected = sum(weights[i] * alone[i] for i in batch) / sum(weights[i] for i in batch)
         if not abs(loss(batch) - expected) <= TOLERANCE * scale:
             return None
@@ -42,9 +41,9 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
 
 
 def proportion(weights: Sequence[float]) -> str:
-    """Return weights as `5 : 3 : 4`: in whole numbers where small ones fit."""
+    """Return weights above 0 as `5 : 3 : 4`: in whole numbers where small ones fit."""
     for count in range(1, LARGEST_COUNT + 1):
         scaled = [count * weight / weights[0] for weight in weights]
-        if all(round(x) > 0 and math.isclose(x, round(x), rel_tol=1e-3 / count) for x in scaled):
+        if all(math.isclose(x, round(x), rel_tol=1e-3 / count) for x in scaled):
             return " : ".join(str(round(x)) for x in scaled)
     return " : ".join(f"{weight / weights[0]:.3g}" for weight in weights)

@@ -6,6 +6,7 @@ epochs that is four steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,12 @@ def _whole_windows_only(run):
             _step(run, window)
 
 
+def _whole_windows_but_their_last(run):
+    for window in windows(run):
+        if len(window) == run.accumulation_steps:
+            _step(run, window[:-1])
+
+
 def _left_in_the_gradient(run):
     for window in windows(run):
         backward_window(run, window)
@@ -61,6 +68,15 @@ def _across_epochs(run):
     batches = [batch for _ in range(run.epochs) for batch in run.loader]
     for first in range(0, len(batches) // k * k, k):
         _step(run, batches[first : first + k])
+
+
+def _across_epochs_in_shorter_windows(run):
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    _step(run, batches[:k])
+    shorter = max(1, k - 1)
+    for first in range(k, len(batches) // shorter * shorter, shorter):
+        _step(run, batches[first : first + shorter])
 
 
 def _one_pass(run):
@@ -93,6 +109,46 @@ def _another_optimizer(run):
         optimizer.step()
 
 
+def _first_window_of_an_epoch(run):
+    for _ in range(run.epochs):
+        _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _first_window_of_all(run):
+    _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _first_two_micro_batches(run):
+    for _ in range(run.epochs):
+        for batch in list(run.loader)[:2]:
+            _step(run, [batch])
+
+
+def _second_window_thrice(run):
+    k = run.accumulation_steps
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for i in range(len(batches) // k):
+            for _ in range(3 if i == 1 else 1):
+                _step(run, batches[i * k : i * k + k])
+
+
+def _every_micro_batch_twice(run):
+    for window in windows(run):
+        for batch in window:
+            _step(run, [batch])
+            run.optimizer.step()
+
+
+def _downhill(loop):
+    """Return the loop with its losses negated: an ascent, whose weights are below 0."""
+
+    def negated(run):
+        loop(replace(run, loss=lambda model, batch: -run.loss(model, batch)))
+
+    return negated
+
+
 def _for_ever(run):
     while True:
         run.optimizer.step()
@@ -109,6 +165,7 @@ def _fails_on_other_plans(run):
     [
         (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
         (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items never train"),
+        (_whole_windows_but_their_last, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
         (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
@@ -125,9 +182,23 @@ def _fails_on_other_plans(run):
         ),
         (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 times, where 2 epoch(s) of 1 window(s)"),
         (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, where 2 epoch(s) of 2"),
+        (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "2 epoch(s) of 2 window(s) ask"),
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
+        # numbers beyond 256 are no longer one object each
+        (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, where 1 epoch(s) of 1"),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items never train"),
         (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
         (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
+        (_across_epochs, Plan((1, 1, 1), 2), "tail-leak", "called 1 times, where 1 epoch(s) of 2 window(s) ask for 2"),
+        (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
+        (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
+        (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),
+        (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 2 times, where 2 epoch(s) of 3"),
+        (_first_window_of_all, PLAN, "wrong-step-count", "called 1 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_first_window_of_all, Plan((1, 2, 1), 2), "wrong-step-count", "called 1 times, where 1 epoch(s) of 2 window"),
+        (_first_two_micro_batches, Plan((1,) * 5, 2), "wrong-step-count", "called 2 times, where 1 epoch(s) of 3"),
+        (_second_window_thrice, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 8 times, where 2 epoch(s) of 3"),
+        (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, where 2 epoch(s) of 2 window(s) ask"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
         (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
         (
@@ -165,6 +236,13 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
     violation = explain_steps(scaled, SimpleNamespace(trial=trial), run_loop(scaled, trial))
     assert "GradScaler skips the step" in violation.explanation
     assert "GradScaler" not in _explained(_never).explanation
+
+
+def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
+    trial = generated_trial(probe_case(PLAN).replace(dtype="float16"))
+    for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
+        explanation = explain_steps(loop, SimpleNamespace(trial=trial), run_loop(loop, trial)).explanation
+        assert ("GradScaler skips the step" in explanation) == thought_of
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():
