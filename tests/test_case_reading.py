@@ -59,7 +59,7 @@ def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, move
     stand_in = SimpleNamespace(
         members=members,
         expected=_sums(rows, plan)[list(members)].sum(axis=0) / count,
-        allowed=np.full(rows.shape[1], ALLOWED),
+        allowed=lambda: np.full(rows.shape[1], ALLOWED),
         moved=moved,
         model=lambda: reference.model(torch.float64, None),
     )

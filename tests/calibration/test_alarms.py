@@ -46,7 +46,7 @@ def test_sound_loops_are_counted_and_none_is_blamed(dtype):
 def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypatch):
     monkeypatch.setattr(reference, "accumulation_bound", lambda sizes, terms, dtype: np.zeros_like(sizes))
     monkeypatch.setattr(reference, "farthest", lambda expected, computed: np.zeros_like(expected))
-    monkeypatch.setattr(reference, "noise_bound", lambda mean_square: np.zeros_like(mean_square))
+    monkeypatch.setattr(reference, "noise_bound", lambda mean_square, draws: np.zeros_like(mean_square))
     tally = _run(CASE)
     assert len(tally.alarms) > len(STEPS_FREE) / 2
     alarm = tally.alarms[0]

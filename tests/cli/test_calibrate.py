@@ -51,7 +51,7 @@ def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
 def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
     for name in ("accumulation_bound", "farthest"):
         monkeypatch.setattr(reference, name, lambda vector, *_: np.zeros_like(vector))
-    monkeypatch.setattr(reference, "noise_bound", lambda vector: np.zeros_like(vector))
+    monkeypatch.setattr(reference, "noise_bound", lambda vector, draws: np.zeros_like(vector))
     outcome = run(*SMALL)
     assert outcome.status == statuses.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out
