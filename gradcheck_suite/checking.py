@@ -130,7 +130,7 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
     return reference, None
 
 
-def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: bool = False) -> Verdict:
+def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: bool) -> Verdict:
     case = reference.trial.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault

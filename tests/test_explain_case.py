@@ -10,7 +10,6 @@ import torch
 
 from gradcheck_suite import Plan
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.references.reference import Window
 from tests.explaining import (
     DATA,
     PLAN,
@@ -18,20 +17,12 @@ from tests.explaining import (
     double,
     explained,
     fail,
-    share,
     squares,
     then,
     triple,
     turn,
     weight_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_draws(monkeypatch):
-    """Let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here."""
-    monkeypatch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
-
 
 # On the case itself
 

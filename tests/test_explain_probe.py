@@ -6,26 +6,17 @@ import pytest
 
 from gradcheck_suite import Plan
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.references.reference import Window
 from tests.explaining import (
     DATA,
     as_it_is,
     double,
     explained,
     fail,
-    share,
     then,
     triple,
     turn,
     weight_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_draws(monkeypatch):
-    """Let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here."""
-    monkeypatch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
-
 
 # What is counted
 
