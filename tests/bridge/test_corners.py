@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ UNARY = [
 
 @pytest.mark.parametrize("name", UNARY)
 def test_functions_of_one_number(name):
-    compare(getattr(aten, name).default, (corners(),), {}, tolerance=LOOSER.get(name, TOLERANCE))
+    # which infinity torch's logit has at -0.0 depends on the element's place in the tensor: see test_findings
+    values = [value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value]
+    compare(getattr(aten, name).default, (corners(values),), {}, tolerance=LOOSER.get(name, TOLERANCE))
 
 
 PAIRS = [(a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5) for b in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5)]

@@ -28,6 +28,16 @@ def test_torch_hardsigmoid_has_a_float32_constant_in_its_float64_gradient():
     assert ours == pytest.approx(1 / 6, rel=1e-15)
 
 
+def test_torch_logit_has_either_infinity_at_negative_zero():
+    """The derivative 1 / (x (1 - x)) has a pole at -0.0; torch's vectorised loop and its scalar remainder differ there.
+
+    33 elements are a whole number of vectors and one more, for vectors of up to 16 numbers.
+    """
+    (gradient,) = _torch_gradient(torch.logit, [-0.0] * 33)
+    assert set(gradient.tolist()) == {-math.inf, math.inf}
+    assert jax.grad(lowering_of(aten.logit.default))(jnp.float64(-0.0)) in (-math.inf, math.inf)
+
+
 @pytest.mark.parametrize(("x", "trigamma"), [(1.0, math.pi**2 / 6), (0.5, math.pi**2 / 2), (2.0, math.pi**2 / 6 - 1)])
 def test_torch_digamma_has_a_gradient_of_nine_digits(x, trigamma):
     (gradient,) = _torch_gradient(torch.digamma, x)

@@ -8,7 +8,7 @@ What a block is, its language says, and its first line:
 - `console`: each line after `$ ` is a command, the lines below it are what it prints;
 - `text`, `json` and directives: shown only.
 
-What is printed is compared but for times, versions, digests of cases and white space; `...` stands for anything.
+What is printed is compared but for times, versions, rounding errors, digests of cases and white space; `...` stands for anything.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _VARYING = (
     (r"(gradcheck-suite|torch|jax|jaxlib|numpy|hypothesis|rich|pytest|python)( +)v?\d[\w.+]*", r"\1 VERSION"),
     (r"(Python|xdist-|benchmark-|hypothesis-|pytest-|pluggy-)( ?)v?\d[\w.+]*", r"\1 VERSION"),
     (r"worst error \S+ of", "worst error E of"),
+    (r"rounding allows [\d.e+-]+", "rounding allows E"),
     (r"\b[0-9a-f]{12}\b", "DIGEST"),
 )
 
