@@ -8,7 +8,8 @@ What a block is, its language says, and its first line:
 - `console`: each line after `$ ` is a command, the lines below it are what it prints;
 - `text`, `json` and directives: shown only.
 
-What is printed is compared but for times, versions, rounding errors, digests of cases and white space; `...` stands for anything.
+What is printed is compared but for times, versions, rounding errors, digests of cases and white space; `...` stands
+for anything.
 """
 
 from __future__ import annotations
