@@ -8,26 +8,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite.case import Case, case_from_json
-from gradcheck_suite.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
 from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError
-from gradcheck_suite.plan import Plan
-from gradcheck_suite.records import Result, Verdict, Violation
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.case import Case, case_from_json
+from gradcheck_suite.schema.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Result, Verdict, Violation
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 if TYPE_CHECKING:
-    from gradcheck_suite.checking import check
-    from gradcheck_suite.strategies import cases, plans, problems
-    from gradcheck_suite.verification import verify
+    from gradcheck_suite.generation.strategies import cases, plans, problems
+    from gradcheck_suite.verification.check import check
+    from gradcheck_suite.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "cases": "strategies",
-    "check": "checking",
-    "plans": "strategies",
-    "problems": "strategies",
-    "verify": "verification",
+    "cases": "generation.strategies",
+    "check": "verification.check",
+    "environment": "execution.environment",
+    "plans": "generation.strategies",
+    "problems": "generation.strategies",
+    "verify": "verification.verify",
 }
 
 __all__ = [
@@ -58,7 +59,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(f"gradcheck_suite.{_LAZY[name]}"), name)
+        module = import_module(f"gradcheck_suite.{_LAZY[name]}")
+        return module if _LAZY[name].endswith(f".{name}") and name == "environment" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from gradcheck_suite.contract import Loop, Problem
-    from gradcheck_suite.records import Result
+    from gradcheck_suite.schema.contract import Loop, Problem
+    from gradcheck_suite.schema.results import Result
 
 MARKER = "gradcheck"
 MARKER_OPTIONS = ("examples", "seed", "dtype", "device", "optimizer", "assumes", "time_limit_s", "second_opinion_s")
@@ -58,11 +58,11 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
         chosen = _options(request.node, options)
-        from gradcheck_suite import environment
         from gradcheck_suite.errors import UsageError
+        from gradcheck_suite.execution import environment
 
         environment.set_precision()
-        from gradcheck_suite.verification import verify
+        from gradcheck_suite.verification.verify import verify
 
         label = name or str(getattr(loop, "__name__", repr(loop)))
         refusal = ""
@@ -117,10 +117,10 @@ def _line(result: Result) -> str:
 def _store(reports: Path | None, result: Result, loop: Loop, problem: Problem | None) -> Path | None:
     if reports is None:
         return None
-    from gradcheck_suite import environment
-    from gradcheck_suite.counterexamples import store_counterexample, store_script
-    from gradcheck_suite.journal import append_record, this_command
-    from gradcheck_suite.scripts import script_text
+    from gradcheck_suite.execution import environment
+    from gradcheck_suite.records.counterexamples import store_counterexample, store_script
+    from gradcheck_suite.records.store import append_record, this_command
+    from gradcheck_suite.report.scripts import script_text
 
     about = environment.environment()
     append_record(reports, "verify", result.to_json(), environment=about, command=this_command())
@@ -134,7 +134,7 @@ def _store(reports: Path | None, result: Result, loop: Loop, problem: Problem | 
 
 
 def _message(result: Result, stored: Path | None) -> str:
-    from gradcheck_suite.describe import describe_violation, example_text
+    from gradcheck_suite.records.description import describe_violation, example_text
 
     assert result.violation is not None
     lines = [f"{result.loop} is violated", *describe_violation(result.violation), example_text(result.violation.case)]

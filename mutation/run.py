@@ -52,13 +52,13 @@ class Target:
 
 
 TARGETS = {
-    "plan": Target("tests/test_plan.py"),
-    "numerics/compare": Target("tests/numerics/test_compare.py"),
+    "schema/plan": Target("tests/schema/test_plan.py"),
+    "numerics/comparison": Target("tests/numerics/test_comparison.py"),
     "numerics/least_squares": Target("tests/numerics/test_least_squares.py"),
-    "numerics/reading": Target("tests/numerics/test_reading.py"),
-    "numerics/rivals": Target("tests/numerics/test_rivals.py"),
+    "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
+    "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
-    "case_reading": Target("tests/test_case_reading.py", TORCH),
+    "diagnosis/case_weights": Target("tests/diagnosis/test_case_weights.py", TORCH),
     "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
 }
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.records import Verdict
-from gradcheck_suite.verification import verify
+from gradcheck_suite.schema.results import Verdict
+from gradcheck_suite.verification.verify import verify
 
 EARLY, LATE = 1_000, 5_000
 GROWTH = 0.10

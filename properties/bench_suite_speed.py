@@ -22,15 +22,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from gradcheck_suite import Case, ProblemSpec, checking
-from gradcheck_suite.contract import TrainingRun
+from gradcheck_suite import Case, ProblemSpec
+from gradcheck_suite.execution import environment
+from gradcheck_suite.execution.instance import Instance, generated_instance
+from gradcheck_suite.execution.optimizers import make_optimizer
+from gradcheck_suite.generation.strategies import cases
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.optimizers import make_optimizer
 from gradcheck_suite.references import accumulated, jax_reference, programs
 from gradcheck_suite.references.reference import References
-from gradcheck_suite.strategies import cases
-from gradcheck_suite.trial import Trial, generated_trial
-from gradcheck_suite.verification import verify
+from gradcheck_suite.schema.contract import TrainingRun
+from gradcheck_suite.verification import check as checking
+from gradcheck_suite.verification.verify import verify
 
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
 LOOP = MODES["set_to_none"]
@@ -76,7 +78,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     """Forget everything in memory; keep what is stored."""
     jax.clear_caches()
-    monkeypatch.setenv(programs.CACHE_VARIABLE, str(store))
+    monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
     fresh = programs.Programs()
     for module in (programs, jax_reference, accumulated):
         monkeypatch.setattr(module, "PROGRAMS", fresh)
@@ -127,28 +129,28 @@ def _whole(spec: ProblemSpec) -> Any:
     return jax.grad(value)
 
 
-def _windows(trial: Trial) -> list[dict[str, Any]]:
-    assert trial.arrays is not None
-    plan = trial.case.plan
+def _windows(instance: Instance) -> list[dict[str, Any]]:
+    assert instance.arrays is not None
+    plan = instance.case.plan
     spans = [plan.window_items(w) for w in range(len(plan.windows))]
-    return [{name: a[span.start : span.stop] for name, a in trial.arrays.items()} for span in spans]
+    return [{name: a[span.start : span.stop] for name, a in instance.arrays.items()} for span in spans]
 
 
-def _train(trial: Trial) -> torch.nn.Module:
-    model = trial.model()
-    plan = trial.case.plan
+def _train(instance: Instance) -> torch.nn.Module:
+    model = instance.model()
+    plan = instance.case.plan
     LOOP(
         TrainingRun(
             model=model,
             optimizer=make_optimizer(None, model),
-            loader=trial.loader(),
-            loss=trial.problem.loss,
-            count=trial.count,
+            loader=instance.loader(),
+            loss=instance.problem.loss,
+            count=instance.count,
             accumulation_steps=plan.accumulation_steps,
             epochs=plan.epochs,
-            reduction=trial.problem.reduction,
-            device=trial.device,
-            dtype=trial.dtype,
+            reduction=instance.problem.reduction,
+            device=instance.device,
+            dtype=instance.dtype,
         )
     )
     return model
@@ -157,12 +159,12 @@ def _train(trial: Trial) -> torch.nn.Module:
 def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:
     def plain() -> None:
         for case in same_cases:
-            trial = generated_trial(case)
-            values = _values(_train(trial))
-            gradient, batches = jax.jit(_whole(case.problem)), _windows(trial)
+            instance = generated_instance(case)
+            values = _values(_train(instance))
+            gradient, batches = jax.jit(_whole(case.problem)), _windows(instance)
             for batch in batches:
                 jax.block_until_ready(gradient(values, batch))
-            compiled.append((trial, gradient, values, batches))
+            compiled.append((instance, gradient, values, batches))
 
     benchmark.pedantic(plain, rounds=1)
     _record(benchmark, "plain")
@@ -170,8 +172,8 @@ def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> N
 
 def test_floor(benchmark: Any, compiled: list[Any]) -> None:
     def floor() -> None:
-        for trial, gradient, values, batches in compiled:
-            _train(trial)
+        for instance, gradient, values, batches in compiled:
+            _train(instance)
             for batch in batches:
                 jax.block_until_ready(gradient(values, batch))
 

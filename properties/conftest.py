@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from gradcheck_suite.environment import set_precision
+from gradcheck_suite.execution.environment import set_precision
 from properties.tally import TALLY
 
 # compiling takes seconds the first time and nothing later, so neither deadlines nor speed checks say anything here

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Verdict
-from gradcheck_suite.contract import Loop
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.observer import Observation
+from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.bounds import quick_bound
-from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
-from gradcheck_suite.observer import Observation
+from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.references.noise import Computation, float64_noise
 from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.subject import run_loop
-from gradcheck_suite.trial import Trial
+from gradcheck_suite.schema.contract import Loop
 from properties.tally import TALLY
 
 Gradients = dict[str, torch.Tensor | None]
@@ -63,14 +63,14 @@ def scaled(divisor: int) -> hypothesis.settings:
     return hypothesis.settings(max_examples=max(1, hypothesis.settings().max_examples // divisor))
 
 
-def observe(loop: Loop, trial: Trial) -> list[Observation]:
+def observe(loop: Loop, instance: Instance) -> list[Observation]:
     """Run a loop and return what reached each of its steps; a loop that raises or steps wrongly fails the test."""
     __tracebackhide__ = True
-    outcome = run_loop(loop, trial)
+    outcome = run_loop(loop, instance)
     if outcome.raised is not None:
-        pytest.fail(f"the loop failed on {trial.case!r}: {outcome.raised}\n{outcome.trace}")
-    taken, due = len(outcome.observations), trial.case.plan.steps
-    assert taken == due, f"the loop took {taken} steps, should be {due}, on {trial.case!r}"
+        pytest.fail(f"the loop failed on {instance.case!r}: {outcome.raised}\n{outcome.trace}")
+    taken, due = len(outcome.observations), instance.case.plan.steps
+    assert taken == due, f"the loop took {taken} steps, should be {due}, on {instance.case!r}"
     return outcome.observations
 
 
@@ -119,42 +119,42 @@ def flat(gradients: Gradients, layout: Layout) -> Vector:
     return np.concatenate(parts)
 
 
-def apart(trial: Trial, window: int, a: Gradients, b: Gradients, *, terms: int, scale: float = 1.0) -> Difference:
+def apart(instance: Instance, window: int, a: Gradients, b: Gradients, *, terms: int, scale: float = 1.0) -> Difference:
     """Compare two float64 accumulations of a window's gradient, within what rounding allows each; torch alone.
 
     Args:
-        trial: whose window.
+        instance: whose window.
         window: which one.
         a: one accumulation.
         b: another.
         terms: micro-batches added up by the one with the most.
         scale: a factor that both carry.
     """
-    model, items = trial.model(), trial.case.plan.window_items(window)
+    model, items = instance.model(), instance.case.plan.window_items(window)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     layout = Layout(tuple(shapes), tuple(shapes.values()))
     first, second = flat(a, layout), flat(b, layout)
-    expected = flat(gradients_of(trial, model, items), layout)
+    expected = flat(gradients_of(instance, model, items), layout)
     quick = worst_difference(first, second, 2 * abs(scale) * quick_bound(expected, terms))
     if quick.ratio <= 1:
         return quick
-    cuts = [trial.case.plan.items(j) for j in trial.case.plan.windows[window]]
-    noise = float64_noise(Computation(trial, model, torch.float64), items, cuts, layout)
+    cuts = [instance.case.plan.items(j) for j in instance.case.plan.windows[window]]
+    noise = float64_noise(Computation(instance, model, torch.float64), items, cuts, layout)
     return worst_difference(first, second, 2 * abs(scale) * (quick_bound(expected, terms) + noise))
 
 
-def with_items(trial: Trial, case: Case, items: list[int]) -> Trial:
-    """Return the trial of `case` on chosen items of another trial, in a given order."""
-    data = {name: tensor[torch.tensor(items, device=tensor.device)] for name, tensor in trial.data.items()}
-    arrays = None if trial.arrays is None else {n: a[np.array(items)] for n, a in trial.arrays.items()}
-    return replace(trial, case=case, data=data, arrays=arrays)
+def with_items(instance: Instance, case: Case, items: list[int]) -> Instance:
+    """Return the instance of `case` on chosen items of another instance, in a given order."""
+    data = {name: tensor[torch.tensor(items, device=tensor.device)] for name, tensor in instance.data.items()}
+    arrays = None if instance.arrays is None else {n: a[np.array(items)] for n, a in instance.arrays.items()}
+    return replace(instance, case=case, data=data, arrays=arrays)
 
 
-def on_leaves(trial: Trial, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Trial:
-    """Return the trial with every array of its data changed."""
-    return replace(trial, data={name: change(name, tensor.clone()) for name, tensor in trial.data.items()})
+def on_leaves(instance: Instance, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Instance:
+    """Return the instance with every array of its data changed."""
+    return replace(instance, data={name: change(name, tensor.clone()) for name, tensor in instance.data.items()})
 
 
-def with_loss(trial: Trial, loss: Callable[[torch.nn.Module, Any], torch.Tensor]) -> Trial:
-    """Return the trial with another loss; its references are no longer meaningful."""
-    return replace(trial, problem=replace(trial.problem, loss=loss))
+def with_loss(instance: Instance, loss: Callable[[torch.nn.Module, Any], torch.Tensor]) -> Instance:
+    """Return the instance with another loss; its references are no longer meaningful."""
+    return replace(instance, problem=replace(instance.problem, loss=loss))

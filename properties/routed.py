@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
-from gradcheck_suite.trial import Trial, user_trial
+from gradcheck_suite.execution.instance import Instance, user_instance
 
 EXPERTS = 3
 
@@ -32,8 +32,10 @@ def _model(seed: int) -> Routed:
         return Routed()
 
 
-def routed_trial(routes: list[list[int]], accumulation_steps: int, *, epochs: int = 1, device: str = "cpu") -> Trial:
-    """Return the trial of a plan whose micro-batch j has one item for each entry of `routes[j]`.
+def routed_instance(
+    routes: list[list[int]], accumulation_steps: int, *, epochs: int = 1, device: str = "cpu"
+) -> Instance:
+    """Return the instance of a plan whose micro-batch j has one item for each entry of `routes[j]`.
 
     Args:
         routes: for every micro-batch, the expert of each of its items.
@@ -53,4 +55,4 @@ def routed_trial(routes: list[list[int]], accumulation_steps: int, *, epochs: in
         loss=lambda model, batch: torch.nn.functional.mse_loss(model(batch), batch["target"]),
     )
     plan = Plan(tuple(map(len, routes)), accumulation_steps, epochs)
-    return user_trial(Case("properties/routed.py:PROBLEM", plan, device=device), problem)
+    return user_instance(Case("properties/routed.py:PROBLEM", plan, device=device), problem)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import event, given
 
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
-from gradcheck_suite.aliasing import find_stolen_buffers
+from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.trial import generated_trial
 from properties.helpers import DEVICES, assert_holds, scaled
 
 
@@ -91,18 +91,18 @@ def _case(micro_batches: tuple[int, ...], k: int) -> Case:
 @pytest.mark.parametrize("device", DEVICES)
 @given(case=cases(plan=plans(max_epochs=1, max_windows=1, min_accumulation_steps=2, max_items=3)))
 def test_drawn_models_keep_their_gradients_to_themselves(device, case):
-    trial = generated_trial(case.replace(device=device))
-    batches = list(trial.loader())
+    instance = generated_instance(case.replace(device=device))
+    batches = list(instance.loader())
     event(f"micro-batches: {min(len(batches), 3)} (3 stands for more)")
     # a window of one micro-batch, looked at twice: what is reused is written again all the same
-    found = find_stolen_buffers(trial.model(), trial.problem.loss, batches if len(batches) > 1 else 2 * batches)
+    found = find_stolen_buffers(instance.model(), instance.problem.loss, batches if len(batches) > 1 else 2 * batches)
     assert not found, f"{[each.explanation for each in found]} [{case!r}]"
 
 
 @scaled(2)
 @given(case=cases(plan=plans(max_epochs=1, max_windows=1, max_items=3)))
 def test_gradients_share_no_storage_with_parameters_buffers_or_each_other(case):
-    run = generated_trial(case).run()
+    run = generated_instance(case).run()
     for batch in run.loader:
         run.loss(run.model, batch).backward()
     tensors = [*run.model.parameters(), *run.model.buffers()]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.claims import CLAIMS, SOURCES
-from gradcheck_suite.claims.loops import PRINTED
-from gradcheck_suite.claims.printed import verify_printed
-from gradcheck_suite.claims.record import Finding
+from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
+from gradcheck_suite.evidence.claims.loops import PRINTED
+from gradcheck_suite.evidence.claims.printed import verify_printed
+from gradcheck_suite.evidence.claims.record import Finding
 
 VERDICTS = {
     "C1.1": "confirmed",

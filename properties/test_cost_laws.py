@@ -23,16 +23,16 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, TrainingRun, cases, plans, problems
-from gradcheck_suite.contract import Loop
-from gradcheck_suite.ledger import Ledger, Traffic, cost_table, record
+from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.loops.costs import COSTS, MEASURED
 from gradcheck_suite.loops.modes import after_step
 from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.measure.ledger import Ledger, Traffic, cost_table, record
 from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.trial import Trial, generated_trial, user_trial
+from gradcheck_suite.schema.contract import Loop
 from properties.helpers import DEVICES, scaled
-from properties.routed import routed_trial
+from properties.routed import routed_instance
 from properties.tally import TALLY
 
 LOOPS = {**MODES, **COSTS}
@@ -48,20 +48,20 @@ def moved(traffic: Traffic) -> Moved:
     return traffic.operations, traffic.read, traffic.written
 
 
-def reached_by(trial: Trial) -> list[set[str]]:
+def reached_by(instance: Instance) -> list[set[str]]:
     """Return, for every micro-batch of an epoch, the parameters that its loss reaches."""
-    model, plan = trial.model(), trial.case.plan
-    found = [gradients_of(trial, model, plan.items(j)) for j in range(len(plan.micro_batches))]
+    model, plan = instance.model(), instance.case.plan
+    found = [gradients_of(instance, model, plan.items(j)) for j in range(len(plan.micro_batches))]
     return [{name for name, gradient in gradients.items() if gradient is not None} for gradients in found]
 
 
-def law(mode: str, trial: Trial) -> Iterator[tuple[Moved, Moved, int]]:
+def law(mode: str, instance: Instance) -> Iterator[tuple[Moved, Moved, int]]:
     """Yield what each window's reset and accumulation must move, and the gradients' bytes alive between them.
 
     Worked out from which parameters each micro-batch reaches; a parameter that none reaches costs nothing.
     """
-    sizes = {n: p.numel() * p.itemsize for n, p in trial.model().named_parameters() if p.requires_grad}
-    reached, plan = reached_by(trial), trial.case.plan
+    sizes = {n: p.numel() * p.itemsize for n, p in instance.model().named_parameters() if p.requires_grad}
+    reached, plan = reached_by(instance), instance.case.plan
     have: set[str] = set(sizes) if mode == "flat_buffer" else set()
     before: set[str] = set()
     for index in range(plan.steps):
@@ -83,14 +83,14 @@ def law(mode: str, trial: Trial) -> Iterator[tuple[Moved, Moved, int]]:
         yield (calls, 0, size), (len(added), 2 * each, each), kept
 
 
-def assert_laws(mode: str, loop: Loop, trial: Trial) -> None:
+def assert_laws(mode: str, loop: Loop, instance: Instance) -> None:
     """Assert that every window of a loop costs what its mode must cost, and nothing beside."""
     __tracebackhide__ = True
-    ledger = record(loop, trial)
-    steps = trial.case.plan.steps
+    ledger = record(loop, instance)
+    steps = instance.case.plan.steps
     assert ledger.window == steps, f"{ledger.window} windows, should be {steps}"
-    for window, (reset, accumulated, kept) in enumerate(law(mode, trial)):
-        where = f"window {window} of {trial.case!r}"
+    for window, (reset, accumulated, kept) in enumerate(law(mode, instance)):
+        where = f"window {window} of {instance.case!r}"
         seen = moved(ledger.total("reset", window=window))
         assert seen == reset, f"the reset took (operations, read, written) {seen}, should be {reset}: {where}"
         seen = moved(ledger.total("accumulate", window=window))
@@ -99,7 +99,7 @@ def assert_laws(mode: str, loop: Loop, trial: Trial) -> None:
         if mode != "main_gradients":  # its sums are told from other tensors once something was added to them
             assert alive == kept, f"{alive} bytes of gradients alive after the reset, should be {kept}: {where}"
     handled = ledger.operations("handling")
-    assert not handled, f"the loop did {handled} to gradients, should be nothing: {trial.case!r}"
+    assert not handled, f"the loop did {handled} to gradients, should be nothing: {instance.case!r}"
 
 
 small = plans(max_windows=3, max_accumulation_steps=4, max_epochs=2)
@@ -111,7 +111,7 @@ small = plans(max_windows=3, max_accumulation_steps=4, max_epochs=2)
 @given(data=st.data())
 def test_every_window_costs_what_its_mode_must_cost(mode, device, data):
     case = data.draw(cases(problem=problems(sparse=False), plan=small, device=device))
-    assert_laws(mode, LOOPS[mode], generated_trial(case))
+    assert_laws(mode, LOOPS[mode], generated_instance(case))
 
 
 routes = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -121,8 +121,8 @@ routes = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=
 @scaled(2)
 @given(routes=routes, accumulation_steps=st.integers(1, 3), epochs=st.integers(1, 2))
 def test_parameters_that_only_some_micro_batches_reach(mode, routes, accumulation_steps, epochs):
-    trial = routed_trial(routes, accumulation_steps, epochs=epochs)
-    assert_laws(mode, LOOPS[mode], trial)
+    instance = routed_instance(routes, accumulation_steps, epochs=epochs)
+    assert_laws(mode, LOOPS[mode], instance)
 
 
 # --- planted faults: each breaks a law, and gradients alone would not show it
@@ -223,11 +223,11 @@ def _chain_sizes(*widths: int) -> list[int]:
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_breaks_a_law(fault):
     mode, loop, message = PLANTED[fault]
-    trial = generated_trial(Case(_chain(2, 3, 1), Plan((2, 2, 2, 2), 2)))
+    instance = generated_instance(Case(_chain(2, 3, 1), Plan((2, 2, 2, 2), 2)))
     assert sum(_chain_sizes(2, 3, 1)) == 104
-    assert_laws(mode, MODES[mode], trial)
+    assert_laws(mode, MODES[mode], instance)
     with pytest.raises(AssertionError, match=message):
-        assert_laws(mode, loop, trial)
+        assert_laws(mode, loop, instance)
 
 
 # --- parameters that are used several times
@@ -265,18 +265,18 @@ def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
     return torch.stack([(p * weight).sum() for p in model.parameters()]).sum()
 
 
-def _tensors_trial(shapes: list[tuple[int, ...]], plan: Plan, dtype: str, device: str = "cpu") -> Trial:
+def _tensors_instance(shapes: list[tuple[int, ...]], plan: Plan, dtype: str, device: str = "cpu") -> Instance:
     problem = Problem(lambda seed: Tensors(shapes), lambda items, seed: {"x": torch.ones(items)}, _loss)
-    return user_trial(Case("properties/test_cost_laws.py:TENSORS", plan, dtype=dtype, device=device), problem)
+    return user_instance(Case("properties/test_cost_laws.py:TENSORS", plan, dtype=dtype, device=device), problem)
 
 
-def assert_as_predicted(mode: str, loop: Loop, trial: Trial) -> None:
+def assert_as_predicted(mode: str, loop: Loop, instance: Instance) -> None:
     """Assert that the formula of a mode gives what the ledger of a loop measures, window by window."""
     __tracebackhide__ = True
-    parameters = list(trial.model().parameters())
+    parameters = list(instance.model().parameters())
     elements, itemsize = sum(p.numel() for p in parameters), parameters[0].itemsize
-    plan = trial.case.plan
-    ledger = record(loop, trial)
+    plan = instance.case.plan
+    ledger = record(loop, instance)
     costs = [
         cost_table(len(parameters), elements, itemsize, len(plan.windows[w % len(plan.windows)]), first=w == 0)[mode]
         for w in range(plan.steps)
@@ -306,7 +306,7 @@ shape_lists = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_s
 @scaled(2)
 @given(shapes=shape_lists, plan=small, dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]))
 def test_the_formulas_predict_the_ledger(mode, device, shapes, plan, dtype):
-    assert_as_predicted(mode, {**LOOPS, **MEASURED}[mode], _tensors_trial(shapes, plan, dtype, device))
+    assert_as_predicted(mode, {**LOOPS, **MEASURED}[mode], _tensors_instance(shapes, plan, dtype, device))
 
 
 def test_every_measured_loop_has_a_formula():
@@ -315,9 +315,9 @@ def test_every_measured_loop_has_a_formula():
 
 @pytest.mark.parametrize("mode", ["zero_grad", "flat_buffer", "main_gradients", "optimizer_in_backward"])
 def test_another_modes_loop_is_not_what_was_predicted(mode):
-    trial = _tensors_trial([(2, 3), (4,)], Plan((1,) * 4, 2), "bfloat16")
+    instance = _tensors_instance([(2, 3), (4,)], Plan((1,) * 4, 2), "bfloat16")
     with pytest.raises(AssertionError, match="predicted"):
-        assert_as_predicted(mode, LOOPS["set_to_none" if mode != "optimizer_in_backward" else "zero_"], trial)
+        assert_as_predicted(mode, LOOPS["set_to_none" if mode != "optimizer_in_backward" else "zero_"], instance)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_the_formulas_at_one_size(mode, bytes_per_parameter):
 def test_on_one_case_every_mode_moves_what_its_law_says_and_no_release_moves_more(case):
     moved = {}
     for mode, loop in MODES.items():
-        ledger = record(loop, generated_trial(case))
+        ledger = record(loop, generated_instance(case))
         TALLY.weigh(mode, ledger)
         traffic = ledger.total("reset", "accumulate")
         moved[mode] = traffic.read + traffic.written

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, TrainingRun, cases, plans
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops.modes import none_by_hand, zero_by_hand, zero_grad_false, zero_grad_none
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.trial import generated_trial
 from properties.helpers import scaled
 
 RESETS: dict[str, Callable[[TrainingRun], None]] = {
@@ -93,13 +93,13 @@ def assert_no_graph(run: TrainingRun, reset: Callable[[TrainingRun], None], *, c
 @scaled(4)
 @given(case=cases(plan=plans(min_windows=2)))
 def test_gradients_carry_no_graph_at_any_step(name, case):
-    assert_no_graph(generated_trial(case).run(), RESETS[name])
+    assert_no_graph(generated_instance(case).run(), RESETS[name])
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("name", RESETS)
 def test_every_reset_cuts_the_graph_of_the_window_before(name):
-    assert_no_graph(generated_trial(FOUR_WINDOWS).run(), RESETS[name], create_graph=True)
+    assert_no_graph(generated_instance(FOUR_WINDOWS).run(), RESETS[name], create_graph=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -109,7 +109,7 @@ def test_a_reset_that_keeps_the_graph_is_caught():
             for p in run.model.parameters():
                 p.grad.zero_()
 
-    run = generated_trial(FOUR_WINDOWS).run()
+    run = generated_instance(FOUR_WINDOWS).run()
     with pytest.raises(AssertionError, match="carry a graph, should carry none"):
         assert_no_graph(run, bare_zero, create_graph=True)
     run.optimizer.zero_grad()
@@ -160,7 +160,7 @@ WHOLE = plans(min_epochs=2, min_windows=2, max_accumulation_steps=4, assumes=("w
 @scaled(30)
 @given(case=cases(problem=st.just(DENSE), plan=WHOLE))
 def test_live_tensors_are_constant_from_the_second_window_on(name, case):
-    assert_live_tensors_are_constant(generated_trial(case).run(), RESETS[name])
+    assert_live_tensors_are_constant(generated_instance(case).run(), RESETS[name])
 
 
 def test_a_tensor_kept_from_every_window_is_caught():
@@ -171,4 +171,4 @@ def test_a_tensor_kept_from_every_window_is_caught():
         zero_grad_none(run)
 
     with pytest.raises(AssertionError, match="should be constant"):
-        assert_live_tensors_are_constant(generated_trial(FOUR_WINDOWS).run(), reset)
+        assert_live_tensors_are_constant(generated_instance(FOUR_WINDOWS).run(), reset)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
 from gradcheck_suite.catalogue import loss_kind
-from gradcheck_suite.contract import Loop
+from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import BUILT_IN, MODES
-from gradcheck_suite.trial import Trial, generated_trial
+from gradcheck_suite.schema.contract import Loop
 from properties import faults
 from properties.helpers import DEVICES, Gradients, apart, observe, scaled, unequal, with_items, with_loss
 
@@ -25,44 +25,44 @@ one_window = plans(max_epochs=1, max_windows=1, min_accumulation_steps=2)
 one_window_cases = cases(plan=one_window)
 
 
-def gradients(loop: Loop, trial: Trial) -> Gradients:
+def gradients(loop: Loop, instance: Instance) -> Gradients:
     """Return what a loop hands over at its only step."""
-    (observation,) = observe(loop, trial)
+    (observation,) = observe(loop, instance)
     return observation.gradients
 
 
-def assert_same(loop: Loop, trial: Trial, other: Trial, what: str) -> None:
+def assert_same(loop: Loop, instance: Instance, other: Instance, what: str) -> None:
     """Assert that two cuts of the same items give gradients which rounding alone sets apart."""
     __tracebackhide__ = True
-    terms = max(len(t.case.plan.micro_batches) for t in (trial, other))
-    difference = apart(trial, 0, gradients(loop, trial), gradients(loop, other), terms=terms)
+    terms = max(len(t.case.plan.micro_batches) for t in (instance, other))
+    difference = apart(instance, 0, gradients(loop, instance), gradients(loop, other), terms=terms)
     assert difference.ratio <= 1, (
         f"{what} changes the gradient by {difference.error:.3g}, where rounding allows {difference.allowed:.3g} "
-        f"[{trial.case!r} against {other.case.plan!r}]"
+        f"[{instance.case!r} against {other.case.plan!r}]"
     )
 
 
-def reordered(trial: Trial, order: list[int]) -> Trial:
-    """Return the trial of one window with its micro-batches in another order."""
-    plan = trial.case.plan
+def reordered(instance: Instance, order: list[int]) -> Instance:
+    """Return the instance of one window with its micro-batches in another order."""
+    plan = instance.case.plan
     sizes = tuple(plan.micro_batches[j] for j in order)
     items = [i for j in order for i in plan.items(j)]
-    return with_items(trial, trial.case.replace(plan=Plan(sizes, plan.accumulation_steps)), items)
+    return with_items(instance, instance.case.replace(plan=Plan(sizes, plan.accumulation_steps)), items)
 
 
-def recut(trial: Trial, sizes: list[int]) -> Trial:
-    """Return the trial of one window with the same items cut otherwise."""
+def recut(instance: Instance, sizes: list[int]) -> Instance:
+    """Return the instance of one window with the same items cut otherwise."""
     plan = Plan(tuple(sizes), len(sizes))
-    return with_items(trial, trial.case.replace(plan=plan), list(range(plan.total_items)))
+    return with_items(instance, instance.case.replace(plan=plan), list(range(plan.total_items)))
 
 
-def without_padding(trial: Trial) -> Trial:
-    """Return the trial of one window without the micro-batches that count nothing."""
-    plan = trial.case.plan
+def without_padding(instance: Instance) -> Instance:
+    """Return the instance of one window without the micro-batches that count nothing."""
+    plan = instance.case.plan
     kept = [j for j in range(len(plan.micro_batches)) if j not in plan.masked]
     return with_items(
-        trial,
-        trial.case.replace(plan=Plan(tuple(plan.micro_batches[j] for j in kept), len(kept))),
+        instance,
+        instance.case.replace(plan=Plan(tuple(plan.micro_batches[j] for j in kept), len(kept))),
         [i for j in kept for i in plan.items(j)],
     )
 
@@ -89,10 +89,10 @@ def padded_cases(draw: st.DrawFn) -> Case:
 @scaled(3)
 @given(case=one_window_cases, data=st.data())
 def test_order_of_micro_batches_does_not_matter(name, device, case, data):
-    trial = generated_trial(case.replace(device=device))
+    instance = generated_instance(case.replace(device=device))
     order = data.draw(st.permutations(range(len(case.plan.micro_batches))), label="order")
     event(f"another order: {order != sorted(order)}")
-    assert_same(LOOPS[name], trial, reordered(trial, order), "the order of micro-batches")
+    assert_same(LOOPS[name], instance, reordered(instance, order), "the order of micro-batches")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,15 +100,15 @@ def test_order_of_micro_batches_does_not_matter(name, device, case, data):
 @scaled(3)
 @given(case=one_window_cases, data=st.data())
 def test_splitting_a_split_does_not_matter(name, device, case, data):
-    trial = generated_trial(case.replace(device=device))
+    instance = generated_instance(case.replace(device=device))
     total = case.plan.total_items
     cuts = set(accumulate(case.plan.micro_batches))
     cuts |= set(data.draw(st.lists(st.integers(1, total), max_size=6), label="further cuts"))
     ends = sorted(cuts)
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     event(f"finer: {len(sizes) > len(case.plan.micro_batches)}")
-    assert_same(LOOPS[name], trial, recut(trial, sizes), "a finer split")
-    assert_same(LOOPS[name], trial, recut(trial, [total]), "no split at all")
+    assert_same(LOOPS[name], instance, recut(instance, sizes), "a finer split")
+    assert_same(LOOPS[name], instance, recut(instance, [total]), "no split at all")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,27 +116,29 @@ def test_splitting_a_split_does_not_matter(name, device, case, data):
 @scaled(3)
 @given(case=padded_cases())
 def test_micro_batches_that_count_nothing_change_nothing(name, device, case):
-    padded = generated_trial(case.replace(device=device))
+    padded = generated_instance(case.replace(device=device))
     wrong = unequal(gradients(LOOPS[name], padded), gradients(LOOPS[name], without_padding(padded)))
     assert not wrong, f"a fully masked micro-batch changes the gradients of {wrong}, should change nothing [{case!r}]"
 
 
-def assert_homogeneous(loop: Loop, trial: Trial, factor: float, *, exact: bool) -> None:
+def assert_homogeneous(loop: Loop, instance: Instance, factor: float, *, exact: bool) -> None:
     """Assert that `factor` times the loss gives `factor` times the gradient."""
     __tracebackhide__ = True
-    loss = trial.problem.loss
-    times = with_loss(trial, lambda model, batch: factor * loss(model, batch))
-    once, scaled_up = gradients(loop, trial), gradients(loop, times)
+    loss = instance.problem.loss
+    times = with_loss(instance, lambda model, batch: factor * loss(model, batch))
+    once, scaled_up = gradients(loop, instance), gradients(loop, times)
     expected = {name: None if g is None else factor * g for name, g in once.items()}
     if exact:
         wrong = unequal(scaled_up, expected)
-        assert not wrong, f"{factor:g} times the loss is not {factor:g} times the gradient of {wrong} [{trial.case!r}]"
+        assert not wrong, (
+            f"{factor:g} times the loss is not {factor:g} times the gradient of {wrong} [{instance.case!r}]"
+        )
         return
-    terms = len(trial.case.plan.micro_batches)
-    difference = apart(trial, 0, scaled_up, expected, terms=terms, scale=factor)
+    terms = len(instance.case.plan.micro_batches)
+    difference = apart(instance, 0, scaled_up, expected, terms=terms, scale=factor)
     assert difference.ratio <= 1, (
         f"{factor:g} times the loss is off by {difference.error:.3g} from {factor:g} times the gradient, "
-        f"where rounding allows {difference.allowed:.3g} [{trial.case!r}]"
+        f"where rounding allows {difference.allowed:.3g} [{instance.case!r}]"
     )
 
 
@@ -147,7 +149,7 @@ def assert_homogeneous(loop: Loop, trial: Trial, factor: float, *, exact: bool) 
 def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, case, exponent, sign):
     # 2**12 moves an exponent far less than float64's range allows, so nothing is rounded on the way
     assert_homogeneous(
-        LOOPS[name], generated_trial(case.replace(device=device)), sign * 2.0**exponent, exact=device == "cpu"
+        LOOPS[name], generated_instance(case.replace(device=device)), sign * 2.0**exponent, exact=device == "cpu"
     )
 
 
@@ -156,26 +158,26 @@ def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, ca
 @given(case=one_window_cases, factor=st.floats(-1000, 1000, allow_subnormal=False))
 def test_any_factor_on_the_loss_scales_the_gradient(name, case, factor):
     assume(factor != 0)
-    assert_homogeneous(LOOPS[name], generated_trial(case), factor, exact=False)
+    assert_homogeneous(LOOPS[name], generated_instance(case), factor, exact=False)
 
 
 @pytest.mark.parametrize("loop", [faults.running_sum_rescaled, faults.first_only, faults.reset_per_micro_batch])
 def test_a_fault_that_depends_on_the_order_is_caught(loop):
-    trial = generated_trial(ONE_WINDOW)
+    instance = generated_instance(ONE_WINDOW)
     with pytest.raises(AssertionError, match="the order of micro-batches changes"):
-        assert_same(loop, trial, reordered(trial, [2, 0, 1]), "the order of micro-batches")
+        assert_same(loop, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
 
 
 @pytest.mark.parametrize("loop", [faults.mean_of_means, faults.no_divide, faults.double_divide])
 def test_a_fault_that_depends_on_the_split_is_caught(loop):
-    trial = generated_trial(ONE_WINDOW)
+    instance = generated_instance(ONE_WINDOW)
     with pytest.raises(AssertionError, match="a finer split changes"):
-        assert_same(loop, trial, recut(trial, [1, 1, 2, 2]), "a finer split")
+        assert_same(loop, instance, recut(instance, [1, 1, 2, 2]), "a finer split")
 
 
 def test_the_order_alone_does_not_show_a_mean_of_means():
-    trial = generated_trial(ONE_WINDOW)
-    assert_same(faults.mean_of_means, trial, reordered(trial, [2, 0, 1]), "the order of micro-batches")
+    instance = generated_instance(ONE_WINDOW)
+    assert_same(faults.mean_of_means, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
 
 
 def test_counting_a_micro_batch_that_counts_nothing_is_caught():
@@ -184,7 +186,7 @@ def test_counting_a_micro_batch_that_counts_nothing_is_caught():
         (Layer("linear", features=3, bias=True),),
         Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
     )
-    padded = generated_trial(Case(classes, Plan((2, 1), 2, masked=(1,)), seed=1))
+    padded = generated_instance(Case(classes, Plan((2, 1), 2, masked=(1,)), seed=1))
     assert unequal(gradients(MODES["zero_"], padded), gradients(MODES["zero_"], without_padding(padded))) == []
     wrong = unequal(gradients(faults.mean_of_means, padded), gradients(faults.mean_of_means, without_padding(padded)))
     assert wrong == ["0.weight", "0.bias"]
@@ -192,4 +194,4 @@ def test_counting_a_micro_batch_that_counts_nothing_is_caught():
 
 def test_clipping_per_micro_batch_is_caught():
     with pytest.raises(AssertionError, match="8 times the loss is not"):
-        assert_homogeneous(faults.clip_per_micro_batch, generated_trial(ONE_WINDOW), 8.0, exact=True)
+        assert_homogeneous(faults.clip_per_micro_batch, generated_instance(ONE_WINDOW), 8.0, exact=True)

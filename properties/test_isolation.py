@@ -10,9 +10,9 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans
-from gradcheck_suite.contract import Loop
+from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.trial import Trial, generated_trial
+from gradcheck_suite.schema.contract import Loop
 from properties import faults
 from properties.helpers import DEVICES, bit_unequal, observe, on_leaves, scaled, unequal, with_loss
 
@@ -24,64 +24,64 @@ TWO_WINDOWS = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
 several_windows = cases(plan=plans(min_windows=2, max_accumulation_steps=4))
 
 
-def _elsewhere(trial: Trial, window: int) -> torch.Tensor:
+def _elsewhere(instance: Instance, window: int) -> torch.Tensor:
     """Return (items,), True outside the window."""
-    where = torch.ones(trial.case.plan.total_items, dtype=torch.bool, device=trial.device)
-    items = trial.case.plan.window_items(window)
+    where = torch.ones(instance.case.plan.total_items, dtype=torch.bool, device=instance.device)
+    items = instance.case.plan.window_items(window)
     where[items.start : items.stop] = False
     return where
 
 
-def other_data(trial: Trial, window: int) -> Trial:
-    """Return the trial with every item outside the window drawn anew."""
-    where, drawn = _elsewhere(trial, window), generated_trial(trial.case.replace(seed=trial.case.seed ^ 1))
+def other_data(instance: Instance, window: int) -> Instance:
+    """Return the instance with every item outside the window drawn anew."""
+    where, drawn = _elsewhere(instance, window), generated_instance(instance.case.replace(seed=instance.case.seed ^ 1))
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor[where] = drawn.data[name][where]
         return tensor
 
-    return on_leaves(trial, change)
+    return on_leaves(instance, change)
 
 
-def poisoned_data(trial: Trial, window: int, value: float) -> Trial:
-    """Return the trial with `value` for every floating input and target outside the window."""
-    where = _elsewhere(trial, window)
+def poisoned_data(instance: Instance, window: int, value: float) -> Instance:
+    """Return the instance with `value` for every floating input and target outside the window."""
+    where = _elsewhere(instance, window)
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name in ("x", "target") and tensor.is_floating_point():
             tensor[where] = value
         return tensor
 
-    return on_leaves(trial, change)
+    return on_leaves(instance, change)
 
 
-def is_refused(trial: Trial) -> bool:
+def is_refused(instance: Instance) -> bool:
     """Return whether torch refuses the data, as `binary_cross_entropy` refuses a probability that is NaN."""
     try:
-        trial.problem.loss(trial.model(), trial.batch(range(trial.case.plan.total_items)))
+        instance.problem.loss(instance.model(), instance.batch(range(instance.case.plan.total_items)))
     except (RuntimeError, ValueError):
         return True
     return False
 
 
-def poisoned_loss(trial: Trial, window: int, value: float) -> Trial:
-    """Return the trial with the loss times `value` outside the window: reaches models that take integers too."""
-    factor = torch.ones(trial.case.plan.total_items, dtype=trial.dtype, device=trial.device)
-    factor[_elsewhere(trial, window)] = value
-    loss = trial.problem.loss
-    trial.data["factor"] = factor
-    return with_loss(trial, lambda model, batch: loss(model, batch) * batch["factor"][0])
+def poisoned_loss(instance: Instance, window: int, value: float) -> Instance:
+    """Return the instance with the loss times `value` outside the window: reaches models that take integers too."""
+    factor = torch.ones(instance.case.plan.total_items, dtype=instance.dtype, device=instance.device)
+    factor[_elsewhere(instance, window)] = value
+    loss = instance.problem.loss
+    instance.data["factor"] = factor
+    return with_loss(instance, lambda model, batch: loss(model, batch) * batch["factor"][0])
 
 
-def assert_isolated(loop: Loop, trial: Trial, changed: Trial, window: int, *, to_the_bit: bool) -> None:
+def assert_isolated(loop: Loop, instance: Instance, changed: Instance, window: int, *, to_the_bit: bool) -> None:
     """Assert that a loop hands over the same gradients of a window whatever the others hold."""
     __tracebackhide__ = True
-    compare, per_epoch = bit_unequal if to_the_bit else unequal, len(trial.case.plan.windows)
-    pairs = list(zip(observe(loop, trial), observe(loop, changed), strict=True))
+    compare, per_epoch = bit_unequal if to_the_bit else unequal, len(instance.case.plan.windows)
+    pairs = list(zip(observe(loop, instance), observe(loop, changed), strict=True))
     for epoch, (a, b) in enumerate(pairs[window::per_epoch]):
         wrong = compare(a.gradients, b.gradients)
         assert not wrong, (
-            f"epoch {epoch}, window {window}: gradients of {wrong} depend on other windows' data [{trial.case!r}]"
+            f"epoch {epoch}, window {window}: gradients of {wrong} depend on other windows' data [{instance.case!r}]"
         )
 
 
@@ -97,8 +97,8 @@ def _windows(case: Case) -> st.SearchStrategy[int]:
 @given(case=several_windows, data=st.data())
 def test_other_values_leave_no_trace(name, device, case, data):
     window = data.draw(_windows(case), label="window")
-    trial = generated_trial(case.replace(device=device))
-    assert_isolated(MODES[name], trial, other_data(trial, window), window, to_the_bit=name in TO_NONE)
+    instance = generated_instance(case.replace(device=device))
+    assert_isolated(MODES[name], instance, other_data(instance, window), window, to_the_bit=name in TO_NONE)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -107,11 +107,11 @@ def test_other_values_leave_no_trace(name, device, case, data):
 @given(case=several_windows, data=st.data())
 def test_non_finite_data_leave_no_trace(name, value, case, data):
     window = data.draw(_windows(case), label="window")
-    trial = generated_trial(case)
-    event(f"floating inputs: {trial.data['x'].is_floating_point()}")
-    changed = poisoned_data(trial, window, value)
+    instance = generated_instance(case)
+    event(f"floating inputs: {instance.data['x'].is_floating_point()}")
+    changed = poisoned_data(instance, window, value)
     assume(not is_refused(changed))
-    assert_isolated(MODES[name], trial, changed, window, to_the_bit=name in TO_NONE)
+    assert_isolated(MODES[name], instance, changed, window, to_the_bit=name in TO_NONE)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,31 +121,31 @@ def test_non_finite_data_leave_no_trace(name, value, case, data):
 @given(case=several_windows, data=st.data())
 def test_non_finite_gradients_leave_no_trace(name, value, device, case, data):
     window = data.draw(_windows(case), label="window")
-    trial = generated_trial(case.replace(device=device))
-    changed = poisoned_loss(trial, window, value)
-    assert_isolated(MODES[name], trial, changed, window, to_the_bit=name in TO_NONE)
+    instance = generated_instance(case.replace(device=device))
+    changed = poisoned_loss(instance, window, value)
+    assert_isolated(MODES[name], instance, changed, window, to_the_bit=name in TO_NONE)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_reset_by_multiplication_is_caught(value):
-    trial = generated_trial(TWO_WINDOWS)
+    instance = generated_instance(TWO_WINDOWS)
     with pytest.raises(AssertionError, match="depend on other windows"):
         assert_isolated(
-            faults.reset_by_multiplication, trial, poisoned_data(trial, 1, value), window=1, to_the_bit=False
+            faults.reset_by_multiplication, instance, poisoned_data(instance, 1, value), window=1, to_the_bit=False
         )
 
 
 def test_reset_by_multiplication_is_sound_on_finite_data():
-    trial = generated_trial(TWO_WINDOWS)
-    assert_isolated(faults.reset_by_multiplication, trial, other_data(trial, 1), window=1, to_the_bit=False)
+    instance = generated_instance(TWO_WINDOWS)
+    assert_isolated(faults.reset_by_multiplication, instance, other_data(instance, 1), window=1, to_the_bit=False)
 
 
 def test_no_reset_is_caught():
-    trial = generated_trial(TWO_WINDOWS)
+    instance = generated_instance(TWO_WINDOWS)
     with pytest.raises(AssertionError, match="depend on other windows"):
-        assert_isolated(faults.no_reset, trial, other_data(trial, 1), window=1, to_the_bit=False)
+        assert_isolated(faults.no_reset, instance, other_data(instance, 1), window=1, to_the_bit=False)
 
 
 def test_the_poison_arrives():
-    trial = poisoned_data(generated_trial(TWO_WINDOWS), 1, math.nan)
-    assert all(observe(MODES["set_to_none"], trial)[0].gradients["0.weight"].isnan().flatten())
+    instance = poisoned_data(generated_instance(TWO_WINDOWS), 1, math.nan)
+    assert all(observe(MODES["set_to_none"], instance)[0].gradients["0.weight"].isnan().flatten())

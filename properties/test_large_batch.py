@@ -9,15 +9,15 @@ from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
-from gradcheck_suite.contract import assumptions_of
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.numerics.bounds import quick_bound
-from gradcheck_suite.numerics.compare import worst_difference
-from gradcheck_suite.optimizers import OPTIMIZERS
+from gradcheck_suite.numerics.comparison import worst_difference
 from gradcheck_suite.references import jax_reference
 from gradcheck_suite.references.programs import Programs
 from gradcheck_suite.references.reference import Reference, Window
-from gradcheck_suite.trial import generated_trial
+from gradcheck_suite.schema.contract import assumptions_of
 from properties import faults
 from properties.helpers import DEVICES, JAX_PLATFORMS, assert_holds, scaled
 
@@ -87,7 +87,7 @@ def test_holds_along_the_path_of_a_real_optimizer(device, case):
 @scaled(10)
 @given(case=cases())
 def test_torch_and_jax_agree_whole_and_accumulated(case):
-    reference = Reference(generated_trial(case))
+    reference = Reference(generated_instance(case))
     assert reference.finding is None, f"{reference.finding}\n{case!r}"
     window = reference.window(len(case.plan.windows) - 1)
     opinions = window.opinions(window.jax)
@@ -103,7 +103,7 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
 @scaled(20)
 @given(case=cases())
 def test_the_jax_reference_is_the_same_on_every_platform(platform, case):
-    reference = Reference(generated_trial(case))
+    reference = Reference(generated_instance(case))
     window = reference.window(0)
     there = _jax_gradient(reference, platform)
     difference = worst_difference(there, window.jax, quick_bound(window.jax, len(window.members)))
@@ -113,7 +113,7 @@ def test_the_jax_reference_is_the_same_on_every_platform(platform, case):
 
 
 def test_a_platform_that_is_off_is_noticed():
-    reference = Reference(generated_trial(UNEQUAL))
+    reference = Reference(generated_instance(UNEQUAL))
     window = reference.window(0)
     off = window.jax * (1 + 1e-9)
     assert worst_difference(off, window.jax, quick_bound(window.jax, len(window.members))).ratio > 1

@@ -13,10 +13,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Plan
-from gradcheck_suite.contract import Loop, assumptions_of
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.probe import probe_case
-from gradcheck_suite.trial import generated_trial
+from gradcheck_suite.schema.contract import Loop, assumptions_of
+from gradcheck_suite.schema.readout_probe import probe_case
 from properties import faults
 from properties.helpers import DEVICES, observe, scaled
 
@@ -25,8 +25,8 @@ EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_o
 
 def weights(loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu") -> list[list[float]]:
     """Return, for every step, the weight that a loop gave each item."""
-    trial = generated_trial(probe_case(plan, reduction, device=device))
-    gradients = [observation.gradients["0.weight"] for observation in observe(loop, trial)]
+    instance = generated_instance(probe_case(plan, reduction, device=device))
+    gradients = [observation.gradients["0.weight"] for observation in observe(loop, instance)]
     return [[0.0] * plan.total_items if g is None else g.tolist() for g in gradients]
 
 

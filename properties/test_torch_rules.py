@@ -14,8 +14,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import cases, plans, problems
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.trial import generated_trial
 from properties.helpers import DEVICES, scaled
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
@@ -280,7 +280,7 @@ def test_zero_grad_touches_only_its_own_groups(set_to_none, owned, seed):
 def test_foreach_or_not_gives_the_same(device, case):
     found = []
     for foreach in (False, True):
-        run = generated_trial(case.replace(device=device)).run()
+        run = generated_instance(case.replace(device=device)).run()
         run.optimizer.defaults["foreach"] = foreach
         kept = []
         for window in windows(run):

@@ -28,8 +28,8 @@ from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, Unknow
 from gradcheck_suite.bridge.forgotten import refuse_what_export_forgets
 from gradcheck_suite.bridge.sources import where_from, where_raised
 from gradcheck_suite.bridge.table import lowering_of
-from gradcheck_suite.contract import Batch
-from gradcheck_suite.trial import leaves, map_leaves
+from gradcheck_suite.execution.instance import leaves, map_leaves
+from gradcheck_suite.schema.contract import Batch
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 _GRAD_MODE = "wrap_with_set_grad_enabled"

@@ -17,8 +17,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge.errors import BridgeError
-from gradcheck_suite.contract import Batch
-from gradcheck_suite.trial import map_leaves
+from gradcheck_suite.execution.instance import map_leaves
+from gradcheck_suite.schema.contract import Batch
 
 ALLOWED = ("CheckpointFunctionBackward", "GeneratedBackwardFor_")
 """Beginnings of names: functions that recompute their forward, and custom operations, which have lowerings."""

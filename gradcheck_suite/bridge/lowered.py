@@ -19,9 +19,9 @@ from gradcheck_suite.bridge.dtypes import Array, default_float_is, to_array
 from gradcheck_suite.bridge.errors import BridgeError
 from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
 from gradcheck_suite.bridge.steps import narrow_operations, run_step, steps_of
-from gradcheck_suite.contract import Batch
+from gradcheck_suite.execution.instance import leaves
 from gradcheck_suite.references.programs import PROGRAMS, device
-from gradcheck_suite.trial import leaves
+from gradcheck_suite.schema.contract import Batch
 
 Arrays = dict[str, Array]
 _PREFIX = "model."
@@ -108,7 +108,7 @@ class Lowered:
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in the order of `gradcheck_suite.trial.leaves`.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.execution.instance.leaves`.
         """
         with default_float_is(self._default_float):
             values: dict[Any, Any] = dict(self._constants)

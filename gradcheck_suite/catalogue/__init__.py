@@ -36,7 +36,7 @@ from gradcheck_suite.catalogue import (
 from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
 from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
+from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
 
 class _Named(Protocol):

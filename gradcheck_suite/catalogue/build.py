@@ -11,7 +11,7 @@ import torch
 
 from gradcheck_suite.catalogue import input_kind, input_signal, layer_kind, loss_kind, out_signal, output_signal
 from gradcheck_suite.catalogue.kinds import Arrays, Signal, Tensors, no_extras
-from gradcheck_suite.spec import Layer, ProblemSpec
+from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 _PARAMETER_STREAM, _DATA_STREAM = 0, 1
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite import environment
-from gradcheck_suite.case import DTYPES
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.schema.case import DTYPES
 
 if TYPE_CHECKING:
-    from gradcheck_suite.calibration.curve import Curve
-    from gradcheck_suite.calibration.tally import Tally
+    from gradcheck_suite.evidence.calibration.curve import Curve
+    from gradcheck_suite.evidence.calibration.tally import Tally
 
 DEFAULT_CHECKS, DEFAULT_PLANTED = 2000, 25
 
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     places.expect_places(arguments.reports)
     environment.prepare()
     environment.set_precision()
-    from gradcheck_suite.calibration import campaign, table
-    from gradcheck_suite.calibration.store import FILE, Store
-    from gradcheck_suite.calibration.summary import false_alarms
+    from gradcheck_suite.evidence.calibration import campaign, table
+    from gradcheck_suite.evidence.calibration.store import FILE, Store
+    from gradcheck_suite.evidence.calibration.summary import false_alarms
 
     dtypes = tuple(dict.fromkeys(arguments.dtypes))
     settings = campaign.Settings(arguments.checks, arguments.planted, arguments.seed, dtypes)

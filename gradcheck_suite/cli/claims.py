@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.store import append_record, this_command
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     places.expect_places(arguments.reports)
     environment.prepare()
     environment.set_precision()
-    from gradcheck_suite.claims import CLAIMS, SOURCES
-    from gradcheck_suite.claims.printed import printed_loops, verify_printed
+    from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
+    from gradcheck_suite.evidence.claims.printed import printed_loops, verify_printed
 
     unknown = [name for name in arguments.claims if name not in CLAIMS]
     if unknown:

@@ -7,9 +7,10 @@ import contextlib
 import os
 import platform
 
-from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli.abilities import abilities
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.execution import environment
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -22,18 +23,18 @@ def run(arguments: argparse.Namespace) -> int:
     reasons = environment.missing()
     with contextlib.suppress(CannotRunHere):
         environment.set_precision()
-    abilities = environment.abilities()
+    found = abilities()
     flags = environment.precision_flags()
     devices = environment.devices()
     _section("versions", {name: version or "not installed" for name, version in environment.versions().items()})
     _section("machine", {"platform": platform.platform(), "processors": str(os.cpu_count())})
-    _section("devices", {name: ", ".join(found) or "none" for name, found in devices.items()})
+    _section("devices", {name: ", ".join(listed) or "none" for name, listed in devices.items()})
     _section("precision flags, as verify sets them", {name: str(value) for name, value in flags.items()})
-    _section("compiled programs", {"kept in": environment.program_cache() or "nowhere"})
-    _section("can run here", {a.name: f"no: {a.reason}" if a.reason else "yes" for a in abilities})
+    _section("compiled programs", {"kept in": str(environment.cache_directory() or "nowhere")})
+    _section("can run here", {a.name: f"no: {a.reason}" if a.reason else "yes" for a in found})
     if len(reasons) > 1:
         _section("to install", dict(enumerate(reasons, start=1)))
-    able = all(ability.reason is None for ability in abilities if ability.main)
+    able = all(ability.reason is None for ability in found if ability.main)
     print("the main job can run here" if able else "the main job cannot run here")
     return statuses.HOLDS if able else statuses.VIOLATED
 

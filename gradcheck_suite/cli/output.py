@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.cli.parsers import DEFAULT_TIME_LIMIT
-from gradcheck_suite.describe import describe_violation, example_text
-from gradcheck_suite.records import Result, Violation
+from gradcheck_suite.records.description import describe_violation, example_text
+from gradcheck_suite.schema.results import Result, Violation
 from gradcheck_suite.trainers import TRAINERS
 
 

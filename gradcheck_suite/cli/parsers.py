@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from gradcheck_suite.case import MAX_SEED
+from gradcheck_suite.schema.case import MAX_SEED
 
 DEFAULT_TIME_LIMIT = 30.0
 OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gradcheck_suite.cli.parsers import Parser
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.files import expect_writable_folder
-from gradcheck_suite.journal import FOLDER
+from gradcheck_suite.records.files import expect_writable_folder
+from gradcheck_suite.records.store import FOLDER
 
 
 def add_reports(parser: Parser, what: str) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, statuses
 from gradcheck_suite.cli.notes import tell_of_trainers
-from gradcheck_suite.contract import Loop, Problem
-from gradcheck_suite.counterexamples import Stored, read_case_file
 from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.counterexamples import Stored, read_case_file
+from gradcheck_suite.schema.contract import Loop, Problem
 
 _T = TypeVar("_T")
 
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     loop, problem = _subjects(arguments, stored, name)
     tell_of_trainers([name])
 
-    from gradcheck_suite.checking import check
     from gradcheck_suite.cli import output
-    from gradcheck_suite.describe import describe_case
-    from gradcheck_suite.second_opinion import second_opinion
+    from gradcheck_suite.records.description import describe_case
+    from gradcheck_suite.verification.check import check
+    from gradcheck_suite.verification.second_opinion import second_opinion
 
     case = stored.case
     verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subjects(arguments: argparse.Namespace, stored: Stored, name: str) -> tuple[Loop, Problem | None]:
-    from gradcheck_suite.loading import resolve_loop, resolve_problem
+    from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
 
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):

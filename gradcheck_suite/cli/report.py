@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.files import expect_writable_folder, write_json, write_text
-from gradcheck_suite.journal import FOLDER
+from gradcheck_suite.records.files import expect_writable_folder, write_json, write_text
+from gradcheck_suite.records.store import FOLDER
 
 
 def add_arguments(parser: parsers.Parser) -> None:

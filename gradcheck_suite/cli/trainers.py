@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite import environment
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.notes import tell_of_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import write_json
-from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.store import append_record, this_command
 from gradcheck_suite.trainers import TRAINERS, Trainer
 
 DEFAULT_EXAMPLES = 20

@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite import environment
-from gradcheck_suite.case import DEVICES, DTYPES
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.interrupts import noted_interrupts
 from gradcheck_suite.cli.notes import tell_of_trainers
-from gradcheck_suite.contract import (
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution import environment
+from gradcheck_suite.generation.coverage import Reach
+from gradcheck_suite.records.counterexamples import store_counterexample, store_script
+from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.schema.case import DEVICES, DTYPES
+from gradcheck_suite.schema.contract import (
     ASSUMPTIONS,
     SUM_REDUCTION,
     Loop,
@@ -22,12 +27,7 @@ from gradcheck_suite.contract import (
     assumptions_of,
     checked_assumptions,
 )
-from gradcheck_suite.counterexamples import store_counterexample, store_script
-from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import write_json
-from gradcheck_suite.journal import append_record, this_command
-from gradcheck_suite.reach import Reach
-from gradcheck_suite.records import Result, Verdict, results_to_json
+from gradcheck_suite.schema.results import Result, Verdict, results_to_json
 from gradcheck_suite.trainers import TRAINERS
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
     places.expect_places(arguments.reports, "counterexamples", json=arguments.json)
-    from gradcheck_suite.loading import expect_file
+    from gradcheck_suite.cli.loading import expect_file
 
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
         expect_file(text)  # before torch and jax are imported, which takes seconds
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gradcheck_suite.cli import output
     from gradcheck_suite.cli.progress import Progress
-    from gradcheck_suite.devices import checked_device
+    from gradcheck_suite.execution.devices import checked_device
 
     checked_device(arguments.device)
     about = environment.environment()
@@ -187,7 +187,7 @@ def _list() -> int:
 
 def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem | None]:
     """Load the loops, by name, and the problem; refuse what cannot go together."""
-    from gradcheck_suite.loading import resolve_loop, resolve_problem
+    from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
     if arguments.loops:
@@ -219,7 +219,7 @@ def _verify(
     progress: Progress,
     pressed: list[int],
 ) -> Result:
-    from gradcheck_suite.verification import verify
+    from gradcheck_suite.verification.verify import verify
 
     progress.start(name)
 
@@ -250,7 +250,7 @@ def _store(
     arguments: argparse.Namespace, result: Result, loop: Loop, problem: Problem | None, about: dict[str, Any]
 ) -> tuple[Path, Path]:
     """Store a violation and the script that shows it; return where."""
-    from gradcheck_suite.scripts import script_text
+    from gradcheck_suite.report.scripts import script_text
 
     assert result.violation is not None
     case = store_counterexample(arguments.reports, result, about)

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite import environment
-from gradcheck_suite.case import DTYPES
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.files import write_json, write_text
-from gradcheck_suite.journal import append_record, this_command
-from gradcheck_suite.records import Result, json_number
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.files import write_json, write_text
+from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.schema.case import DTYPES
+from gradcheck_suite.schema.results import Result, json_number
 
 if TYPE_CHECKING:
-    from gradcheck_suite.zoo.record import Bug
-    from gradcheck_suite.zoo.scoreboard import Row
+    from gradcheck_suite.evidence.zoo.record import Bug
+    from gradcheck_suite.evidence.zoo.scoreboard import Row
 
 DEFAULT_SEEDS, DEFAULT_EXAMPLES, DEFAULT_SOUND_CASES = 10, 200, 200
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     places.expect_places(arguments.reports, json=arguments.json)
     environment.prepare()
     environment.set_precision()
-    from gradcheck_suite.zoo.table import HEADER, line, markdown, summary
+    from gradcheck_suite.evidence.zoo.table import HEADER, line, markdown, summary
 
     about = environment.environment()
     print(
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(names: list[str]) -> list[Bug]:
-    from gradcheck_suite.zoo import BUGS
+    from gradcheck_suite.evidence.zoo import BUGS
 
     for name in names:
         if name not in BUGS:
@@ -103,7 +103,7 @@ def _chosen(names: list[str]) -> list[Bug]:
 
 
 def _rows(arguments: argparse.Namespace, bugs: list[Bug]) -> Iterator[Row]:
-    from gradcheck_suite.zoo.scoreboard import run_bug
+    from gradcheck_suite.evidence.zoo.scoreboard import run_bug
 
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     for bug in bugs:
@@ -117,7 +117,7 @@ def _rows(arguments: argparse.Namespace, bugs: list[Bug]) -> Iterator[Row]:
 def _sound(cases: int, dtype: str) -> Iterator[Result]:
     from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.references import reference
-    from gradcheck_suite.verification import verify
+    from gradcheck_suite.verification.verify import verify
 
     # most loops are judged on the same cases, whose references are the dearer half
     reference.MAX_REFERENCES = max(reference.MAX_REFERENCES, cases)

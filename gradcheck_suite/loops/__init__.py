@@ -5,10 +5,10 @@ Each is an ordinary training loop under the loop contract, sound for `mean` (the
 
 from __future__ import annotations
 
-from gradcheck_suite.contract import Loop
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.loops.precision import PRECISION
 from gradcheck_suite.loops.sound import SOUND
+from gradcheck_suite.schema.contract import Loop
 
 BUILT_IN: dict[str, Loop] = {**MODES, **SOUND, **PRECISION}
 """Built-in loops by name: the reset modes, which `verify` runs when given no loop, and further sound loops."""

@@ -10,8 +10,8 @@ import inspect
 
 import torch
 
-from gradcheck_suite.contract import Loop, TrainingRun
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.contract import Loop, TrainingRun
 
 
 def foreach_zero(run: TrainingRun) -> None:

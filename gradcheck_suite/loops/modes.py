@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from gradcheck_suite.contract import Loop, TrainingRun
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.contract import Loop, TrainingRun
 
 Reset = Callable[[TrainingRun], None]
 

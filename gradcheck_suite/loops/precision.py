@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradcheck_suite.contract import Loop, TrainingRun
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
+from gradcheck_suite.schema.contract import Loop, TrainingRun
 
 SCALE = 4.0
 """What the scaler starts with. Its default, 65536, overflows float16 at once on losses that are summed over items, and

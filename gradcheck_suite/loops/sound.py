@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradcheck_suite.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, Loop, TrainingRun, training_loop
 from gradcheck_suite.loops.windows import windows
+from gradcheck_suite.schema.contract import (
+    EQUAL_MICRO_BATCHES,
+    SUM_REDUCTION,
+    WHOLE_WINDOWS,
+    Loop,
+    TrainingRun,
+    training_loop,
+)
 
 
 def plain(run: TrainingRun) -> None:

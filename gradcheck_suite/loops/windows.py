@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.contract import Batch, TrainingRun
+from gradcheck_suite.schema.contract import Batch, TrainingRun
 
 
 def windows(run: TrainingRun) -> Iterator[list[Batch]]:

@@ -30,7 +30,7 @@ from functools import cache
 
 import numpy as np
 
-from gradcheck_suite.numerics.compare import Layout, Vector
+from gradcheck_suite.numerics.comparison import Layout, Vector
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = {"float64": 2.0**-1074, "float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}

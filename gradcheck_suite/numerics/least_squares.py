@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradcheck_suite.numerics.compare import Vector
+from gradcheck_suite.numerics.comparison import Vector
 
 CONDITION = 1e-7
 """Singular values below this share of the largest do not count: in float64 they would leave the weights fewer than

@@ -18,7 +18,7 @@ from gradcheck_suite.catalogue.build import extra_keys
 from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
 from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
 from gradcheck_suite.references.programs import PROGRAMS
-from gradcheck_suite.spec import Layer, ProblemSpec
+from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 
 def _apply(

@@ -23,7 +23,7 @@ from gradcheck_suite.catalogue import input_signal, layer_kind, loss_kind, out_s
 from gradcheck_suite.catalogue.build import extra_keys
 from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
 from gradcheck_suite.references.programs import PROGRAMS
-from gradcheck_suite.spec import Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
 ROWS = {None: 96, 1: 288, 0: 512}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerKind.axes`)."""

@@ -14,38 +14,38 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradcheck_suite.autocast import Compute, entered
-from gradcheck_suite.contract import Batch
+from gradcheck_suite.execution.autocast import Compute, entered
+from gradcheck_suite.execution.instance import Instance, map_leaves
 from gradcheck_suite.numerics.bounds import DRAWS, noise_bound, summation_bound
-from gradcheck_suite.numerics.compare import Layout, Vector
+from gradcheck_suite.numerics.comparison import Layout, Vector
 from gradcheck_suite.references.random_rounding import RandomRounding
-from gradcheck_suite.trial import Trial, map_leaves
+from gradcheck_suite.schema.contract import Batch
 
 Part = tuple[range, float]
 """Some items, and what the gradient of their loss is multiplied by in the window's."""
 
 
-def shared(trial: Trial, window: range, cuts: Sequence[range]) -> list[Part]:
+def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Part]:
     """Return parts of a window's items with what the gradient of each is multiplied by in the window's."""
-    if trial.problem.reduction == "sum":
+    if instance.problem.reduction == "sum":
         return [(cut, 1.0) for cut in cuts]
-    total = float(trial.count(trial.batch(window)))
-    return [(cut, float(trial.count(trial.batch(cut))) / total) for cut in cuts]
+    total = float(instance.count(instance.batch(window)))
+    return [(cut, float(instance.count(instance.batch(cut))) / total) for cut in cuts]
 
 
 class Computation:
-    """A model in one precision, whose gradients over parts of a trial's items are asked for."""
+    """A model in one precision, whose gradients over parts of an instance's items are asked for."""
 
-    def __init__(self, trial: Trial, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
+    def __init__(self, instance: Instance, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
         """Prepare to compute.
 
         Args:
-            trial: whose items and loss.
+            instance: whose items and loss.
             model: a model in `dtype`; its parameters are moved at times, and put back.
             dtype: of parameters and floating data.
             compute: of the autocast that losses are computed under, or None.
         """
-        self.trial, self._model, self._dtype, self._compute = trial, model, dtype, compute
+        self.instance, self._model, self._dtype, self._compute = instance, model, dtype, compute
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._batches: dict[range, Batch] = {}
 
@@ -112,12 +112,12 @@ class Computation:
 
     def _batch(self, items: range) -> Batch:
         if items not in self._batches:
-            self._batches[items] = self.trial.batch(items, self._dtype)
+            self._batches[items] = self.instance.batch(items, self._dtype)
         return self._batches[items]
 
     def _gradient(self, batches: Sequence[tuple[Batch, float]], scale: float = 1.0) -> Vector:
-        with entered(self.trial.device, self._compute):
-            losses = [self.trial.problem.loss(self._model, batch) * (share * scale) for batch, share in batches]
+        with entered(self.instance.device, self._compute):
+            losses = [self.instance.problem.loss(self._model, batch) * (share * scale) for batch, share in batches]
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
         if reaching:
@@ -142,13 +142,13 @@ def float64_noise(
         layout: of the gradient.
         draws: of the rounding errors.
     """
-    trial = computation.trial
+    instance = computation.instance
     items = [range(i, i + 1) for i in window]
     try:
-        sizes = [np.abs(computation.gradient(part)) for part in shared(trial, window, items)]
+        sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, items)]
     except (RuntimeError, ValueError):
         # a user's model may refuse a single item, and cannot refuse a micro-batch
-        sizes = [np.abs(computation.gradient(part)) for part in shared(trial, window, cuts)]
+        sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, cuts)]
     drawn = noise_bound(computation.rounded_at_random((window, 1.0), draws), draws)
     return drawn + summation_bound(np.sum(sizes, axis=0), len(window), layout)
 

@@ -25,9 +25,10 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from gradcheck_suite.execution.environment import cache_directory
+
 jax.config.update("jax_enable_x64", True)
 
-CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 MAX_PROGRAMS = 256
 KEPT_ENVIRONMENTS = 4
 COMPILER_OPTIONS: dict[str, str | bool] = {
@@ -37,14 +38,6 @@ COMPILER_OPTIONS: dict[str, str | bool] = {
 }
 """Programs this small spend more on threads than on work, and more on being optimised than they ever run."""
 Tree = Any
-
-
-def cache_directory() -> Path | None:
-    """Return where programs are kept, or None when `GRADCHECK_SUITE_CACHE` is set to nothing."""
-    if (chosen := os.environ.get(CACHE_VARIABLE)) is not None:
-        return Path(chosen) if chosen else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "gradcheck-suite"
 
 
 @cache

@@ -8,19 +8,19 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from gradcheck_suite.autocast import Compute, coarsest
-from gradcheck_suite.case import Case
 from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.catalogue.kinds import Arrays
-from gradcheck_suite.contract import Problem
+from gradcheck_suite.execution.autocast import Compute, coarsest
+from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest, noise_bound, quick_bound
-from gradcheck_suite.numerics.compare import Difference, Layout, Vector, worst_difference
+from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
 from gradcheck_suite.references.noise import Computation, Part, float64_noise, shared
 from gradcheck_suite.references.torch_reference import Gradients, gradients_of
-from gradcheck_suite.spec import ProblemSpec
-from gradcheck_suite.trial import Trial, generated_trial, user_trial
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import Problem
+from gradcheck_suite.schema.spec import ProblemSpec
 
 MAX_REFERENCES = 512
 Parameters = dict[str, torch.Tensor]
@@ -33,9 +33,9 @@ class CannotJudgeError(Exception):
 class Reference:
     """The references of one case. Windows are computed once: with parameters held still, every epoch has the same."""
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self._model64 = trial.model(torch.float64)
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self._model64 = instance.model(torch.float64)
         trainable = {n: p for n, p in self._model64.named_parameters() if p.requires_grad}
         self.layout = Layout(tuple(trainable), tuple(tuple(p.shape) for p in trainable.values()))
         self.values64 = _values(self._model64)
@@ -72,7 +72,7 @@ class Reference:
         """Return a model in `dtype` at given parameters or at the drawn ones."""
         if dtype is torch.float64 and parameters is None:
             return self._model64
-        model = self.trial.model(dtype)
+        model = self.instance.model(dtype)
         if parameters is not None:
             with torch.no_grad():
                 for name, p in model.named_parameters():
@@ -83,7 +83,7 @@ class Reference:
     @cached_property
     def finding(self) -> str | None:
         """What torch and JAX disagree about on this generated case, or None. No loop is involved."""
-        for index in range(len(self.trial.case.plan.windows)):
+        for index in range(len(self.instance.case.plan.windows)):
             if text := self.window(index).disagreement():
                 return text
         return None
@@ -94,12 +94,12 @@ class Window:
 
     def __init__(self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute) -> None:
         self._reference, self._parameters = reference, parameters
-        self._compute = None if reference.trial.case.dtype == "float64" else compute
-        plan = reference.trial.case.plan
+        self._compute = None if reference.instance.case.dtype == "float64" else compute
+        plan = reference.instance.case.plan
         self.index, self.members, self.items = index, plan.windows[index], plan.window_items(index)
         model = reference.model(torch.float64, parameters)
         try:
-            gradients = gradients_of(reference.trial, model, self.items, dtype=torch.float64)
+            gradients = gradients_of(reference.instance, model, self.items, dtype=torch.float64)
         except (RuntimeError, NotImplementedError) as error:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
@@ -109,7 +109,7 @@ class Window:
     @cached_property
     def jax(self) -> Vector | None:
         """The gradient by JAX, of a generated problem that is a sum over items."""
-        spec = self._reference.trial.case.problem
+        spec = self._reference.instance.case.problem
         if not isinstance(spec, ProblemSpec) or not is_accumulable(spec):
             return None
         values = self._reference.values64 if self._parameters is None else _values(self.model())
@@ -124,7 +124,7 @@ class Window:
     def allowed(self, draws: int = DRAWS) -> Vector:
         """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
         if draws not in self._bounds:
-            exact = self._reference.trial.case.dtype == "float64"
+            exact = self._reference.instance.case.dtype == "float64"
             self._bounds[draws] = self._measured(draws) if exact else self._low_precision(draws)
         return self._bounds[draws]
 
@@ -142,7 +142,7 @@ class Window:
 
         No loop is to blame for it then, whatever JAX says, and JAX is not asked.
         """
-        if self._reference.trial.case.dtype != "float64":
+        if self._reference.instance.case.dtype != "float64":
             return False
         return worst_difference(observed, self.torch, quick_bound(self.torch, len(self.members))).ratio <= 1
 
@@ -165,43 +165,45 @@ class Window:
 
     def compare_steady(self, observed: Vector) -> Difference:
         """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
-        exact = self._reference.trial.case.dtype == "float64"
+        exact = self._reference.instance.case.dtype == "float64"
         steady = quick_bound(self.expected, len(self.members)) if exact else self._steady
         return worst_difference(self._alike(observed), self.expected, steady)
 
     def _alike(self, observed: Vector) -> Vector:
         """Let infinity and NaN be one in lower precisions: what overflows first decides which of them comes out."""
-        if self._reference.trial.case.dtype == "float64":
+        if self._reference.instance.case.dtype == "float64":
             return observed
         return np.where(np.isfinite(observed) | np.isfinite(self.expected), observed, self.expected)
 
     @cached_property
     def large_batch(self) -> Vector:
         """The window's gradient in one batch by torch, in the case's dtype and under the loop's autocast."""
-        if self._reference.trial.case.dtype == "float64":
+        if self._reference.instance.case.dtype == "float64":
             return self.torch
         return self._in_dtype.gradient((self.items, 1.0))
 
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, computed likewise."""
-        exact = self._reference.trial.case.dtype == "float64"
+        exact = self._reference.instance.case.dtype == "float64"
         computation = self._in_float64 if exact else self._in_dtype
         return [computation.gradient(part) for part in self._parts]
 
     @cached_property
     def _parts(self) -> list[Part]:
-        plan = self._reference.trial.case.plan
-        return shared(self._reference.trial, self.items, [plan.items(j) for j in self.members])
+        plan = self._reference.instance.case.plan
+        return shared(self._reference.instance, self.items, [plan.items(j) for j in self.members])
 
     @cached_property
     def _in_float64(self) -> Computation:
-        return Computation(self._reference.trial, self.model(), torch.float64)
+        return Computation(self._reference.instance, self.model(), torch.float64)
 
     @cached_property
     def _in_dtype(self) -> Computation:
-        trial = self._reference.trial
-        return Computation(trial, self._reference.model(trial.dtype, self._parameters), trial.dtype, self._compute)
+        instance = self._reference.instance
+        return Computation(
+            instance, self._reference.model(instance.dtype, self._parameters), instance.dtype, self._compute
+        )
 
     def _measured(self, draws: int) -> Vector:
         """Return the bound in float64."""
@@ -212,7 +214,7 @@ class Window:
     @cached_property
     def _steady(self) -> Vector:
         """The part of the bound in a lower precision that no chance is in."""
-        name = self._reference.trial.case.dtype
+        name = self._reference.instance.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
         try:
             large, low = self.large_batch, self.contributions
@@ -235,7 +237,7 @@ class Window:
     @cached_property
     def _float64_bound(self) -> Vector:
         """What rounding allows between torch and JAX, both in float64 whatever the case's dtype."""
-        exact = self._reference.trial.case.dtype == "float64"
+        exact = self._reference.instance.case.dtype == "float64"
         return self.allowed() if exact else self._measured(DRAWS)
 
     def _low_precision(self, draws: int) -> Vector:
@@ -257,7 +259,7 @@ class Window:
         return (
             f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
             f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case "
-            f"{self._reference.trial.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
+            f"{self._reference.instance.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
         )
 
     def _agrees(self, jax: Vector) -> bool:
@@ -267,13 +269,13 @@ class Window:
     def opinions(self, jax: Vector) -> dict[str, Vector]:
         """Return this window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
         reference = self._reference
-        trial, spec = reference.trial, reference.trial.case.problem
+        instance, spec = reference.instance, reference.instance.case.problem
         model = reference.model(torch.float64, self._parameters)
         by_torch = {"torch large batch": self.torch, "torch accumulated": self.accumulated()}
         if not isinstance(spec, ProblemSpec):
             return {**by_torch, "JAX large batch": jax}
         arrays, values = self._arrays(), _values(model)
-        sizes = [trial.case.plan.micro_batches[j] for j in self.members]
+        sizes = [instance.case.plan.micro_batches[j] for j in self.members]
         _, whole = whole_gradient(spec, values, arrays)
         return {
             **by_torch,
@@ -284,17 +286,17 @@ class Window:
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        trial, model = self._reference.trial, self.model()
-        plan, total = trial.case.plan, np.zeros_like(self.torch)
+        instance, model = self._reference.instance, self.model()
+        plan, total = instance.case.plan, np.zeros_like(self.torch)
         for j in self.members:
-            part = gradients_of(trial, model, plan.items(j), summed=True, dtype=torch.float64)
+            part = gradients_of(instance, model, plan.items(j), summed=True, dtype=torch.float64)
             total += self._reference.flat(part)
-        if trial.problem.reduction == "mean":
-            total /= float(trial.count(trial.batch(self.items)))
+        if instance.problem.reduction == "mean":
+            total /= float(instance.count(instance.batch(self.items)))
         return total
 
     def _arrays(self) -> Arrays:
-        arrays = self._reference.trial.arrays
+        arrays = self._reference.instance.arrays
         assert arrays is not None
         return {name: array[self.items.start : self.items.stop] for name, array in arrays.items()}
 
@@ -331,8 +333,8 @@ class References:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        trial = generated_trial(case) if problem is None else user_trial(case, problem)
-        reference = self._kept[key] = Reference(trial)
+        instance = generated_instance(case) if problem is None else user_instance(case, problem)
+        reference = self._kept[key] = Reference(instance)
         if len(self._kept) > MAX_REFERENCES:
             self._kept.popitem(last=False)
         return reference

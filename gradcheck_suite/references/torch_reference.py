@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.contract import Batch
-from gradcheck_suite.trial import Trial
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.schema.contract import Batch
 
 Gradients = dict[str, torch.Tensor | None]
 
 
 def gradients_of(
-    trial: Trial,
+    instance: Instance,
     model: torch.nn.Module,
     items: range,
     *,
@@ -24,21 +24,21 @@ def gradients_of(
     """Return the gradient of the objective over some items in one batch, leaving the model's own `.grad` alone.
 
     Args:
-        trial: whose items and loss.
+        instance: whose items and loss.
         model: at whose parameters.
         items: which of the epoch's items.
         summed: the gradient of the summed loss, where the problem's reduction is a mean.
-        dtype: of the batch's floating tensors, where not the trial's.
+        dtype: of the batch's floating tensors, where not the instance's.
         batch: in place of those items.
 
     Returns:
         Trainable parameters' names -> dense gradients, or None where the loss does not reach a parameter.
     """
     if batch is None:
-        batch = trial.batch(items, dtype)
-    loss = trial.problem.loss(model, batch)
-    if summed and trial.problem.reduction == "mean":
-        loss = loss * trial.count(batch)
+        batch = instance.batch(items, dtype)
+    loss = instance.problem.loss(model, batch)
+    if summed and instance.problem.reduction == "mean":
+        loss = loss * instance.count(batch)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: tuple[Any, ...] = (None,) * len(named)
     if loss.requires_grad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcheck_suite.journal import Record
+from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Section, Table, unique
 from gradcheck_suite.report.records_view import latest
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from gradcheck_suite.journal import Record
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.compiled_section import compiled

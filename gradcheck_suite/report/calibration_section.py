@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.calibration.curve import OURS, Curve, curve_from_json, exponents, share_found
-from gradcheck_suite.calibration.summary import (
+from gradcheck_suite.evidence.calibration.curve import OURS, Curve, curve_from_json, exponents, share_found
+from gradcheck_suite.evidence.calibration.summary import (
     better,
     checks,
     false_alarms,
@@ -15,9 +15,9 @@ from gradcheck_suite.calibration.summary import (
     rival_alarms,
     shown,
 )
-from gradcheck_suite.calibration.tally import spread_from_json
-from gradcheck_suite.journal import Record
-from gradcheck_suite.numerics.rivals import RIVALS
+from gradcheck_suite.evidence.calibration.tally import spread_from_json
+from gradcheck_suite.numerics.baselines import RIVALS
+from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
 

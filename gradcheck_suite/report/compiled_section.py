@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.journal import Record
+from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, unique
 from gradcheck_suite.report.records_view import latest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.journal import KINDS, Record, read_records
+from gradcheck_suite.records.store import KINDS, Record, read_records
 
 Pairs = tuple[tuple[str, str], ...]
 

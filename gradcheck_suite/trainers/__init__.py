@@ -10,8 +10,8 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
-from gradcheck_suite.contract import Loop
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.schema.contract import Loop
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradcheck_suite.contract import Batch, Problem
+from gradcheck_suite.schema.contract import Batch, Problem
 
 FEATURES = 3
 

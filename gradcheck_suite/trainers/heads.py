@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from gradcheck_suite.contract import Problem
+from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.trainers.problems import ATTENTION, IGNORED, next_tokens, own_loss, seeded
 
 VOCABULARY, LONGEST, CLASSES, PIXELS = 13, 6, 3, 8

@@ -11,8 +11,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from gradcheck_suite.contract import Batch, TrainingRun
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.schema.contract import Batch, TrainingRun
 from gradcheck_suite.trainers.process import forget_accelerate, settle
 
 

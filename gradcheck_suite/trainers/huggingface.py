@@ -17,9 +17,9 @@ import transformers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
-from gradcheck_suite.contract import Batch, TrainingRun
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.probe import QUIET
+from gradcheck_suite.schema.contract import Batch, TrainingRun
+from gradcheck_suite.schema.readout_probe import QUIET
 from gradcheck_suite.trainers.process import forget_accelerate, quiet, settle
 
 IGNORED = -100

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from gradcheck_suite.contract import TrainingRun
+from gradcheck_suite.schema.contract import TrainingRun
 from gradcheck_suite.trainers.process import quiet, settle
 
 

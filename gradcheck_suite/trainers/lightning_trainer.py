@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from gradcheck_suite.contract import Batch, TrainingRun
+from gradcheck_suite.schema.contract import Batch, TrainingRun
 from gradcheck_suite.trainers.process import quiet, settle
 
 

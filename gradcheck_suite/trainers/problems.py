@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from gradcheck_suite.contract import Problem
+from gradcheck_suite.schema.contract import Problem
 
 VOCABULARY, LONGEST = 11, 6
 IGNORED = -100

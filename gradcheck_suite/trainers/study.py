@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from hypothesis import strategies as st
 
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.loading import resolve_problem
-from gradcheck_suite.plan import Plan
-from gradcheck_suite.records import Result
-from gradcheck_suite.strategies import plans
+from gradcheck_suite.generation.strategies import plans
+from gradcheck_suite.schema.contract import Problem
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Result
 from gradcheck_suite.trainers import Trainer
 from gradcheck_suite.trainers.process import quiet
-from gradcheck_suite.verification import verify
+from gradcheck_suite.verification.verify import verify
 
 MOST = 4
 """Largest K, micro-batch and number of windows that are drawn: these questions need no larger ones."""
@@ -166,10 +167,17 @@ def questions_for(trainer: Trainer) -> tuple[Question, ...]:
     return (*QUESTIONS, *TEXT_QUESTIONS) if trainer.name == "hf-trainer" else QUESTIONS
 
 
+def _problem(name: str) -> Problem:
+    """Return the problem that `module:NAME` stands for."""
+    module, _, attribute = name.partition(":")
+    found: Problem = getattr(import_module(module), attribute)
+    return found
+
+
 def ask(trainer: Trainer, question: Question, *, examples: int, seed: int = 0) -> Answer:
     """Put one question to a trainer; where it cannot be loaded, or does not take the problem, the answer says why."""
     try:
-        loop, problem = trainer.load(), resolve_problem(question.problem)
+        loop, problem = trainer.load(), _problem(question.problem)
         # models of transformers warn about themselves through the same loggers as its trainer
         with quiet("transformers"):
             result = verify(

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.files import write_text
-from gradcheck_suite.journal import Record, read_records
-from gradcheck_suite.plan import plan_from_json
+from gradcheck_suite.records.files import write_text
+from gradcheck_suite.records.store import Record, read_records
+from gradcheck_suite.schema.plan import plan_from_json
 from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.study import HEAD, Answer
 

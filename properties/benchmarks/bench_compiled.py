@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.costs.captured import PLACES, CapturedWindow
-from gradcheck_suite.costs.clock import timer
-from gradcheck_suite.costs.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
-from gradcheck_suite.costs.models import Size
-from gradcheck_suite.costs.resets import MODES, Mode
+from gradcheck_suite.measure.captured import PLACES, CapturedWindow
+from gradcheck_suite.measure.clock import timer
+from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
+from gradcheck_suite.measure.models import Size
+from gradcheck_suite.measure.resets import MODES, Mode
 
 SIZE = Size(10**6, "few")
 ABOUT = {"dtype": "float32", "parameters": SIZE.total, "tensors": SIZE.tensors, "layout": SIZE.layout}

@@ -12,8 +12,8 @@ from dataclasses import asdict
 
 import pytest
 
-from gradcheck_suite.costs.decision import decide
-from gradcheck_suite.costs.models import Size
+from gradcheck_suite.measure.decision import decide
+from gradcheck_suite.measure.models import Size
 
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 PAIRS = 21

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.costs.models import Size
-from gradcheck_suite.costs.resets import MODES
+from gradcheck_suite.measure.models import Size
+from gradcheck_suite.measure.resets import MODES
 
 PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
@@ -39,7 +39,7 @@ def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[st
         "dtype": "float32",
         "device": device,
     }
-    command = [sys.executable, "-m", "gradcheck_suite.costs.memory", json.dumps(asked)]
+    command = [sys.executable, "-m", "gradcheck_suite.measure.memory", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -18,12 +18,12 @@ import jax
 import pytest
 import torch
 
-from gradcheck_suite.costs.clock import timer
-from gradcheck_suite.costs.floors import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
-from gradcheck_suite.costs.jax_window import compiled_window, memory_bytes, runner
-from gradcheck_suite.costs.models import Size, build, micro_batch
-from gradcheck_suite.costs.profile import profiled
-from gradcheck_suite.costs.resets import MODES, Mode, prepare, window
+from gradcheck_suite.measure.clock import timer
+from gradcheck_suite.measure.floors import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
+from gradcheck_suite.measure.jax_window import compiled_window, memory_bytes, runner
+from gradcheck_suite.measure.models import Size, build, micro_batch
+from gradcheck_suite.measure.profile import profiled
+from gradcheck_suite.measure.resets import MODES, Mode, prepare, window
 
 ROUNDS = {"cpu": 15, "cuda": 50}
 HOST_ROUNDS = 9

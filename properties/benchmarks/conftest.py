@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.environment import environment
-from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.execution.environment import environment
+from gradcheck_suite.records.store import append_record, this_command
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

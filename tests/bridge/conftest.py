@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite import environment
-from gradcheck_suite.journal import append_record, this_command
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.store import append_record, this_command
 from tests.bridge.agreeing import Agreement
 
 

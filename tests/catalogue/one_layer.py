@@ -19,7 +19,7 @@ from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
 from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
 from gradcheck_suite.catalogue.kinds import LayerKind, Signal
 from gradcheck_suite.references.programs import PROGRAMS
-from gradcheck_suite.spec import Layer
+from gradcheck_suite.schema.spec import Layer
 
 RELATIVE = 1e-12
 PLAIN_ITEMS = 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradcheck_suite.catalogue.build import build_model, draw_data
 from gradcheck_suite.references import jax_reference
 from gradcheck_suite.references.jax_reference import large_batch_gradient
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 VECTOR = Input("vector", size=2)
 SEQUENCE = Input("sequence", length=3, padded=True, size=2)

@@ -12,7 +12,7 @@ from gradcheck_suite.catalogue import LAYERS, out_signal
 from gradcheck_suite.catalogue.build import build_model
 from gradcheck_suite.catalogue.kinds import Signal
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 jax.config.update("jax_enable_x64", True)
 

@@ -20,7 +20,7 @@ from gradcheck_suite.catalogue import LOSSES
 from gradcheck_suite.catalogue.kinds import LossKind, Options, Signal, vector
 from gradcheck_suite.catalogue.losses.classification import IGNORE_INDEX
 from gradcheck_suite.references.jax_reference import objective
-from gradcheck_suite.spec import REDUCTIONS, Loss
+from gradcheck_suite.schema.spec import REDUCTIONS, Loss
 
 RELATIVE = 1e-12
 SIGNALS = (

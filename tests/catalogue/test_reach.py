@@ -15,7 +15,7 @@ from gradcheck_suite.catalogue.build import build_model
 from gradcheck_suite.catalogue.kinds import Signal
 from gradcheck_suite.catalogue.routing import THRESHOLD
 from gradcheck_suite.references.jax_reference import large_batch_gradient
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 SOURCES = (Input("vector", size=2), Input("sequence", length=3, padded=False, size=2))
 ROUTED = (

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from gradcheck_suite import verification
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.case import Case
-from gradcheck_suite.plan import Plan
-from gradcheck_suite.spec import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.strategies import cases
+from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.verification import verify as verification
 
 ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))

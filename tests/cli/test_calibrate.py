@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gradcheck_suite.calibration import campaign, drawing
-from gradcheck_suite.case import case_from_json
 from gradcheck_suite.cli import statuses
+from gradcheck_suite.evidence.calibration import campaign, drawing
+from gradcheck_suite.generation.strategies import cases
 from gradcheck_suite.references import reference
-from gradcheck_suite.spec import ProblemSpec
-from gradcheck_suite.strategies import cases
+from gradcheck_suite.schema.case import case_from_json
+from gradcheck_suite.schema.spec import ProblemSpec
 from tests.cli.conftest import LINEAR, files
 
 SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from gradcheck_suite.case import Case
-from gradcheck_suite.checking import check
-from gradcheck_suite.counterexamples import store_counterexample
-from gradcheck_suite.loading import resolve_loop
-from gradcheck_suite.plan import Plan
-from gradcheck_suite.records import Result
+from gradcheck_suite.cli.loading import resolve_loop
+from gradcheck_suite.records.counterexamples import store_counterexample
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Result
+from gradcheck_suite.verification.check import check
 
 from .conftest import LINEAR
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from gradcheck_suite import devices
 from gradcheck_suite.cli import parsers, statuses
-from gradcheck_suite.optimizers import OPTIMIZERS
-from gradcheck_suite.subject import DEFAULT_TIME_LIMIT
+from gradcheck_suite.execution import devices
+from gradcheck_suite.execution.optimizers import OPTIMIZERS
+from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
 
 
 def assert_one_line(outcome, *said):
@@ -117,7 +117,7 @@ def test_reports_that_cannot_be_written(run, path):
 
 
 def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch):
-    from gradcheck_suite import environment
+    from gradcheck_suite.execution import environment
 
     monkeypatch.setattr(environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"])
     for arguments in (["verify"], ["verify", "--list"]):

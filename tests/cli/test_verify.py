@@ -9,9 +9,9 @@ import pytest
 
 from gradcheck_suite import case_from_json
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.journal import read_records
 from gradcheck_suite.loops import BUILT_IN, MODES
-from gradcheck_suite.records import Result, Verdict, Violation
+from gradcheck_suite.records.store import read_records
+from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.trainers import TRAINERS
 
 from .conftest import files
@@ -195,7 +195,7 @@ def test_a_problem_that_is_not_accumulable_is_said_of_the_problem(run, project):
 
 def planted(monkeypatch, verdicts, **fields):
     """Replace the search by one that comes to given verdicts."""
-    from gradcheck_suite import verification
+    from gradcheck_suite.verification import verify as verification
 
     def verify(loop, *, name, progress, **options):
         for verdict in verdicts:

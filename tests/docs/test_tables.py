@@ -13,10 +13,10 @@ import pytest
 import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, statuses
-from gradcheck_suite.contract import ASSUMPTIONS
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.pytest_plugin import MARKER_OPTIONS
-from gradcheck_suite.records import ViolationKind
-from gradcheck_suite.zoo import BUGS
+from gradcheck_suite.schema.contract import ASSUMPTIONS
+from gradcheck_suite.schema.results import ViolationKind
 from tests.docs.pages import ROOT
 
 PACKAGE = Path(gradcheck_suite.__file__).parent

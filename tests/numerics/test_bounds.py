@@ -29,7 +29,7 @@ from gradcheck_suite.numerics.bounds import (
     student_factor,
     summation_bound,
 )
-from gradcheck_suite.numerics.compare import Layout, worst_difference
+from gradcheck_suite.numerics.comparison import Layout, worst_difference
 
 ELEMENTS = 12
 LAYOUT = Layout(("weight", "bias"), ((2, 4), (4,)))

@@ -26,7 +26,7 @@ from gradcheck_suite.numerics.bounds import (
     student_tail,
     summation_bound,
 )
-from gradcheck_suite.numerics.compare import Layout
+from gradcheck_suite.numerics.comparison import Layout
 
 FORMATS = {"float64": (53, -1022), "float32": (24, -126), "bfloat16": (8, -126), "float16": (11, -14)}
 """Digits of the significand and smallest exponent of a normal number (IEEE 754; bfloat16 has float32's exponents)."""

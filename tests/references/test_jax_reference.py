@@ -8,12 +8,12 @@ from hypothesis import given, seed, settings
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, problems
 from gradcheck_suite.catalogue.build import draw_data
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import jax_reference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient, padded_rows
 from gradcheck_suite.references.reference import Reference, blame
-from gradcheck_suite.trial import generated_trial
 
 
 def _case(spec, plan=None):
@@ -33,8 +33,8 @@ LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, featur
 @settings(max_examples=12, deadline=None)
 @given(spec=problems(max_layers=3))
 def test_walk_equals_the_whole_and_the_accumulated_gradient(spec):
-    reference = Reference(generated_trial(_case(spec)))
-    arrays = reference.trial.arrays
+    reference = Reference(generated_instance(_case(spec)))
+    arrays = reference.instance.arrays
     value, walked = large_batch_gradient(spec, reference.values64, arrays)
     whole_value, whole = whole_gradient(spec, reference.values64, arrays)
     assert value == pytest.approx(whole_value, rel=1e-12)
@@ -56,7 +56,7 @@ def test_linear_regression_by_hand():
 
 def test_padding_rows_change_nothing(monkeypatch):
     spec = dataclasses.replace(LINEAR, layers=(Layer("layer_norm", affine=True), *LINEAR.layers))
-    values = Reference(generated_trial(_case(spec))).values64
+    values = Reference(generated_instance(_case(spec))).values64
     data = draw_data(spec, 3, np.zeros(7, dtype=bool))
     _, padded = large_batch_gradient(spec, values, data)
     monkeypatch.setattr(jax_reference, "ROWS", {None: 7, 1: 7, 0: 14})

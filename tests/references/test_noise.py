@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import noise_bound
 from gradcheck_suite.references.noise import Computation, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.trial import generated_trial, user_trial
 
 LINEAR = Layer("linear", bias=False, features=1)
 REGRESSION = Case(ProblemSpec(Input("vector", size=2), (LINEAR,), Loss("mse", reduction="mean")), Plan((1, 3, 2), 2))
@@ -36,8 +36,8 @@ CONTRACTING = Case(
 
 
 def _computation(case: Case, dtype: torch.dtype = torch.float64, compute: str | None = None) -> Computation:
-    trial = generated_trial(case)
-    return Computation(trial, trial.model(dtype), dtype, compute)
+    instance = generated_instance(case)
+    return Computation(instance, instance.model(dtype), dtype, compute)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -45,7 +45,7 @@ def test_parts_with_their_shares_add_up_to_the_large_batch(reduction):
     problem = ProblemSpec(REGRESSION.problem.input, (LINEAR,), Loss("mse", reduction=reduction))
     computation = _computation(REGRESSION.replace(problem=problem))
     window = range(4)
-    parts = shared(computation.trial, window, [range(1), range(1, 4)])
+    parts = shared(computation.instance, window, [range(1), range(1, 4)])
     assert sum(share for _, share in parts) == (1 if reduction == "mean" else 2)
     separate = sum(computation.gradient(part) for part in parts)
     assert separate == pytest.approx(computation.gradient((window, 1.0)), rel=1e-14)
@@ -79,7 +79,7 @@ def _sizes(case: Case) -> np.ndarray:
 
 def test_what_two_libraries_round_differently_shows_only_where_every_operation_is_moved():
     """XLA's tanh is off by up to 4 unit roundoffs; this case was once a finding that blamed it."""
-    window = Reference(generated_trial(CONTRACTING)).window(0)
+    window = Reference(generated_instance(CONTRACTING)).window(0)
     computation, part = _computation(CONTRACTING), (window.items, 1.0)
     apart = np.abs(window.torch - window.jax).max()
     assert noise_bound(computation.mean_square([part], window.torch)).max() < apart
@@ -138,8 +138,8 @@ def test_a_loss_that_refuses_what_was_moved_is_measured_all_the_same():
     problem = Problem(
         lambda seed: torch.nn.Linear(2, 1), lambda items, seed: {"x": torch.linspace(1, 2, 2 * items).view(-1, 2)}, loss
     )
-    trial = user_trial(Case("problem", Plan((4,), 1)), problem)
-    computation = Computation(trial, trial.model(torch.float64), torch.float64)
+    instance = user_instance(Case("problem", Plan((4,), 1)), problem)
+    computation = Computation(instance, instance.model(torch.float64), torch.float64)
     before = computation.gradient((range(4), 1.0))
     noise = np.sqrt(computation.rounded_at_random((range(4), 1.0)))
     assert (noise > 0).all()

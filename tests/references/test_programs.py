@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from gradcheck_suite.execution.environment import cache_directory
 from gradcheck_suite.references import programs
-from gradcheck_suite.references.programs import Programs, cache_directory
+from gradcheck_suite.references.programs import Programs
 
 X = np.arange(3.0)
 SINGULAR_VALUES = """

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import SMALLEST, UNIT_ROUNDOFF, growth, noise_bound, quick_bound
 from gradcheck_suite.references import reference as module
 from gradcheck_suite.references.noise import Computation, float64_noise
 from gradcheck_suite.references.reference import CannotJudgeError, Reference, References, blame
-from gradcheck_suite.trial import generated_trial, user_trial
 
 X = np.array([1.0, 3.0, 0.7, 2.9, 1.1, 5.3])
 W = 0.3
@@ -43,13 +43,13 @@ def _problem(reduction="mean", loss=None):
 
 
 def _reference(case=CASE, **options):
-    return Reference(user_trial(case, _problem(**options)))
+    return Reference(user_instance(case, _problem(**options)))
 
 
 def _generated(dtype="float64"):
     layers = (Layer("linear", bias=True, features=2),)
     spec = ProblemSpec(Input("vector", size=3), layers, Loss("mse", reduction="mean"))
-    return Reference(generated_trial(Case(spec, CASE.plan, dtype=dtype, seed=3)))
+    return Reference(generated_instance(Case(spec, CASE.plan, dtype=dtype, seed=3)))
 
 
 def _slope(x, w=W):
@@ -155,8 +155,8 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
         pytest.approx(steady.tolist(), rel=1e-9)
     )
 
-    trial = window._reference.trial
-    computation = Computation(trial, trial.model(), dtype, compute)
+    instance = window._reference.instance
+    computation = Computation(instance, instance.model(), dtype, compute)
     for draws in (4, 16):
         noise = noise_bound(computation.mean_square(parts, window.expected, draws), draws)
         assert window.allowed(draws) == pytest.approx(steady + noise, rel=1e-9)
@@ -165,8 +165,8 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
 
 def test_the_bound_of_float64_is_what_it_is_made_of():
     window = _generated().window(0)
-    trial = window._reference.trial
-    computation = Computation(trial, trial.model(), torch.float64)
+    instance = window._reference.instance
+    computation = Computation(instance, instance.model(), torch.float64)
     for draws in (4, 16):
         noise = float64_noise(computation, range(4), [range(1), range(1, 4)], window._reference.layout, draws)
         assert window.allowed(draws) == pytest.approx(quick_bound(window.expected, 2) + noise, rel=1e-12, abs=0)
@@ -279,7 +279,7 @@ def test_where_the_frameworks_differ_it_is_said_who_and_where():
     text = window.disagreement(off)
     name = reference.layout.names[-1]
     assert f"large-batch gradients of {name} differ by 1e-09 (rounding allows " in text
-    assert f"in window 1 of case {reference.trial.case.digest}: " in text
+    assert f"in window 1 of case {reference.instance.case.digest}: " in text
     allowed = float(text.split("rounding allows ")[1].split(")")[0])
     assert 0 < allowed < 1e-12
     agreeing = "torch large batch = torch accumulated = JAX large batch in one piece = JAX accumulated"
@@ -305,9 +305,9 @@ def test_every_window_is_asked_about(index):
 def test_no_jax_is_asked_where_items_meet():
     reference = _generated()
     entangled = dataclasses.replace(
-        reference.trial.case.problem, layers=(Layer("batch_norm_train"), *reference.trial.case.problem.layers)
+        reference.instance.case.problem, layers=(Layer("batch_norm_train"), *reference.instance.case.problem.layers)
     )
-    window = Reference(generated_trial(reference.trial.case.replace(problem=entangled))).window(0)
+    window = Reference(generated_instance(reference.instance.case.replace(problem=entangled))).window(0)
     assert window.jax is None
     assert window.expected is window.torch
 
@@ -326,9 +326,9 @@ def test_the_latest_references_are_kept(monkeypatch):
 
 
 def test_references_of_generated_cases_are_kept_too():
-    kept, case = References(), _generated().trial.case
+    kept, case = References(), _generated().instance.case
     assert kept.get(case, None) is kept.get(case, None)
-    assert kept.get(case, None).trial.arrays is not None
+    assert kept.get(case, None).instance.arrays is not None
 
 
 @pytest.mark.parametrize(("off", "right"), [(0.9, True), (1.1, False)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.journal import append_record
+from gradcheck_suite.records.store import append_record
 from gradcheck_suite.report.build import build
 
 

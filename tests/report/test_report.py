@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gradcheck_suite.cli import run
-from gradcheck_suite.journal import append_record
+from gradcheck_suite.records.store import append_record
 from gradcheck_suite.report import html, markdown
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.content import Figure, Report, Section, Table, shown, to_json

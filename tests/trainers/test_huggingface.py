@@ -12,8 +12,8 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[trans
 
 from gradcheck_suite import CannotRunHere, Case, Plan, check
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.contract import Problem
-from gradcheck_suite.loading import resolve_problem
+from gradcheck_suite.cli.loading import resolve_problem
+from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.dense import MEAN
 from gradcheck_suite.trainers.problems import llama, next_tokens, padded_rows, seeded

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from gradcheck_suite import environment
 from gradcheck_suite.__main__ import main
+from gradcheck_suite.cli.loading import resolve_loop
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.loading import resolve_loop
+from gradcheck_suite.execution import environment
 from gradcheck_suite.trainers import TRAINERS, Trainer
 
 ABSENT = Trainer("absent", ("no-such-trainer", "accelerate"), "gradcheck_suite.loops.modes:zero_", ("1.0",), "nothing")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.case import Case
-from gradcheck_suite.journal import append_record
-from gradcheck_suite.plan import Plan
+from gradcheck_suite.records.store import append_record
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.trainers import TRAINERS, Trainer
 from gradcheck_suite.trainers.table import END, START, write_table
 
@@ -79,7 +79,7 @@ def asked(monkeypatch, tmp_path, capsys):
     return ask
 
 
-SOUND, FAULTY = _here("sound"), _here("faulty", "gradcheck_suite.zoo.bugs.a01_mean_of_means:loop")
+SOUND, FAULTY = _here("sound"), _here("faulty", "gradcheck_suite.evidence.zoo.bugs.a01_mean_of_means:loop")
 GONE = _here("gone", "gradcheck_suite.loops.modes:no_such_loop")
 
 

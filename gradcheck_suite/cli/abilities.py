@@ -1,0 +1,88 @@
+"""What the suite can be asked for on this machine, each ability tried once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.files import expect_writable_folder
+from gradcheck_suite.schema.case import DTYPES
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something this machine can or cannot do.
+
+    Attributes:
+        name: what.
+        reason: why not; None where it can.
+        main: whether the suite's main job, verifying on the CPU, needs it.
+    """
+
+    name: str
+    reason: str | None
+    main: bool = False
+
+
+def abilities() -> list[Ability]:
+    """Try what the suite can be asked for, and return what works here and what does not."""
+    reasons = environment.missing()
+    found = [Ability("verify and replay on the CPU", reasons[0] if reasons else _cannot_run(_small_job), main=True)]
+    torch, jax = environment.imported("torch"), environment.imported("jax")
+    without = torch if isinstance(torch, str) else None
+    found += [Ability(f"--dtype {name}", without or _cannot_run(partial(_backward, name, "cpu"))) for name in DTYPES]
+    no_cuda = without
+    if no_cuda is None and not torch.cuda.is_available():
+        no_cuda = f"torch {torch.__version__} sees no CUDA device"
+    found.append(Ability("--device cuda", no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))))
+    alarm = (
+        None if hasattr(signal, "setitimer") else f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
+    )
+    found.append(Ability("--time-limit", alarm))
+    cache = "jax cannot be imported" if isinstance(jax, str) else _cannot_run(_write_to_cache)
+    found.append(Ability("compiled programs kept between runs", cache))
+    tested = [f"{p} is not installed" for p in ("pytest", "pytest-benchmark") if environment.versions()[p] is None]
+    found.append(Ability("pytest properties/", tested[0] if tested else None))
+    return found
+
+
+def _small_job() -> None:
+    from gradcheck_suite.loops import BUILT_IN
+    from gradcheck_suite.schema.plan import Plan
+    from gradcheck_suite.schema.readout_probe import probe_case
+    from gradcheck_suite.verification.check import check
+
+    verdict = check(BUILT_IN["zero_"], probe_case(Plan((1, 3), 2)))
+    if verdict.violation or verdict.finding or verdict.skipped:
+        raise RuntimeError(f"a trial case came to {verdict}")
+
+
+def _backward(dtype: str, device: str) -> None:
+    import torch
+
+    x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    assert x.grad is not None
+    if x.grad.tolist() != [[4.0, 4.0], [4.0, 4.0]]:
+        raise RuntimeError(f"the gradient of a small product came out as {x.grad.tolist()}")
+
+
+def _write_to_cache() -> None:
+    folder = environment.cache_directory()
+    if folder is None:
+        raise RuntimeError(f"{environment.CACHE_VARIABLE} is set to nothing")
+    expect_writable_folder(folder, environment.CACHE_VARIABLE)
+
+
+def _cannot_run(attempt: Callable[[], Any]) -> str | None:
+    """Return why an attempt fails, or None."""
+    try:
+        attempt()
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None

@@ -1,0 +1,277 @@
+"""From what a user types to what it names: a loop or a problem in a file, in a module, or built in.
+
+A user's file is imported under a name of its own, with its folder on `sys.path` so that its imports work as in a
+script. Whatever is wrong with it becomes one line: the file, the line number, what was expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.trainers import TRAINERS
+
+_SHOWN = 12
+_loaded: dict[tuple[str, int, int], ModuleType] = {}
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message on one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def expect_file(text: str) -> None:
+    """Refuse `FILE.py:NAME` where there is no such file; importing nothing.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(text.rpartition(":")[0])
+    if path.suffix == ".py" and not path.exists():
+        raise UsageError(_no_file(path))
+
+
+def resolve_loop(text: str) -> Loop:
+    """Return the loop that `FILE.py:NAME`, `package.module:NAME`, a built-in's or a trainer's name stands for.
+
+    Raises:
+        UsageError: there is none of that name, its file does not import, or it cannot be called with one argument.
+        CannotRunHere: it is a trainer that is not installed.
+    """
+    if ":" not in text:
+        return _built_in(text)
+    loop, module = _find(text, "a loop")
+    if isinstance(loop, Problem):
+        raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
+    if not callable(loop):
+        raise UsageError(
+            f"{text} is of type {type(loop).__name__}, which cannot be called: a loop is a function of one "
+            f"argument, the TrainingRun{_offer(module, callable)}"
+        )
+    _expect_one_argument(loop, text)
+    return loop
+
+
+def resolve_problem(text: str) -> Problem:
+    """Return the problem that `FILE.py:NAME` or `package.module:NAME` stands for.
+
+    Raises:
+        UsageError: there is none of that name, or it is neither a `Problem` nor a function that returns one.
+    """
+    if ":" not in text:
+        raise UsageError(f"--problem must be FILE.py:NAME or package.module:NAME, got {text!r}")
+    found, module = _find(text, "a problem")
+    if isinstance(found, Problem):
+        return found
+    if not callable(found):
+        offer = _offer(module, lambda value: isinstance(value, Problem))
+        raise UsageError(
+            f"{text} is of type {type(found).__name__}: expected a gradcheck_suite.Problem, "
+            f"or a function of no argument that returns one{offer}"
+        )
+    try:
+        problem = found()
+    except Exception as error:
+        where = _line_in(error, getattr(module, "__file__", None))
+        raise UsageError(f"{text} failed{where}: {one_line(error)}") from None
+    if not isinstance(problem, Problem):
+        raise UsageError(f"{text} returned {type(problem).__name__}: expected a gradcheck_suite.Problem")
+    return problem
+
+
+def _built_in(text: str) -> Loop:
+    path = Path(text)
+    if text and path.is_dir():
+        raise UsageError(f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name")
+    if text.endswith(".py"):
+        if not path.is_file():
+            raise UsageError(_no_file(path))
+        names = _functions_in(path)
+        listed = f"; it defines {_listed(names)}" if names else ""
+        raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
+    if text in TRAINERS:
+        return TRAINERS[text].load()
+    from gradcheck_suite.loops import BUILT_IN
+
+    if text not in BUILT_IN:
+        raise UsageError(
+            f"no built-in loop is called {text!r}{_suggestion(text, [*BUILT_IN, *TRAINERS])}; "
+            "`gradcheck-suite verify --list` prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
+        )
+    return BUILT_IN[text]
+
+
+def _find(text: str, what: str) -> tuple[Any, ModuleType]:
+    """Return the object that `PLACE:NAME` stands for, and the module it was found in."""
+    place, _, name = text.rpartition(":")
+    if not place or not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"expected FILE.py:NAME or package.module:NAME for {what}, got {text!r}")
+    module = _module(place)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise UsageError(f"{place} has no {name!r}{_suggestion(name, vars(module))}{_offer(module)}") from None
+    return found, module
+
+
+def _module(place: str) -> ModuleType:
+    path = Path(place)
+    if path.is_dir() and not re.fullmatch(r"[\w.]+", place):
+        raise UsageError(f"{place} is a folder: expected a Python file, FILE.py:NAME")
+    if place.endswith(".py") or "/" in place or "\\" in place:
+        return _import_file(path)
+    if path.is_file():
+        raise UsageError(f"{place} is no Python file: expected a name that ends in .py")
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UsageError(f"{place!r} is neither a file that ends in .py nor a module's name")
+    return _import_module(place)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"{path} is a folder: expected a Python file" if path.is_dir() else _no_file(path))
+    if path.suffix != ".py":
+        raise UsageError(f"{path} is no Python file: expected a name that ends in .py")
+    resolved, status = path.resolve(), path.stat()
+    key = (str(resolved), status.st_mtime_ns, status.st_size)
+    if key not in _loaded:
+        name = f"gradcheck_suite_subject_{len(_loaded)}_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}"
+        spec = importlib.util.spec_from_file_location(name, resolved)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # dataclasses and pickle look a class's module up by name
+        sys.modules[name] = module
+        _put_on_path(str(resolved.parent))
+        execute = spec.loader.exec_module
+        try:
+            _guarded(lambda: execute(module), str(path), str(resolved))
+        except BaseException:
+            del sys.modules[name]
+            raise
+        _loaded[key] = module
+    return _loaded[key]
+
+
+def _import_module(name: str) -> ModuleType:
+    # a console script lacks the working directory on its path, `python -m` has it
+    _put_on_path(str(Path.cwd()))
+    importlib.invalidate_caches()
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise UsageError(f"cannot import {name}: {one_line(error)}") from None
+        found = None
+    except Exception as error:
+        raise UsageError(f"cannot import {name}{_line_in(error, None)}: {one_line(error)}") from None
+    if found is None:
+        hint = f" (did you mean {name}.py:NAME?)" if Path(f"{name}.py").is_file() else ""
+        raise UsageError(f"there is no module {name!r} on Python's path or in the working directory{hint}")
+    return _guarded(lambda: importlib.import_module(name), name, found.origin)
+
+
+def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
+    """Run an import; whatever it raises, but an interrupt by the user, becomes a `UsageError`."""
+    try:
+        return load()
+    except SystemExit as error:
+        where = _line_in(error, file)
+        raise UsageError(
+            f"{shown} ends the program when it is imported{where}: "
+            'put what should only run as a script under `if __name__ == "__main__":`'
+        ) from None
+    except SyntaxError as error:
+        other = "" if file is None or error.filename in (file, None) else f" ({error.filename})"
+        message = " ".join(str(error.msg).split())
+        raise UsageError(
+            f"cannot import {shown}: line {error.lineno}{other}: {type(error).__name__}: {message}"
+        ) from None
+    except Exception as error:
+        raise UsageError(f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}") from None
+
+
+def _line_in(error: BaseException, file: str | None) -> str:
+    """Say at which line of a file an exception was on its way, or at which of any file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == file]
+    if inside:
+        return f" (line {inside[-1].lineno})"
+    own = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own and file is None else ""
+
+
+def _expect_one_argument(loop: Any, text: str) -> None:
+    if inspect.iscoroutinefunction(loop) or inspect.isasyncgenfunction(loop):
+        raise UsageError(f"{text} is an async function, which calling does not run: expected a plain function")
+    if inspect.isgeneratorfunction(loop):
+        raise UsageError(f"{text} is a generator (it contains yield), which calling does not run: remove the yield")
+    try:
+        signature = inspect.signature(loop)
+    except (TypeError, ValueError):
+        return  # some callables written in C have none: let the call tell
+    try:
+        signature.bind(object())
+    except TypeError:
+        shown = f"{text.rpartition(':')[2]}{signature}"
+        raise UsageError(
+            f"{text} cannot be called with one argument: it is {shown}, expected a function of one argument, "
+            "the TrainingRun"
+        ) from None
+
+
+def _put_on_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _functions_in(path: Path) -> list[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+
+
+def _offer(module: ModuleType, wanted: Callable[[Any], bool] = callable) -> str:
+    """List what a module offers, for the end of a message; of callables only its own, not what it imports."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and wanted(value)
+        and (wanted is not callable or getattr(value, "__module__", None) == module.__name__)
+    ]
+    return f"; it defines {_listed(names)}" if names else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, [n for n in names if not n.startswith("__")], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _no_file(path: Path) -> str:
+    folder = path.parent
+    near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
+    hint = f" (did you mean {folder / near[0]}?)" if near else ""
+    return f"{path}: no such file{hint}"

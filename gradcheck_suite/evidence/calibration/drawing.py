@@ -1,0 +1,91 @@
+"""The campaign's cases: drawn in chunks, each of them the same whenever it is drawn again."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import ProblemSpec
+
+DRAWN_WITHIN = ((), (), (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), (SUM_REDUCTION,))
+"""What a case is drawn within, in turn: half of them freely, the others so that loops which rely on something have
+theirs too."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case, and what a loop may rely on in it."""
+
+    case: Case
+    within: frozenset[str]
+
+
+def draw_cases(dtype: str, chunk: int, count: int, seed_value: int) -> list[Drawn]:
+    """Draw one chunk of the campaign's cases; the same arguments and versions, the same cases.
+
+    Args:
+        dtype: of the cases.
+        chunk: which chunk.
+        count: how many cases.
+        seed_value: of the campaign.
+    """
+    groups: list[list[Drawn]] = []
+    for i, within in enumerate(DRAWN_WITHIN):
+        share = count // len(DRAWN_WITHIN) + (i < count % len(DRAWN_WITHIN))
+        if share:
+            digest = hashlib.sha256(f"{seed_value}/{dtype}/{chunk}/{i}".encode()).digest()
+            found = _cases(dtype, within, share, int.from_bytes(digest[:4]))
+            groups.append([Drawn(case, _holding(case, frozenset(within))) for case in found])
+    longest = max(map(len, groups), default=0)
+    # in turn, so that a chunk which is cut short has some of each
+    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+
+
+def _cases(dtype: str, within: tuple[str, ...], count: int, seed_value: int) -> list[Case]:
+    found: list[Case] = []
+
+    @seed(seed_value)
+    @settings(
+        max_examples=count + 1,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(dtype=dtype, assumes=within))
+    def note(case: Case) -> None:
+        found.append(case.replace(plan=_first_and_last(case.plan)))
+
+    note()
+    # the first one that Hypothesis draws is the smallest there is, the same in every chunk
+    return found[1:]
+
+
+def _first_and_last(plan: Plan) -> Plan:
+    """Return the plan of the first and the last window alone, in one epoch.
+
+    A sound loop is handed the same kind of window again and again, and with its parameters held still every epoch has
+    the same numbers: two windows tell a stale one from a fresh one, and the last is the one that may be short.
+    """
+    windows = plan.windows
+    kept = [*windows[0], *(windows[-1] if len(windows) > 1 else ())]
+    masked = tuple(i for i, j in enumerate(kept) if j in plan.masked)
+    return Plan(tuple(plan.micro_batches[j] for j in kept), plan.accumulation_steps, 1, masked)
+
+
+def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
+    """Return what holds in a case: what it was drawn within, and what can be seen of it."""
+    assert isinstance(case.problem, ProblemSpec)
+    seen = set(within)
+    if case.problem.loss.reduction == "sum":
+        seen.add(SUM_REDUCTION)
+    if not case.plan.has_short_window:
+        seen.add(WHOLE_WINDOWS)
+    assert seen <= ASSUMPTIONS.keys()
+    return frozenset(seen)

@@ -1,0 +1,118 @@
+"""Chunks of a campaign on disk, so that one which is stopped loses at most the chunk it was at.
+
+A chunk is found again by everything that its counts depend on: what was asked for, the sources that decide a verdict,
+the versions of torch, JAX and Hypothesis.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+FILE = "calibration-chunks.jsonl"
+DECIDING = (
+    "catalogue",
+    "evidence/calibration/alarms.py",
+    "evidence/calibration/drawing.py",
+    "evidence/calibration/rules.py",
+    "evidence/calibration/styles.py",
+    "evidence/calibration/tally.py",
+    "execution/autocast.py",
+    "execution/instance.py",
+    "execution/observer.py",
+    "execution/runner.py",
+    "generation/strategies.py",
+    "loops",
+    "numerics",
+    "references",
+    "verification/check.py",
+)
+"""Modules and folders that decide what is counted."""
+
+
+@cache
+def made_by(also: tuple[str, ...] = ()) -> str:
+    """Return a digest of the sources and versions that counts depend on.
+
+    Comments, docstrings, annotations of arguments, imports and layout decide nothing and are left out.
+
+    Args:
+        also: further modules, beside `DECIDING`.
+    """
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for name in (*DECIDING, *also):
+        paths = sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]
+        for path in paths:
+            digest.update(_essence(path.read_text()).encode())
+    for name in ("torch", "jax", "hypothesis", "numpy"):
+        digest.update(f"{name} {version(name)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _essence(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [n for n in node.body if not _is_text(n)]
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+class Store:
+    """Counts by key, each a JSON line of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: dict[str, Mapping[str, Any]] = {}
+        if path.exists():
+            for line in path.read_bytes().split(b"\n"):
+                try:
+                    found = json.loads(line)
+                    self._kept[found["key"]] = found["counts"]
+                except (ValueError, TypeError, KeyError):
+                    continue  # the last line of a run that was killed
+
+    def get(self, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what was counted under a key, or None."""
+        return self._kept.get(_text(key))
+
+    def put(self, key: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        """Keep counts under a key.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        self._kept[_text(key)] = counts
+        line = json.dumps({"key": _text(key), "counts": counts}, allow_nan=False)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                # a newline first: it ends a line that a killed run has left torn
+                file.write(f"\n{line}\n".encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from None
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps(dict(key), sort_keys=True)

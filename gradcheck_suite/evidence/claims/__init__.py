@@ -1,0 +1,11 @@
+"""The claims that the suite puts to the test, each with a check that comes to a verdict."""
+
+from __future__ import annotations
+
+from gradcheck_suite.evidence.claims import source1, source2, source3
+from gradcheck_suite.evidence.claims.record import SOURCES, Claim, Finding
+
+__all__ = ["CLAIMS", "SOURCES", "Claim", "Finding"]
+
+CLAIMS: dict[str, Claim] = {claim.number: claim for claim in (*source1.CLAIMS, *source2.CLAIMS, *source3.CLAIMS)}
+"""The claims by number."""

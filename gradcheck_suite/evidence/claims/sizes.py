@@ -1,0 +1,125 @@
+"""Claims about size: the traffic of a very large model (C1.7), when it matters at all (C1.8), and memory (C3.4)."""
+
+from __future__ import annotations
+
+from gradcheck_suite.evidence.claims.ledgered import train
+from gradcheck_suite.evidence.claims.record import Claim, Finding
+from gradcheck_suite.measure.clock import timer
+from gradcheck_suite.measure.decision import decide
+from gradcheck_suite.measure.floors import copy_bandwidth
+from gradcheck_suite.measure.models import Size
+from gradcheck_suite.measure.resets import set_to_none
+
+PARAMETERS = 405e9
+STATED_BANDWIDTH = 2e12
+"""Bytes per second, the claim's."""
+FLOPS = 4e14
+"""Operations per second that a device reaches in training: 40% of the 989e12 that NVIDIA states for an H100 in
+bfloat16 (data sheet, dense)."""
+OPERATIONS_PER_PARAMETER = 6
+"""Of one token's forward and backward (Kaplan et al. 2020, Scaling Laws for Neural Language Models, section 2.1)."""
+MOVED = 4
+"""Times the gradients' bytes that zero mode moves per step beyond a release; see C1.6."""
+
+
+def _very_large() -> Finding:
+    here = copy_bandwidth("cpu", timer("cpu"))
+    figures = {}
+    for name, itemsize in (("float32", 4), ("bfloat16", 2)):
+        size = PARAMETERS * itemsize
+        figures[f"{name}: one gradient of 405e9 parameters"] = f"{size / 1e12:.2f} TB"
+        figures[f"{name}: moved once at 2 TB/s"] = f"{size / STATED_BANDWIDTH:.2f} s"
+        figures[f"{name}: zero mode's {MOVED} passes at 2 TB/s"] = f"{MOVED * size / STATED_BANDWIDTH:.2f} s"
+        figures[f"{name}: moved once at this machine's measured {here / 1e9:.1f} GB/s"] = f"{size / here:.0f} s"
+    shares = {}
+    for tokens in (1024, 16384, 131072, 1048576):
+        traffic = MOVED * PARAMETERS * 4 / STATED_BANDWIDTH
+        compute = OPERATIONS_PER_PARAMETER * PARAMETERS * tokens / FLOPS
+        shares[tokens] = traffic / (traffic + compute)
+        figures[f"share of a step of {tokens:,} tokens per replica (float32, 2 TB/s, 4e14 op/s)"] = (
+            f"{100 * shares[tokens]:.3g}%"
+        )
+    assert shares[1024] > 0.2
+    assert shares[1048576] < 0.001
+    return Finding(
+        "conditional",
+        "Moving 1.62 TB of float32 gradients once takes 0.81 s at 2 TB/s, 3.24 s for the four passes of zero mode. "
+        "Both "
+        "traffic and work are shared among devices alike, so its share of a step depends on the tokens that a replica "
+        "works on per step alone: a third at 1,024, less than 1% at 131,072.",
+        condition="few tokens per replica and step, below about 10,000",
+        figures=figures,
+        counterexample="131,072 tokens per replica and step: a third of a percent",
+    )
+
+
+def _decision() -> Finding:
+    figures = {}
+    better: dict[str, list[str]] = {"none": [], "zero": [], "neither": []}
+    for parameters in (10**5, 10**6, 10**7):
+        for items in (1, 64):
+            for k in (1, 8):
+                found = decide(Size(parameters, "few"), items, k, pairs=11)
+                setting = f"{parameters:.0e} parameters, {items} items, K = {k}"
+                better[found.better].append(setting)
+                figures[f"{setting}: saved by releasing"] = (
+                    f"{1000 * found.saved:+.3f} ms of {1000 * found.zero:.3f} "
+                    f"({100 * found.saved / found.zero:+.0f}%), faster in {found.faster} of {found.pairs} pairs; "
+                    f"{found.bytes_between / 2**20:.1f} MiB between steps"
+                )
+    return Finding(
+        "conditional",
+        f"Of 12 settings on this machine's CPU, releasing was the faster one in {len(better['none'])}, zeroing in "
+        f"{len(better['zero'])}, and in {len(better['neither'])} chance explains the difference (sign test over pairs "
+        "of steps, 5%). What decides is the share of the gradients' traffic in a step, and what memory costs that is "
+        "given back and asked for again. What a release saves for sure is one gradient's worth between steps.",
+        condition="the time is the same or within noise; memory between steps is no constraint",
+        figures=figures,
+        counterexample="; ".join(better["none"]) or "none: releasing was never the faster one here",
+    )
+
+
+def _limited_memory() -> Finding:
+    total = 1024
+    peaks = {}
+    for k in (1, 2, 4, 8, 16):
+        ledger, size = train(set_to_none, width=32, items=total // k, micro_batches=k)
+        peaks[k] = ledger.peak(window=1).bytes
+    ordered = [peaks[k] for k in sorted(peaks)]
+    assert ordered == sorted(ordered, reverse=True)
+    assert peaks[16] < peaks[1] / 4
+    return Finding(
+        "confirmed",
+        "With the batch held fixed, the peak falls with the number of micro-batches as the activations do, towards "
+        "what "
+        "parameters and gradients need in any case.",
+        figures={
+            "bytes of parameters, and of gradients": size,
+            **{f"peak bytes, 1024 items in K = {k} micro-batches": peak for k, peak in peaks.items()},
+        },
+    )
+
+
+CLAIMS = (
+    Claim(
+        "C1.7",
+        "Even at 2 TB/s, transferring the gradients of a very large model (405 B parameters) is significant.",
+        "arithmetic from the ledger's law of C1.6; the copy bandwidth of this machine is measured",
+        _very_large,
+    ),
+    Claim(
+        "C1.8",
+        "For small models, or when memory is no constraint, zeroing may do; what decides: model size, hardware, batch "
+        "size, update frequency.",
+        "steps timed under both modes in turn on this machine's CPU",
+        _decision,
+    ),
+)
+MEMORY_CLAIMS = (
+    Claim(
+        "C3.4",
+        "Accumulation serves limited GPU memory.",
+        "the ledger's peak for 1,024 items cut into 1 to 16 micro-batches",
+        _limited_memory,
+    ),
+)

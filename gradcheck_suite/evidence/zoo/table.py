@@ -1,0 +1,102 @@
+"""The scoreboard for a terminal and for `reports/zoo.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from gradcheck_suite.evidence.zoo import NOT_EXPRESSED
+from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
+from gradcheck_suite.evidence.zoo.scoreboard import MAX_LAYERS, MAX_MICRO_BATCHES, MAX_WINDOWS, Row
+from gradcheck_suite.numerics.baselines import RIVALS
+from gradcheck_suite.schema.results import Result
+
+HEADER = f"{'bug':<31} {'found':>7} {'cases':>6} {'seconds':>8}  {'smallest':<9} name"
+
+
+def line(row: Row) -> str:
+    """Return a bug's line: found in how many runs, median cases and seconds, size of the smallest case, its names."""
+    windows, micro_batches, layers = row.largest
+    size = f"{windows}w {micro_batches}m {layers}l"
+    cases = "-" if row.cases is None else f"{row.cases:g}"
+    names = ", ".join(f"{name} x{count}" for name, count in row.names.most_common())
+    marks = [] if row.found + row.within == len(row.runs) else ["MISSED"]
+    marks += [f"within rounding x{row.within}"] if row.within else []
+    marks += [f"no name x{row.unnamed}"] if row.unnamed else []
+    marks += ["WRONG NAME"] if row.wrongly_named else []
+    marks += [] if row.small else ["LARGE"]
+    return (
+        f"{row.bug.number:>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} {row.seconds:>8.2f}  "
+        f"{size:<9} {' '.join([*marks, names])}"
+    )
+
+
+def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interrupted: bool) -> str:
+    """Return the last lines: how many are found, how well named, and whether a sound loop is blamed."""
+    runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
+    found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
+    unnamed = sum(row.unnamed for row in rows)
+    blamed = [result.loop for result in sound if not result.holds]
+    cases = [row.cases for row in rows if row.cases is not None]
+    lines = [
+        f"{sum(row.found == len(row.runs) for row in rows)} of {asked} bugs found in every run; "
+        f"{found} of {runs} runs, {named} of them under a right name"
+        + (f", {unnamed} under none" if unnamed else "")
+        + (f"; in {within} runs what the bug does lies within rounding" if within else ""),
+        f"median over the bugs: {median(cases):g} cases, {median(row.seconds for row in rows):.2f} s"
+        if cases
+        else "nothing was found",
+        f"{len(sound) - len(blamed)} of {len(sound)} sound loops not blamed, over {sum(r.cases for r in sound):,} cases"
+        + (f"; blamed: {', '.join(blamed)}" if blamed else ""),
+    ]
+    if interrupted:
+        lines.append(f"interrupted after {len(rows)} of {asked} bugs and {len(sound)} sound loops")
+    return "\n".join(lines)
+
+
+def markdown(
+    rows: Sequence[Row], sound: Sequence[Result], about: Mapping[str, Any], command: str, dtype: str | None = None
+) -> str:
+    """Return the scoreboard as a page."""
+    others = [*RIVALS, *FIXED_TESTS]
+    lines = [
+        "# The zoo of known bugs" + (f", in {dtype}" if dtype else ""),
+        "",
+        f"Made by `{command}` with torch {about['versions']['torch']}, jax {about['versions']['jax']} on "
+        f"{about.get('processor', '')} ({about['processor_count']} cores).",
+        "",
+        summary(rows, sound, asked=len(rows), interrupted=False).replace("\n", "  \n"),
+        "",
+        f"A smallest case has at most {MAX_WINDOWS} windows, {MAX_MICRO_BATCHES} micro-batches and {MAX_LAYERS} "
+        "layers, unless the bug itself needs more. Seconds are those of a run, shrinking included.",
+        "",
+        "| | bug | reported as | found | cases | seconds | windows, micro-batches, layers | named |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        names = ", ".join(f"{name} ({count})" for name, count in row.names.most_common())
+        size = ", ".join(map(str, row.largest))
+        cases = "-" if row.cases is None else f"{row.cases:g}"
+        within = f" ({row.within} within rounding)" if row.within else ""
+        lines.append(
+            f"| {row.bug.number} | {row.bug.name} | {', '.join(row.bug.citations)} | {row.found}/{len(row.runs)}"
+            f"{within} | {cases} | {row.seconds:.2f} | {size} | {names} |"
+        )
+    lines += ["", "## Would other rules and fixed tests have found it?", ""]
+    lines += [
+        "The rules compare the gradients of the case that first showed the bug; the fixed tests are of the kind that "
+        "trainers have (one written-down case, compared to 1e-2).",
+        "",
+        f"| bug | {' | '.join(others)} |",
+        f"| --- |{' --- |' * len(others)}",
+    ]
+    for row in rows:
+        lines.append(f"| {row.bug.name} | {' | '.join('yes' if row.others.get(o) else 'no' for o in others)} |")
+    totals = [sum(bool(row.others.get(o)) for row in rows) for o in others]
+    lines.append(f"| **found, of {len(rows)}** | {' | '.join(map(str, totals))} |")
+    lines += ["", "## Sound loops beside them", "", "| loop | cases | blamed |", "| --- | --- | --- |"]
+    lines += [f"| {r.loop} | {r.cases:,} | {'no' if r.holds else 'YES'} |" for r in sound]
+    lines += ["", "## Not in the zoo", ""]
+    lines += [f"- {number}: {reason}" for number, reason in NOT_EXPRESSED.items()]
+    return "\n".join(lines) + "\n"

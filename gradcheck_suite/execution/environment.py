@@ -1,0 +1,178 @@
+"""What a run depends on beside its case, as data: versions, devices, precision flags, and what this machine can run.
+
+Nothing here imports torch or jax before it is asked to, and everything works where they are missing or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import CannotRunHere
+
+MINIMUM = {
+    "torch": "2.9",
+    "jax": "0.9",
+    "jaxlib": "0.9",
+    "numpy": "2.0",
+    "hypothesis": "6.150",
+    "rich": "14",
+    "pytest": "8.4",
+    "pytest-benchmark": "5.1",
+}
+"""Lowest version of each package the suite uses."""
+MAIN_JOB = ("torch", "jax", "jaxlib", "numpy", "hypothesis", "rich")
+"""The packages that `verify` and `replay` need."""
+TRAINERS = ("transformers", "accelerate", "lightning")
+"""Packages that bring trainers, named where they are installed."""
+CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
+"""The environment variable that names the folder of compiled programs; set to nothing, none are kept."""
+
+
+def versions() -> dict[str, str | None]:
+    """Return the version of the suite, of Python and of each package; None where one that it uses is not installed."""
+    from gradcheck_suite import __version__
+
+    found: dict[str, str | None] = {"gradcheck-suite": __version__, "python": platform.python_version()}
+    for package in (*MINIMUM, *TRAINERS):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            if package in MINIMUM:
+                found[package] = None
+    return found
+
+
+def missing() -> list[str]:
+    """Return why the main job cannot run, one reason for each package that is missing or too old; imports none."""
+    found, reasons = versions(), []
+    for package in MAIN_JOB:
+        version = found[package]
+        if version is None or importlib.util.find_spec(package) is None:
+            reasons.append(f"{package} is not installed: pip install '{package}>={MINIMUM[package]}'")
+        elif _numbers(version) < _numbers(MINIMUM[package]):
+            reasons.append(
+                f"{package} {version} is too old: expected {MINIMUM[package]} or later; "
+                f"pip install '{package}>={MINIMUM[package]}'"
+            )
+    return reasons
+
+
+def prepare() -> None:
+    """Set what must be set before torch and jax are imported or used; whatever the user has set stays."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # references run on the CPU: a GPU's memory and start-up time are left to the loop
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def keep_working_directory_clean() -> None:
+    """Send what Hypothesis notes down for itself to the cache, and not into the user's working directory."""
+    folder = cache_directory() or Path(tempfile.gettempdir()) / "gradcheck-suite"
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(folder) / "hypothesis"))
+
+
+def set_precision() -> None:
+    """Set the precision flags of both frameworks, whose defaults differ, to full precision.
+
+    Raises:
+        CannotRunHere: one of them cannot be imported.
+    """
+    jax, torch = imported("jax"), imported("torch")
+    for module in (jax, torch):
+        if isinstance(module, str):
+            raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_enable_x64", True)
+
+
+def precision_flags() -> dict[str, Any]:
+    """Return the precision flags of torch and jax as they are; of a framework that cannot be imported, none."""
+    flags: dict[str, Any] = {}
+    torch = imported("torch")
+    if not isinstance(torch, str):
+        flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
+        flags["torch_cuda_matmul_allow_tf32"] = _asked(lambda: torch.backends.cuda.matmul.allow_tf32)
+        flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
+        flags["torch_deterministic_algorithms"] = _asked(torch.are_deterministic_algorithms_enabled)
+    jax = imported("jax")
+    if not isinstance(jax, str):
+        flags["jax_enable_x64"] = _asked(lambda: jax.config.jax_enable_x64)
+        flags["jax_default_matmul_precision"] = _asked(lambda: jax.config.jax_default_matmul_precision)
+    return flags
+
+
+def devices() -> dict[str, list[str]]:
+    """Return the devices that torch and jax see; none of a framework that cannot be imported."""
+    found: dict[str, list[str]] = {"torch": [], "jax": []}
+    torch = imported("torch")
+    if not isinstance(torch, str):
+        found["torch"].append("cpu")
+        if _asked(torch.cuda.is_available) is True:
+            count = torch.cuda.device_count()
+            found["torch"] += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count)]
+    jax = imported("jax")
+    if not isinstance(jax, str):
+        listed = _asked(lambda: [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()])
+        found["jax"] = listed if isinstance(listed, list) else []
+    return found
+
+
+def cache_directory() -> Path | None:
+    """Return where programs are kept, or None when `GRADCHECK_SUITE_CACHE` is set to nothing."""
+    if (chosen := os.environ.get(CACHE_VARIABLE)) is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gradcheck-suite"
+
+
+def environment() -> dict[str, Any]:
+    """Return what a record says of where it was made, as JSON-ready data; no path and no name of the machine."""
+    return {
+        "versions": versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "processor_count": os.cpu_count(),
+        "devices": devices(),
+        "precision": precision_flags(),
+    }
+
+
+def processor() -> str:
+    """Return the processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _asked(question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except Exception as error:  # a flag that a version lacks or refuses to tell is no reason to stop
+        return f"unknown ({type(error).__name__})"
+
+
+def imported(name: str) -> Any:
+    """Return the module, or a string that says why it cannot be imported (a broken installation raises anything)."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return " ".join(f"{name} cannot be imported ({type(error).__name__}: {error})".split())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return a version's release numbers: (2, 13, 0) of "2.13.0+cpu"."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release.group().split("."))) if release else ()

@@ -1,0 +1,128 @@
+"""Running a loop on an instance, with everything it does written down."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.execution.autocast import Compute, NotedLoss
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
+from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
+from gradcheck_suite.execution.tracebacks import hint
+from gradcheck_suite.schema.contract import Loop
+
+DEFAULT_TIME_LIMIT = 30.0
+"""Seconds one case's loop may take; a generated case takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loop did.
+
+    Attributes:
+        observations: one per optimizer step, in order.
+        parameters: trainable parameters' values at the end.
+        start: trainable parameters' values at the beginning.
+        raised: one line about the exception that ended the loop, or None.
+        trace: that exception's traceback, from the loop's own frame on.
+        timed_out: whether it was stopped for taking too long.
+        endless: whether it was stopped for stepping too often.
+        structure: how the loop changed the model's parameters, or None.
+        compute: the dtype of the autocast that it computed its losses under, or None.
+        refused: why the loop said that it cannot train this at all, by raising `CannotRunHere`, or None.
+    """
+
+    observations: list[Observation]
+    start: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    raised: str | None = None
+    trace: str = ""
+    timed_out: bool = False
+    endless: bool = False
+    structure: str | None = None
+    compute: Compute = None
+    refused: str | None = None
+
+
+def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
+    """Run a loop on a fresh model; whatever it raises, but an interrupt by the user, is part of the outcome."""
+    run = instance.run()
+    observer = Observer(
+        run.model, run.optimizer, limit=instance.case.plan.step_limit, trajectory=instance.case.optimizer is not None
+    )
+    before = _structure(run.model)
+    start = {name: p.detach().clone() for name, p in observer.parameters.items()}
+    raised, trace, refused, limit = None, "", None, Limit()
+    default_dtype = torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), time_limit(time_limit_s) as limit:
+            # torch.manual_seed would queue a call for every kind of device, each with a formatted stack
+            torch.default_generator.manual_seed(instance.case.seed)
+            loop(run)
+    except KeyboardInterrupt:
+        raise
+    except (TooManySteps, TimedOut):
+        pass
+    except CannotRunHere as error:
+        raised = refused = str(error)
+    except BaseException as error:
+        raised, trace = _account(error, loop)
+    finally:
+        observer.close()
+        torch.set_default_dtype(default_dtype)
+    endless, timed_out = observer.exceeded, limit.expired and not observer.exceeded
+    if timed_out:
+        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
+    return Outcome(
+        observations=observer.observations,
+        start=start,
+        parameters={name: p.detach() for name, p in observer.parameters.items()},
+        raised=None if endless else raised,
+        trace=trace,
+        timed_out=timed_out,
+        endless=endless,
+        structure=_changes(before, _structure(run.model)),
+        compute=run.loss.compute if isinstance(run.loss, NotedLoss) else None,
+        refused=refused,
+    )
+
+
+def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
+    """Return one line about an exception and its traceback, both without the suite's own frame."""
+    own = error.__traceback__ and error.__traceback__.tb_next
+    code = getattr(inspect.unwrap(loop), "__code__", None)
+    inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]
+    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+    message = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    meaning = hint(error)
+    text = f"{line}{where}; {meaning}" if meaning else f"{line}{where}"
+    return text, "".join(traceback.format_exception(type(error), error, own))
+
+
+_Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
+
+
+def _structure(model: torch.nn.Module) -> _Structure:
+    """Return each parameter, and what a loop must leave as it is beside its values."""
+    return {
+        name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
+        for name, p in model.named_parameters()
+    }
+
+
+def _changes(before: _Structure, after: _Structure) -> str | None:
+    changes = [f"removed {name}" for name in before.keys() - after.keys()]
+    changes += [f"added {name}" for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        (old, was), (new, now) = before[name], after[name]
+        if old is not new:
+            changes.append(f"replaced {name} by another parameter")
+        changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
+    return ", ".join(sorted(changes)) or None

@@ -1,0 +1,46 @@
+"""Reading an exception that user code raised: the line it came from, and what it most likely means."""
+
+from __future__ import annotations
+
+import dataclasses
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+
+
+def users_line(error: BaseException) -> str:
+    """Return `FILE, line N` of where in the user's code an exception was on its way, or of where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = (own or foreign or frames)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+_BY_TEXT = (
+    (
+        "does not require grad and does not have a grad_fn",
+        "the loss carries no graph: look for torch.no_grad or inference_mode around the loop, and for detach or item",
+    ),
+    (
+        "Inference tensors cannot be saved for backward",
+        "the loop runs in inference mode: take torch.inference_mode away from it",
+    ),
+    (
+        "backward through the graph a second time",
+        "the same loss went through backward twice: compute it anew for each micro-batch",
+    ),
+)
+
+
+def hint(error: BaseException) -> str | None:
+    """Return what to look for, or None where nothing is known about such an error."""
+    if isinstance(error, SystemExit):
+        return "it ended the program: a loop returns when it is done"
+    if isinstance(error, dataclasses.FrozenInstanceError):
+        return "a TrainingRun cannot be changed: keep what the loop needs in variables of its own"
+    text = str(error)
+    return next((meaning for part, meaning in _BY_TEXT if part in text), None)

@@ -1,0 +1,71 @@
+"""What drawn cases reached: which layers, losses and splits, how often. A verdict is worth what was tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import Layer, ProblemSpec
+
+Reached = dict[str, dict[str, int]]
+"""Category (`"layers"`, `"losses"`, `"inputs"`, `"splits"`) -> what -> in how many cases."""
+SPLITS = (
+    "unequal micro-batches",
+    "a micro-batch of one item",
+    "a micro-batch that counts nothing",
+    "a short last window",
+    "an epoch shorter than accumulation_steps",
+    "several windows",
+    "several epochs",
+    "no accumulation (K = 1)",
+    "5 or more micro-batches in a window",
+)
+
+
+class Reach:
+    """Counts of what cases reached; each case counts once for each thing it has."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {"inputs": Counter(), "layers": Counter(), "losses": Counter()}
+        self._counts["splits"] = Counter(dict.fromkeys(SPLITS, 0))
+
+    def note(self, case: Case) -> None:
+        """Count a case."""
+        for category, names in _parts(case):
+            self._counts[category].update(set(names))
+
+    def to_json(self) -> Reached:
+        """Return the counts, the most frequent first."""
+        return {category: dict(counts.most_common()) for category, counts in self._counts.items()}
+
+
+def _parts(case: Case) -> Iterator[tuple[str, Iterable[str]]]:
+    if isinstance(case.problem, ProblemSpec):
+        yield "inputs", [case.problem.input.kind]
+        yield "layers", _kinds(case.problem.layers)
+        yield "losses", [f"{case.problem.loss.kind}, {case.problem.loss.reduction}"]
+    yield "splits", _splits(case.plan)
+
+
+def _kinds(layers: Iterable[Layer]) -> Iterator[str]:
+    for layer in layers:
+        yield layer.kind
+        yield from _kinds(layer.layers)
+
+
+def _splits(plan: Plan) -> Iterator[str]:
+    sizes = plan.micro_batches
+    has = (
+        any(len({sizes[j] for j in window}) > 1 for window in plan.windows),
+        1 in sizes,
+        bool(plan.masked),
+        plan.has_short_window,
+        len(sizes) < plan.accumulation_steps,
+        len(plan.windows) > 1,
+        plan.epochs > 1,
+        plan.accumulation_steps == 1,
+        max(len(window) for window in plan.windows) >= 5,
+    )
+    yield from (name for name, present in zip(SPLITS, has, strict=True) if present)

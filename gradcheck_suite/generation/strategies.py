@@ -1,0 +1,330 @@
+"""Hypothesis strategies for problems, plans and cases.
+
+They return specs, which shrink and print; never modules or tensors. Everything shrinks to the smallest model, the
+fewest windows, the fewest and smallest micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite.catalogue import (
+    ENTANGLED_LOSSES,
+    INPUTS,
+    LAYERS,
+    LOSSES,
+    input_signal,
+    loss_kind,
+    out_signal,
+    output_signal,
+)
+from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal, vector
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
+from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
+from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS, checked_assumptions
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
+
+ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
+SIZES = (1, 2, 3, 4, 5, 8)
+MAX_MICRO_BATCHES = 24
+MAX_INNER_LAYERS = 2
+SMALL_MICRO_BATCHES = 3
+CHOOSY_WEIGHT = 2
+"""How many times more a loss that takes few signals is drawn where it fits."""
+MASKABLE_WEIGHT = 8
+"""Likewise for one that can ignore targets: most training of language models, and where counts and items part."""
+
+
+Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
+"""Kinds, each with a strategy for its options."""
+
+
+def _checked_range(low: Any, high: Any, name: str) -> None:
+    if not isinstance(low, int) or not isinstance(high, int) or not 1 <= low <= high:
+        raise InvalidArgument(f"expected 1 <= min_{name} <= max_{name}, got {low!r} and {high!r}")
+
+
+def _assumptions(assumes: Iterable[str]) -> frozenset[str]:
+    try:
+        return checked_assumptions(assumes)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
+    """Return the reductions that a loop with these assumptions is tried on.
+
+    A loop that needs equal counts speaks of means: to a sum, counts are nothing.
+    """
+    if SUM_REDUCTION in assumes:
+        return ("sum",)
+    return ("mean",) if EQUAL_MICRO_BATCHES in assumes else REDUCTIONS
+
+
+@cache
+def _sampled(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    """Return one and the same strategy for the same choices: making one costs Hypothesis more than drawing from it."""
+    return st.sampled_from(choices)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    *,
+    min_epochs: int = 1,
+    max_epochs: int = 3,
+    min_windows: int = 1,
+    max_windows: int = 4,
+    min_accumulation_steps: int = 1,
+    max_accumulation_steps: int = max(ACCUMULATION_STEPS),
+    max_items: int = max(SIZES),
+    maskable: bool = False,
+    assumes: Iterable[str] = (),
+) -> Plan:
+    """Draw plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, several epochs.
+
+    Args:
+        draw: given by Hypothesis.
+        min_epochs: fewest passes.
+        max_epochs: most passes.
+        min_windows: fewest windows in an epoch.
+        max_windows: most windows in an epoch; fewer where K is so large that an epoch would pass 24 micro-batches.
+        min_accumulation_steps: smallest K.
+        max_accumulation_steps: largest K.
+        max_items: most items in a micro-batch.
+        maskable: whether some micro-batches may count nothing, which only some losses can take.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+    """
+    _checked_range(min_epochs, max_epochs, "epochs")
+    _checked_range(min_windows, max_windows, "windows")
+    _checked_range(min_accumulation_steps, max_accumulation_steps, "accumulation_steps")
+    _checked_range(1, max_items, "items")
+    chosen = _assumptions(assumes)
+    epochs = draw(st.integers(min_epochs, max_epochs))
+    steps = sorted({min_accumulation_steps, max_accumulation_steps, *ACCUMULATION_STEPS})
+    k = draw(_sampled(tuple(k for k in steps if min_accumulation_steps <= k <= max_accumulation_steps)))
+    most = max(min_windows, min(max_windows, MAX_MICRO_BATCHES // k))
+    windows = draw(st.integers(min_windows, most))
+    missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(st.integers(0, k - 1))
+    count = windows * k - missing
+    sizes = _sampled(tuple(n for n in SIZES if n <= max_items))
+    if EQUAL_MICRO_BATCHES in chosen:
+        per_window = [draw(sizes) for _ in range(windows)]
+        return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
+    if not (maskable and draw(_sampled((False, True, True, True)))):
+        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
+    # size and mask side by side in one draw, so that shrinking takes out a whole micro-batch
+    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
+    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
+    plan = Plan(tuple(n for n, _ in drawn), k, epochs)
+    # a window that counts nothing is outside the contract
+    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
+    return Plan(plan.micro_batches, k, epochs, tuple(masked))
+
+
+@cache
+def _with_mask(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, bool]]:
+    return st.tuples(sizes, st.booleans())
+
+
+def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
+    """Return a strategy over the kinds that have variants, each with a strategy over those; None for no kind."""
+    kinds = [(kind, st.sampled_from(variants)) for kind, variants in found if variants]
+    return st.sampled_from(kinds) if kinds else None
+
+
+@cache
+def _layers(
+    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+) -> Choices | None:
+    """Return a strategy over the layer kinds that take a signal.
+
+    Every kind has its own place whatever the signal, so that shrinking may change what comes before a layer. The
+    places of kinds that do not fit go to what mixes, and to what leads from one form to another twice as often:
+    pointwise activations are many and would crowd these out.
+    """
+    places: list[tuple[LayerKind, list[Options]]] = []
+    for kind in LAYERS.values():
+        variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
+        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
+            variants = []
+        if keeps_shape:
+            variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
+        places.append((kind, variants))
+    fitting = [(kind, variants) for kind, variants in places if variants]
+    if not fitting:
+        return None
+    mixing = [(kind, variants) for kind, variants in fitting if kind.axes != 0]
+    leading = [
+        (k, v) for k, v in mixing if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
+    ]
+    others = cycle(leading + mixing or fitting)
+    return _choices([place if place[1] else next(others) for place in places])
+
+
+@st.composite
+def _any_layer(draw: st.DrawFn, signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool) -> Layer:
+    choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
+    assert choices is not None, f"no layer takes {signal}"
+    kind, variants = draw(choices)
+    inner: list[Layer] = []
+    if kind.wraps:
+        count = draw(st.integers(1, MAX_INNER_LAYERS))
+        inner = [draw(_layer(signal, keeps_shape=True, sparse=sparse)) for _ in range(count)]
+    return Layer(kind.name, *inner, **draw(variants))
+
+
+@cache
+def _layer(
+    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+) -> st.SearchStrategy[Layer]:
+    return _any_layer(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
+
+
+@cache
+def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
+    """Return a strategy over the losses that take a signal.
+
+    Those that do not take every signal, classification among them, are drawn more often where they fit.
+    """
+    kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
+    choosy = [kind for kind in kinds if not kind.variants(vector(1))]
+    places = [(kind, list(kind.variants(signal))) for kind in kinds + choosy * CHOOSY_WEIGHT]
+    ignoring = [(kind, [o for o in kind.variants(signal) if kind.maskable(o)]) for kind in kinds]
+    places += [place for place in ignoring if place[1]] * MASKABLE_WEIGHT
+    return _choices(
+        (kind.name, [o for o in variants if not uniform or kind.uniform(signal, o)]) for kind, variants in places
+    )
+
+
+@cache
+def _inputs() -> Choices | None:
+    """Return a strategy over the inputs that some trainable layer takes."""
+    return _choices(
+        (kind.name, [o for o in kind.variants if _layers(kind.signal(o), trainable=True) is not None])
+        for kind in INPUTS.values()
+        if kind.drawn
+    )
+
+
+def _drawn(draw: st.DrawFn, choices: Choices | None, what: str) -> tuple[Any, Options]:
+    assert choices is not None, what
+    kind, variants = draw(choices)
+    return kind, draw(variants)
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    min_layers: int = 1,
+    max_layers: int = 5,
+    sparse: bool = True,
+    accumulable: bool = True,
+    assumes: Iterable[str] = (),
+) -> ProblemSpec:
+    """Draw problems: an input, a chain of layers of which the last is trainable, a loss that takes its output.
+
+    Args:
+        draw: given by Hypothesis.
+        min_layers: fewest layers in the chain.
+        max_layers: most layers in the chain.
+        sparse: whether embeddings may have sparse gradients, which some optimizers do not take.
+        accumulable: whether the objective is a sum over items. Where it is not, batch normalisation in train mode is
+            put among the layers, or the loss lets items meet; no loop can be right then.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+    """
+    _checked_range(min_layers, max_layers, "layers")
+    chosen = _assumptions(assumes)
+    name, options = _drawn(draw, _inputs(), "no input")
+    source = Input(name, **options)
+    signal = input_signal(source)
+    layers = []
+    for left in reversed(range(draw(st.integers(min_layers, max_layers)))):
+        layers.append(draw(_layer(signal, trainable=left == 0, sparse=sparse)))
+        signal = out_signal(layers[-1], signal)
+    reductions = _sampled(reductions_within(chosen))
+    if not accumulable and (signal.form != "vector" or draw(st.booleans())):
+        # behind a layer, since the first input may be tokens
+        at = draw(st.integers(1, len(layers)))
+        layers.insert(at, Layer("batch_norm_train"))
+    elif not accumulable:
+        kind = draw(_sampled(tuple(ENTANGLED_LOSSES)))
+        return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
+    loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
+    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    problem: st.SearchStrategy[ProblemSpec] | str | None = None,
+    plan: st.SearchStrategy[Plan] | None = None,
+    dtype: str = "float64",
+    device: str = "cpu",
+    optimizer: str | None = None,
+    assumes: Iterable[str] = (),
+    small: bool = False,
+) -> Case:
+    """Draw cases.
+
+    Args:
+        draw: given by Hypothesis.
+        problem: in place of `problems()`: another strategy, or the `FILE.py:NAME` of a user's problem.
+        plan: in place of `plans()`.
+        dtype: of every case, one of `DTYPES`.
+        device: of every case, `"cpu"` or `"cuda"`.
+        optimizer: of every case; None for one whose step changes nothing.
+        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+        small: whether to draw only what is taken in at a glance: one layer, at most `SMALL_MICRO_BATCHES`.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if device not in DEVICES:
+        raise InvalidArgument(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
+    try:
+        # torch cannot add sparse float16 gradients on the CPU
+        sparse = dtype != "float16" and (optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+    chosen = tuple(sorted(_assumptions(assumes)))
+    if not isinstance(problem, st.SearchStrategy | str | None):
+        raise InvalidArgument(f"problem must be a strategy or the name of a user's problem, got {problem!r}")
+    if not isinstance(plan, st.SearchStrategy | None):
+        raise InvalidArgument(f"plan must be a strategy, such as just(Plan(...)), got {plan!r}")
+    if problem is None:
+        problem = problems(sparse=sparse, assumes=chosen, max_layers=1 if small else 5)
+    spec = problem if isinstance(problem, str) else draw(problem)
+    if plan is None:
+        maskable = isinstance(spec, ProblemSpec) and loss_kind(spec.loss).maskable(spec.loss.o)
+        plan = plans(assumes=chosen, maskable=maskable)
+        if small:
+            few = plans(max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=chosen, maskable=maskable)
+            plan = few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES)
+    seed = draw(st.integers(0, MAX_SEED))
+    return Case(spec, draw(plan), dtype=dtype, device=device, seed=seed, optimizer=optimizer)
+
+
+def size_of(case: Case) -> tuple[int, ...]:
+    """Return how large a case is, for choosing the smaller of two: layers, micro-batches, windows, items, features."""
+    plan = case.plan
+    shape: tuple[int, ...] = (0, 0)
+    if isinstance(case.problem, ProblemSpec):
+        signal, out = input_signal(case.problem.input), output_signal(case.problem)
+        shape = (_depth(case.problem.layers), sum(signal.size) + sum(out.size))
+    layers, features = shape
+    options = len(repr(case.problem))
+    return layers, len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items, features, options
+
+
+def _depth(layers: Sequence[Layer]) -> int:
+    return sum(1 + _depth(layer.layers) for layer in layers)

@@ -1,0 +1,66 @@
+"""The same window in JAX: micro-batches accumulated by `lax.scan` under `jit`, the gradient's buffers donated.
+
+There is no reset to choose: the sum starts from zeros inside the program, and XLA decides what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcheck_suite.measure.models import BATCH, Size
+
+
+def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
+    """Compile one window.
+
+    Returns:
+        The compiled program, and its arguments: the weights, the batches (micro_batches, BATCH, width), and the last
+        window's gradients, whose buffers it may reuse.
+    """
+    kind = jnp.dtype(dtype)
+
+    def loss(weights: Any, batch: jax.Array) -> jax.Array:
+        for w in weights:
+            batch = batch @ w.T
+        return batch.sum()
+
+    def window(weights: Any, batches: jax.Array, old: Any) -> Any:
+        def add(total: Any, batch: jax.Array) -> Any:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, batch)), None
+
+        start = jax.tree.map(jnp.zeros_like, old)
+        return jax.lax.scan(add, start, batches)[0]
+
+    with jax.default_device(device):
+        shape = (size.width, size.width)
+        weights = tuple(jnp.full(shape, 1 / size.width, kind) for _ in range(size.tensors))
+        batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
+        old = tuple(jnp.zeros(shape, kind) for _ in range(size.tensors))
+        program = jax.jit(window, donate_argnums=2).lower(weights, batches, old).compile()
+    return program, (weights, batches, old)
+
+
+def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
+    """Return a function that runs one window and waits for it; each run donates the gradients of the one before."""
+    weights, batches, old = arguments
+    kept = [old]
+
+    def run() -> None:
+        kept[0] = jax.block_until_ready(program(weights, batches, kept[0]))
+
+    return run
+
+
+def memory_bytes(program: Any) -> dict[str, int]:
+    """Return what XLA says the program needs, in bytes, beside the code itself."""
+    analysis = program.memory_analysis()
+    return {
+        name: int(getattr(analysis, f"{name}_size_in_bytes"))
+        for name in ("argument", "output", "alias", "temp")
+        if analysis is not None
+    }

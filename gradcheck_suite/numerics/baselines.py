@@ -1,0 +1,71 @@
+"""Other rules for when two gradients are equal, as people use them: what the suite's own bounds are measured against.
+
+Each takes an accumulated gradient and says whether it would pass. Constants are the tools' own defaults,
+and so is whether a NaN equals another at the same place: for chex alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcheck_suite.numerics.comparison import Vector
+
+ASSERT_CLOSE = {"float64": (1e-7, 1e-7), "float32": (1.3e-6, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float16": (1e-3, 1e-5)}
+"""(rtol, atol) that `torch.testing.assert_close` takes for a dtype."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One parameter's gradients, as a user of these rules has them.
+
+    Attributes:
+        observed: (P,), accumulated, in the case's dtype.
+        large_batch: (P,), of one large batch in the same dtype.
+        exact: (P,), in float64.
+        dtype: of the first two.
+    """
+
+    observed: Vector
+    large_batch: Vector
+    exact: Vector
+    dtype: str
+
+
+def _close(observed: Vector, expected: Vector, rtol: float, atol: float, *, equal_nan: bool = False) -> bool:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool(np.allclose(observed, expected, rtol=rtol, atol=atol, equal_nan=equal_nan))
+
+
+def assert_close(compared: Compared) -> bool:
+    """Apply `torch.testing.assert_close` at its defaults, against the large batch."""
+    return _close(compared.observed, compared.large_batch, *ASSERT_CLOSE[compared.dtype])
+
+
+def chex_all_close(compared: Compared) -> bool:
+    """Apply `chex.assert_trees_all_close` at its defaults (rtol 1e-6, atol 0), against the large batch."""
+    return _close(compared.observed, compared.large_batch, 1e-6, 0.0, equal_nan=True)
+
+
+def nnsmith(compared: Compared) -> bool:
+    """Apply NNSmith's rtol 1e-2 and atol 1e-3, against the large batch."""
+    return _close(compared.observed, compared.large_batch, 1e-2, 1e-3)
+
+
+def twice_the_rmse(compared: Compared) -> bool:
+    """Allow twice the root mean square error that the large batch itself has against float64."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        own = np.sqrt(np.mean((compared.observed - compared.exact) ** 2))
+        reference = np.sqrt(np.mean((compared.large_batch - compared.exact) ** 2))
+    return bool(own <= 2 * reference)
+
+
+RIVALS: dict[str, Callable[[Compared], bool]] = {
+    "torch.testing.assert_close": assert_close,
+    "chex.assert_trees_all_close": chex_all_close,
+    "twice the reference's rmse": twice_the_rmse,
+    "NNSmith 1e-2/1e-3": nnsmith,
+}
+"""The rules by name."""

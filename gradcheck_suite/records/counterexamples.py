@@ -1,0 +1,131 @@
+"""Violations kept on disk: one file each in the form that `gradcheck-suite replay` takes, and a script beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.files import write_json, write_text
+from gradcheck_suite.schema.case import SCHEMA, Case, case_from_json
+from gradcheck_suite.schema.results import Result
+
+FOLDER = "counterexamples"
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a case's file holds.
+
+    Attributes:
+        case: to run again.
+        loop: that it violated, as the user named it; None for a bare case.
+    """
+
+    case: Case
+    loop: str | None
+
+
+def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
+    """Return where a loop's counterexample belongs: `reports/counterexamples/<loop>-<digest>.json`."""
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", loop)[-_LONGEST_NAME:].lstrip("-.") or "loop"
+    return reports / FOLDER / f"{name}-{case.digest}.json"
+
+
+def store_counterexample(reports: Path, result: Result, environment: Mapping[str, Any]) -> Path:
+    """Write a result's violation, whole or not at all, and return where.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    violation = result.violation
+    assert violation is not None, "only violations are stored"
+    about = violation.to_json(result.found_after)
+    case = about.pop("case")
+    path = counterexample_path(reports, result.loop, violation.case)
+    document = {
+        "schema": SCHEMA,
+        "loop": result.loop,
+        "assumes": list(result.assumes),
+        "case": case,
+        "violation": {**about, "details": list(violation.details)},
+        "environment": dict(environment),
+    }
+    write_json(path, document)
+    return path
+
+
+def script_path(stored: Path) -> Path:
+    """Return where the script of a stored counterexample belongs: beside it, under the same name."""
+    return stored.with_suffix(".py")
+
+
+def store_script(stored: Path, text: str) -> Path:
+    """Write the script of a stored counterexample, whole or not at all, and return where.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = script_path(stored)
+    write_text(path, text)
+    return path
+
+
+def read_case_file(path: Path) -> Stored:
+    """Read a stored counterexample, a bare case, or a `--json` result that holds exactly one violation.
+
+    Raises:
+        UsageError: there is no such file, it is truncated or foreign, or the case was edited.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: expected the JSON file of one case")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; `verify` prints where it stores a counterexample") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise UsageError(f"{path} is not valid JSON ({where}): it is truncated or no case file") from None
+    try:
+        return _stored(data)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})") from None
+
+
+def _stored(data: Any) -> Stored:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"expected a JSON object that holds a case, got {type(data).__name__}")
+    if "results" in data:
+        return _only_violation(data)
+    if "case" not in data:
+        return Stored(case_from_json(data), None)
+    if data.get("schema") != SCHEMA:
+        raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
+    return Stored(case_from_json(data["case"]), _loop_name(data.get("loop")))
+
+
+def _only_violation(data: Mapping[str, Any]) -> Stored:
+    if data.get("schema") != SCHEMA or not isinstance(data["results"], list):
+        raise UsageError(f"expected the results of schema {SCHEMA}, got schema {data.get('schema')!r}")
+    violated = [r for r in data["results"] if isinstance(r, Mapping) and isinstance(r.get("violation"), Mapping)]
+    if len(violated) != 1:
+        raise UsageError(
+            f"expected the results of exactly one violated loop, got {len(violated)}: "
+            f"pass one of the files under {FOLDER}/ of the reports folder"
+        )
+    return Stored(case_from_json(violated[0]["violation"].get("case")), _loop_name(violated[0].get("loop")))
+
+
+def _loop_name(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"loop must be a string, got {name!r}")
+    return name

@@ -1,0 +1,116 @@
+"""A case, a violation and a result in words that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
+from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
+
+
+def split_text(plan: Plan) -> str:
+    """Return an epoch's item counts in its windows, such as `[1 3 | 2 2 | 4]`; `*` marks one that counts nothing."""
+    shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
+    return f"[{' | '.join(' '.join(shown[j] for j in window) for window in plan.windows)}]"
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Return how a run is cut up, a line for the split and one for what its signs mean."""
+    windows = _counted(len(plan.windows), "window")
+    short = ", the last one short" if plan.has_short_window else ""
+    lines = [
+        f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
+        f"{_counted(plan.epochs, 'epoch')}"
+    ]
+    if plan.masked:
+        lines.append("* counts nothing: all its targets are ignored")
+    return lines
+
+
+def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
+    """Return a problem as pairs of a place (`input`, `0`, `1.0`, `loss`) and what is there, with shapes for n items."""
+    if isinstance(problem, str):
+        return [("problem", f"{problem} (a user's)")]
+    signal = input_signal(problem.input)
+    lines = [("input", f"{_signal(signal)}  {_options(problem.input.o)}".rstrip())]
+    lines += _layers(problem.layers, signal, "")
+    out = chain_signal(problem.layers, signal)
+    lines.append(("loss", _loss(problem.loss, out)))
+    return lines
+
+
+def describe_case(case: Case) -> list[str]:
+    """Return a case in words, one aligned line for each part of it."""
+    optimizer = "an optimizer whose step changes nothing" if case.optimizer is None else f"optimizer {case.optimizer}"
+    pairs = [
+        *describe_problem(case.problem),
+        *zip(("split", ""), describe_plan(case.plan), strict=False),
+        ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
+    ]
+    return _aligned(pairs)
+
+
+def describe_violation(violation: Violation) -> list[str]:
+    """Return a violation in words: what, why, where, how far off, and the case it happened in."""
+    kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
+    lines = [kind, violation.explanation]
+    pairs = []
+    if violation.window is not None:
+        members = violation.case.plan.windows[violation.window]
+        pairs.append(("window", f"{violation.window} of epoch {violation.epoch}: micro-batches {list(members)}"))
+    if violation.parameter is not None:
+        pairs.append(("parameter", violation.parameter))
+    if violation.error is not None:
+        pairs.append(("error", f"{violation.error:.3g}, where rounding allows {violation.allowed:.3g}"))
+    lines += _aligned(pairs)
+    lines += violation.details
+    return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]
+
+
+def example_text(case: Case) -> str:
+    """Return the decorator that makes Hypothesis try this case first."""
+    return f"@example({case!r})"
+
+
+def _layers(layers: Iterable[Layer], signal: Signal, path: str) -> Iterator[tuple[str, str]]:
+    for i, layer in enumerate(layers):
+        out = out_signal(layer, signal)
+        shapes = f"{_shape(signal)} -> {_shape(out)}"
+        options = _options(layer.o)
+        yield f"{path}{i}", f"{layer.kind:<12} {shapes}  {options}".rstrip()
+        yield from _layers(layer.layers, signal, f"{path}{i}.")
+        signal = out
+
+
+def _loss(loss: Loss, out: Signal) -> str:
+    options = {name: value for name, value in loss.o.items() if name != "reduction"}
+    return f"{loss.kind:<12} {_shape(out)} -> scalar, reduction {loss.reduction}  {_options(options)}".rstrip()
+
+
+def _signal(signal: Signal) -> str:
+    padded = ", padded" if signal.padded else ""
+    vocabulary = f" of {signal.vocabulary} ids" if signal.form == "tokens" else ""
+    return f"{signal.form}{vocabulary} {_shape(signal)}{padded}"
+
+
+def _shape(signal: Signal) -> str:
+    return f"({', '.join(('n', *map(str, signal.size)))})"
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [f"{name:<{width}}  {text}".rstrip() for name, text in pairs]

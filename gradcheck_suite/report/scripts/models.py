@@ -1,0 +1,136 @@
+"""A generated model as ordinary `torch.nn` code: a `Sequential` of constructor calls and a forward that is written out.
+
+The calls are read off the built modules: torch's own and the catalogue's keep their constructor's arguments as
+attributes of the same names. Parameter names come out as the catalogue's, so that a script speaks of `0.weight` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from gradcheck_suite.catalogue import input_signal, layer_kind, out_signal
+from gradcheck_suite.catalogue.build import extra_keys
+from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.report.scripts.sources import PACKAGE, Sources
+from gradcheck_suite.schema.spec import Layer, ProblemSpec
+
+
+def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: Sources) -> str:
+    """Return the class `Model`, whose forward takes a batch; `sources` gets the classes it needs.
+
+    Args:
+        problem: the model's.
+        model: built, from which constructor calls are read.
+        sources: what the script copies out of the suite.
+    """
+    signal = input_signal(problem.input)
+    calls = "\n".join(_calls(problem.layers, model, sources))
+    if _is_plain(problem.layers, signal):
+        forward = ['return super().forward(batch["x"])']
+    else:
+        forward = ['x = batch["x"]', *_forward(problem.layers, signal, ()), "return x"]
+    return "\n".join(
+        [
+            "class Model(torch.nn.Sequential):",
+            "    def __init__(self):",
+            "        super().__init__(",
+            textwrap.indent(calls, " " * 12),
+            "        )",
+            "",
+            "    def forward(self, batch):",
+            *(f"        {line}" for line in forward),
+        ]
+    )
+
+
+def _is_plain(layers: Sequence[Layer], signal: Signal) -> bool:
+    """Return whether each layer takes nothing but what the one before gives."""
+    for layer in layers:
+        if layer_kind(layer).wraps or extra_keys(layer, signal, ""):
+            return False
+        signal = out_signal(layer, signal)
+    return True
+
+
+def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
+    for layer, module in zip(layers, chain.children(), strict=True):
+        if layer_kind(layer).wraps:
+            yield "torch.nn.Sequential("
+            yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
+            yield "),"
+        else:
+            yield f"{constructor_call(module, sources)},"
+
+
+def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) -> Iterator[str]:
+    """Yield the statements that send `x` through some layers, which lie at a place such as `(1, 0)` in the model."""
+    for i, layer in enumerate(layers):
+        path = ".".join(map(str, (*place, i)))
+        wraps = layer_kind(layer).wraps
+        if wraps == "residual":
+            shortcut = f"shortcut_{path.replace('.', '_')}"
+            yield f"{shortcut} = x"
+            yield from _forward(layer.layers, signal, (*place, i))
+            yield f"x = {shortcut} + x"
+        elif wraps == "shared":
+            yield "for _ in range(2):  # the same weights twice"
+            yield from (f"    {line}" for line in _forward(layer.layers, signal, (*place, i)))
+        else:
+            given = [f'{name}=batch["{key}"]' for name, key in extra_keys(layer, signal, path).items()]
+            yield f"x = self{''.join(f'[{j}]' for j in (*place, i))}({', '.join(['x', *given])})"
+        signal = out_signal(layer, signal)
+
+
+def constructor_call(module: torch.nn.Module, sources: Sources) -> str:
+    """Return the call that builds a module like this one; values of parameters are not part of it."""
+    kind = type(module)
+    if parametrize.is_parametrized(module, "weight"):
+        norm = module.get_submodule("parametrizations.weight.0")
+        plain = _call("torch.nn", kind.__bases__[0], module, sources)
+        return f"torch.nn.utils.parametrizations.weight_norm({plain}, dim={norm.dim})"
+    if kind.__module__.partition(".")[0] == PACKAGE:
+        sources.add(kind.__module__, kind.__name__)
+        return _call("", kind, module, sources)
+    sources.add_import("torch")
+    return _call("torch.nn", kind, module, sources)
+
+
+def _call(prefix: str, kind: type, module: torch.nn.Module, sources: Sources) -> str:
+    arguments = []
+    for parameter in _parameters(kind):
+        if not hasattr(module, parameter.name):
+            assert parameter.default is not parameter.empty, f"{kind.__name__} does not keep {parameter.name}"
+            continue
+        value = getattr(module, parameter.name)
+        if parameter.name == "bias":
+            value = value is not None and value is not False
+        if parameter.default is parameter.empty and prefix:
+            arguments.append(_argument(value, sources))
+        elif not _same(value, parameter.default):
+            arguments.append(f"{parameter.name}={_argument(value, sources)}")
+    return f"{prefix}{'.' * bool(prefix)}{kind.__name__}({', '.join(arguments)})"
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    parameters = dict(inspect.signature(kind).parameters)
+    if issubclass(kind, torch.nn.RNNBase):
+        # RNN, GRU and LSTM take *args and **kwargs and hand them on
+        further = {"nonlinearity": inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")}
+        parameters = {**inspect.signature(torch.nn.RNNBase).parameters, **further}
+        del parameters["mode"]
+    return [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Return whether a value is the default, which torch spreads over the axes of a convolution."""
+    return value == default or (isinstance(value, tuple) and not isinstance(default, tuple) and set(value) == {default})
+
+
+def _argument(value: Any, sources: Sources) -> str:
+    return constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')

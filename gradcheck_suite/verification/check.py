@@ -1,0 +1,261 @@
+"""check(loop, case) -> Verdict: run the loop, hold every gradient that reached its optimizer against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gradcheck_suite.catalogue import is_accumulable
+from gradcheck_suite.diagnosis.gradient import explain_gradient
+from gradcheck_suite.diagnosis.step_count import explain_steps
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution.instance import generated_instance, user_instance
+from gradcheck_suite.execution.observer import Observation
+from gradcheck_suite.execution.optimizers import OPTIMIZERS
+from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT, Outcome, run_loop
+from gradcheck_suite.execution.tracebacks import users_line
+from gradcheck_suite.numerics.comparison import Difference, Vector
+from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.results import Verdict, Violation
+from gradcheck_suite.schema.spec import ProblemSpec
+from gradcheck_suite.verification.coupling import reason
+from gradcheck_suite.verification.separability import objective_fault
+
+FEW_DRAWS = 4
+"""Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
+as wide as the whole number's: what lies beyond it is wrong all the more, what lies within is measured again."""
+
+
+def check(
+    loop: Loop,
+    case: Case,
+    *,
+    problem: Problem | None = None,
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    shrinking: bool = False,
+) -> Verdict:
+    """Run a loop on a case and judge it.
+
+    Args:
+        loop: the subject.
+        case: what it trains.
+        problem: the user's problem that `case.problem` names, if it is not a generated one.
+        time_limit_s: seconds after which the loop is stopped and counts as `raised`.
+        shrinking: whether only violations are of interest. JAX is then asked about nothing else, and what rounding
+            allows is measured no further than it takes to tell that there is one: `allowed` may be larger.
+
+    Raises:
+        UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
+        CannotRunHere: the loop says, by raising it, that it cannot train the user's problem.
+    """
+    try:
+        reference, fault = _reference(case, problem)
+        if reference is None:
+            return Verdict(case, Violation("not-accumulable", "not-accumulable", str(fault), case))
+        if not shrinking and reference.finding:
+            return Verdict(case, finding=reference.finding)
+        outcome = run_loop(loop, reference.instance, time_limit_s=time_limit_s)
+        if outcome.refused and problem is not None:
+            # the user's problem is the same in every case
+            raise CannotRunHere(outcome.refused)
+        if outcome.refused:
+            return Verdict(case, skipped=outcome.refused)
+        verdict = _judge(loop, reference, outcome, shrinking=shrinking)
+        if verdict.violation is not None and reference.finding:
+            return Verdict(case, finding=reference.finding)
+        return verdict
+    except CannotJudgeError as error:
+        return Verdict(case, skipped=str(error))
+
+
+def _gradient_fault(reference: Reference, window: Window) -> str | None:
+    """Return why a problem is not accumulable that passes the forward-only check, or None where it is.
+
+    The check looks at one value and leaves room for float32 inside a model. Before a loop is blamed, torch's own
+    accumulation in float64 has to give the large batch's gradient.
+    """
+    difference = window.compare(window.accumulated())
+    if difference.ratio <= 1:
+        return None
+    parameter, _ = reference.layout.place(difference.index)
+    instance = reference.instance
+    return (
+        "the objective is no sum over items, so no accumulation can equal the large batch and no loop is to blame: "
+        f"{reason(instance, window.model())}. The gradients of {parameter} in window "
+        f"{window.index}, of the large batch and as the sum of the micro-batches', differ by {difference.error:.3g}, "
+        f"where rounding allows {difference.allowed:.3g}"
+    )
+
+
+def _entangled(case: Case) -> tuple[Reference | None, str | None]:
+    """Return what `_reference` does for a generated problem made of kinds in which items meet."""
+    try:
+        fault = objective_fault(generated_instance(case))
+    except (RuntimeError, ValueError) as error:
+        # batch normalisation refuses an epoch of one item, or one in which nothing counts
+        raise CannotJudgeError(f"the plain large batch fails: {error}") from error
+    if fault:
+        return None, fault
+    reference = REFERENCES.get(case, None)
+    for index in range(len(case.plan.windows)):
+        if fault := _gradient_fault(reference, reference.window(index)):
+            return None, fault
+    # on this case's items it makes no difference, and a loop can be judged
+    return reference, None
+
+
+def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, str | None]:
+    """Return the case's reference, and why the problem is not accumulable, where that is so."""
+    if problem is None:
+        if isinstance(case.problem, ProblemSpec) and not is_accumulable(case.problem):
+            return _entangled(case)
+        return REFERENCES.get(case, problem), None
+    try:
+        instance = user_instance(case, problem)
+        if fault := objective_fault(instance):
+            return None, fault
+        reference = REFERENCES.get(case, problem)
+        for window in range(len(case.plan.windows)):
+            reference.window(window)
+    except (UsageError, CannotJudgeError):
+        raise
+    except Exception as error:
+        # a user's own code, which may raise anything
+        raise UsageError(
+            f"the problem {case.problem} failed before any loop ran, on batches of {min(case.plan.micro_batches)} to "
+            f"{case.plan.total_items} items: {type(error).__name__}: {error} ({users_line(error)})"
+        ) from error
+    return reference, None
+
+
+def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: bool) -> Verdict:
+    case = reference.instance.case
+    if outcome.raised is not None:
+        # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
+        first = reference.window(0, compute=outcome.compute)
+        first.compare(first.expected)
+        trace = tuple(outcome.trace.rstrip().splitlines())
+        explanation = f"the loop failed: {outcome.raised}"
+        diagnosis = "timed-out" if outcome.timed_out else "raised"
+        return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
+    if outcome.structure:
+        explanation = f"the loop changed the model's parameters: {outcome.structure}"
+        return Verdict(case, Violation("parameters", "changed-model", explanation, case))
+    if outcome.endless or len(outcome.observations) != case.plan.steps:
+        return Verdict(case, explain_steps(loop, reference, outcome))
+    ratio, per_epoch = 0.0, len(case.plan.windows)
+    for step, observation in enumerate(outcome.observations):
+        epoch, index = divmod(step, per_epoch)
+        if _diverged(observation):
+            return Verdict(case, ratio=ratio)
+        window = reference.window(index, observation.parameters or None, outcome.compute)
+        seen = reference.flat(observation.gradients)
+        if shrinking and window.is_torchs(seen):
+            continue
+        if observation.parameters and not np.isfinite(window.expected).all():
+            return Verdict(case, ratio=ratio)
+        difference = _compare(window, seen, shrinking=shrinking)
+        if difference.ratio > 1:
+            if isinstance(case.problem, str) and (fault := _gradient_fault(reference, window)):
+                return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
+            return Verdict(case, _gradient_violation(loop, reference, window, observation, difference, epoch))
+        ratio = max(ratio, difference.ratio)
+    violation = _parameters_violation(reference, outcome)
+    return Verdict(case, violation, ratio=ratio)
+
+
+def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Difference:
+    if shrinking and (roughly := window.compare(observed, draws=FEW_DRAWS)).ratio > 1:
+        return roughly
+    return window.compare(observed)
+
+
+def _diverged(observation: Observation) -> bool:
+    """Whether a real optimizer has taken the parameters where products of a few of them overflow.
+
+    From there on what is finite depends on the order of operations, and a sound loop diverges like any other.
+    """
+    values = observation.parameters.values()
+    return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+
+
+def _gradient_violation(
+    loop: Loop,
+    reference: Reference,
+    window: Window,
+    observation: Observation,
+    difference: Difference,
+    epoch: int,
+) -> Violation:
+    parameter, _ = reference.layout.place(difference.index)
+    seen = observation.gradients[parameter]
+    if seen is None:
+        kind, diagnosis = "none-pattern", "missing-gradient"
+        explanation = f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
+        details: tuple[str, ...] = ()
+    elif not bool(torch.isfinite(seen).all()) and bool(
+        np.isfinite(reference.layout.part(window.expected, parameter)).all()
+    ):
+        kind = "non-finite"
+        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
+        explanation = f"{parameter}.grad is not finite at the step, the right gradient is; {explanation}"
+    else:
+        kind = "gradient"
+        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
+    return Violation(
+        kind,  # type: ignore[arg-type]
+        diagnosis,
+        explanation,
+        reference.instance.case,
+        parameter=parameter,
+        epoch=epoch,
+        window=window.index,
+        error=difference.error,
+        allowed=difference.allowed,
+        details=details,
+    )
+
+
+def _parameters_violation(reference: Reference, outcome: Outcome) -> Violation | None:
+    """Hold the parameters against a replay: the same optimizer, stepped on the gradients that were observed."""
+    case = reference.instance.case
+    expected = _replay(case, outcome)
+    if _diverged(Observation({}, expected if case.optimizer else {})):
+        return None
+    for name, value in outcome.parameters.items():
+        want = expected[name]
+        error = (value.to(torch.float64) - want.to(torch.float64)).abs()
+        scale = max(1.0, float(want.to(torch.float64).abs().max())) if want.numel() else 1.0
+        allowed = 64 * torch.finfo(value.dtype).eps * scale * case.plan.steps
+        if want.numel() and not bool((error <= allowed).all()):
+            explanation = (
+                f"{name} ends up elsewhere than {case.optimizer or 'a step that changes nothing'} takes it "
+                "on the very gradients that were observed: something else than the step changed it"
+            )
+            return Violation(
+                "parameters",
+                "parameter-drift",
+                explanation,
+                case,
+                parameter=name,
+                error=float(error.max()),
+                allowed=allowed,
+            )
+    return None
+
+
+def _replay(case: Case, outcome: Outcome) -> dict[str, torch.Tensor]:
+    if case.optimizer is None:
+        return outcome.start
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in outcome.start.items()}
+    optimizer = OPTIMIZERS[case.optimizer](list(parameters.values()))
+    for observation in outcome.observations:
+        for name, p in parameters.items():
+            seen = observation.gradients[name]
+            p.grad = None if seen is None else seen.clone()
+        for group, settings in zip(optimizer.param_groups, observation.settings, strict=False):
+            group.update(settings)
+        optimizer.step()
+    return {name: p.detach() for name, p in parameters.items()}

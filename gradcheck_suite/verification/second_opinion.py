@@ -1,0 +1,119 @@
+"""JAX's opinion on a user's problem: its large-batch gradients, through the bridge, beside torch's.
+
+It is asked for after the loop has been judged, since it is about the problem and not about the loop, and since a
+program takes seconds to be carried over and compiled: once for each set of shapes, the commonest first, within a
+budget of time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower
+from gradcheck_suite.execution.instance import leaves, map_leaves
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.references.reference import REFERENCES, Reference, Window
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import Batch, Problem
+
+BUDGET = 60.0
+"""Seconds that one verification spends on it."""
+Shapes = tuple[Any, ...]
+
+
+@dataclass
+class SecondOpinion:
+    """What JAX says of a problem's windows.
+
+    Attributes:
+        windows: how many there are.
+        answered: of how many JAX has a gradient.
+        shapes: how many sets of shapes these have.
+        findings: where it differs from torch's by more than rounding.
+        refusal: why the problem cannot be carried over to JAX, or None.
+        budget_s: seconds after which it was asked about no further window.
+    """
+
+    windows: int = 0
+    answered: int = 0
+    shapes: int = 0
+    findings: list[str] = field(default_factory=list)
+    refusal: str | None = None
+    budget_s: float = BUDGET
+
+    def summary(self) -> str:
+        """Say in a sentence what JAX had a say in."""
+        if self.refusal is not None:
+            return f"JAX gives no second opinion on the problem: {self.refusal}"
+        shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
+        text = f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
+        if not self.findings:
+            text += ", and agrees with torch"
+        if self.answered < self.windows:
+            text += f"; for the others the {self.budget_s:g} s that this may take did not suffice"
+        return text
+
+
+def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = BUDGET) -> SecondOpinion:
+    """Ask JAX for the large-batch gradient of every window of some cases of a user's problem.
+
+    A loop is held to torch's gradient all the same: where JAX differs, that is a finding about the problem, torch, JAX
+    or the bridge.
+    """
+    opinion, started = SecondOpinion(budget_s=budget_s), time.perf_counter()
+    groups: dict[Shapes, list[tuple[Reference, Window]]] = defaultdict(list)
+    for case in cases:
+        reference = REFERENCES.get(case, problem)
+        for index in range(len(case.plan.windows)):
+            window = reference.window(index)
+            groups[_shapes(window.model(), _batch(reference, window))].append((reference, window))
+            opinion.windows += 1
+    for group in sorted(groups.values(), key=len, reverse=True):
+        lowered: Lowered | None = None
+        for reference, window in group:
+            if time.perf_counter() - started > budget_s and opinion.answered:
+                return opinion
+            try:
+                lowered = lowered or _carried_over(reference, window)
+                finding = _compare(reference, window, lowered)
+            except BridgeError as error:
+                opinion.refusal = " ".join(str(error).split())
+                return opinion
+            opinion.answered += 1
+            if finding:
+                opinion.findings.append(finding)
+        opinion.shapes += 1
+    return opinion
+
+
+def _compare(reference: Reference, window: Window, lowered: Lowered) -> str | None:
+    if window.disagreement(_gradient(reference, window, lowered)) is None:
+        return None
+    # a model may hold constants that depend on its seed: only its very own program counts against it
+    return window.disagreement(_gradient(reference, window, _carried_over(reference, window)))
+
+
+def _carried_over(reference: Reference, window: Window) -> Lowered:
+    return lower(window.model(), reference.instance.problem.loss, _batch(reference, window))
+
+
+def _gradient(reference: Reference, window: Window, lowered: Lowered) -> Vector:
+    _, gradient, _ = lowered.value_and_gradient(*arguments_of(window.model(), _batch(reference, window)))
+    return reference.join(gradient)
+
+
+def _batch(reference: Reference, window: Window) -> Batch:
+    return reference.instance.batch(window.items, torch.float64)
+
+
+def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:
+    """Return what a program is specialised on: shapes, dtypes and whatever in the batch is no tensor."""
+    data = tuple((tuple(t.shape), t.dtype) for t in leaves(batch))
+    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
+    return data, repr(map_leaves(lambda _: None, batch)), parameters

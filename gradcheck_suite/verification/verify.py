@@ -1,0 +1,350 @@
+"""verify(loop) -> Result: many drawn cases, and the smallest one that shows a violation."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import HypothesisException
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.devices import one_thread
+from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
+from gradcheck_suite.generation.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import (
+    EQUAL_MICRO_BATCHES,
+    SUM_REDUCTION,
+    WHOLE_WINDOWS,
+    Loop,
+    Problem,
+    assumptions_of,
+    checked_assumptions,
+)
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.readout_probe import probe_case
+from gradcheck_suite.schema.results import Result, Verdict, Violation
+from gradcheck_suite.schema.spec import ProblemSpec
+from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.second_opinion import BUDGET, SecondOpinion, second_opinion
+
+DEFAULT_EXAMPLES = 200
+SHRINK_SECONDS = 30.0
+"""Of computing, or four times as many of waiting: on a busy machine a case is made as small as on an idle one."""
+LARGE_MODEL = 1_000_000
+"""Parameters from which on several threads are faster than one, also where others use the machine."""
+SMALL_EXAMPLES = 60
+"""Small cases that are tried where shrinking has left a larger one."""
+UNASKED = ("not-accumulable", "raised", "step-count")
+"""Kinds of violation that JAX has no say in."""
+Progress = Callable[[Verdict], None]
+
+
+class _ViolatedError(Exception):
+    """Raised to Hypothesis, at one place, so that it shrinks one fault and not several."""
+
+
+class _StopError(BaseException):
+    """Carries a `UsageError` past Hypothesis, which would draw and shrink on where nothing can be judged at all."""
+
+    def __init__(self, error: UsageError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Moment:
+    """A moment that time is counted from."""
+
+    def __init__(self) -> None:
+        self._thread, self._clock = time.thread_time(), time.perf_counter()
+
+    def passed(self) -> float:
+        """Return the seconds since then that this thread computed, or a quarter of the clock's."""
+        return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
+
+
+class _Search:
+    """What is kept while Hypothesis draws and shrinks."""
+
+    def __init__(
+        self, loop: Loop, problem: Problem | None, time_limit_s: float | None, progress: Progress | None
+    ) -> None:
+        self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
+        self.cases = 0
+        self.ratio = 0.0
+        self.findings: dict[str, None] = {}
+        self.skipped: Counter[str] = Counter()
+        self.judged = 0
+        self._users: list[Case] = []
+        self.smallest: Violation | None = None
+        self._first: Violation | None = None
+        self.found_after: int | None = None
+        self._found_at = _Moment()
+        self._on_probe: Violation | None = None
+        self._other: Violation | None = None
+        self._first_pass = True
+
+    @property
+    def violation(self) -> Violation | None:
+        """The smallest violation found."""
+        return self.smallest or self._other or self._on_probe
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the loop did not return from a probe: drawn cases would only wait for the time limit again."""
+        return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
+
+    def probe(self, cases: Iterable[Case]) -> None:
+        """Check cases that are written down. The fault they show is then searched for among drawn cases."""
+        for case in cases:
+            problem = None if isinstance(case.problem, ProblemSpec) else self._problem
+            verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
+            self._on_probe = verdict.violation
+            if self._on_probe is not None:
+                return
+
+    def is_small(self) -> bool:
+        """Whether there is nothing to make smaller, or what there is fits on a line."""
+        if self.smallest is None:
+            return True
+        layers, micro_batches, *_ = size_of(self.smallest.case)
+        return layers <= 2 and micro_batches <= SMALL_MICRO_BATCHES
+
+    def start_anew(self) -> None:
+        """Give what follows the whole time that making a case small may take."""
+        self._found_at = _Moment()
+
+    def turn_to_other_fault(self) -> bool:
+        """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
+        if self.smallest is not None or self._other is None:
+            return False
+        self._on_probe, self._first_pass = self._other, False
+        return True
+
+    def second_opinion(self, problem: Problem, budget_s: float) -> SecondOpinion | None:
+        """Ask JAX about the problem: on the cases that the verdict rests on."""
+        if self.violation is None:
+            return second_opinion(self._users, problem, budget_s=budget_s)
+        if self.violation.kind in UNASKED:
+            return None
+        return second_opinion([self.violation.case], problem, budget_s=budget_s)
+
+    def judge(self, case: Case) -> None:
+        """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
+        searching = self.smallest is None
+        if not searching and self._found_at.passed() > SHRINK_SECONDS:
+            return
+        try:
+            verdict = self._check(case, shrinking=not searching)
+        except UsageError as error:
+            raise _StopError(error) from None
+        if searching and self._first_pass:
+            self.cases += 1
+            self._note(verdict)
+        if verdict.violation is not None and self._is_the_fault(verdict.violation):
+            raise _ViolatedError
+
+    def settle(self) -> None:
+        """Check the smallest case as thoroughly as the first, so that its numbers are what rounding allows there."""
+        if self.smallest is None or self.smallest is self._first:
+            return
+        found = self._check(self.smallest.case).violation
+        # a loop that is not the same each time may show something else now: what was seen stands
+        if found is not None and (found.kind, found.diagnosis) == (self.smallest.kind, self.smallest.diagnosis):
+            self.smallest = self._first = found
+
+    def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
+        return check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s, shrinking=shrinking)
+
+    def _note(self, verdict: Verdict) -> None:
+        self.ratio = max(self.ratio, verdict.ratio)
+        if verdict.finding:
+            self.findings[verdict.finding] = None
+        if verdict.skipped:
+            self.skipped[verdict.skipped] += 1
+        elif not verdict.finding:
+            self.judged += 1
+            if self._problem is not None:
+                self._users.append(verdict.case)
+        if self._progress is not None:
+            self._progress(verdict)
+
+    def _is_the_fault(self, violation: Violation) -> bool:
+        if self.found_after is None:
+            self.found_after = self.cases
+        sought = self.smallest or self._on_probe
+        named = sought is not None and sought.diagnosis == "not-linear" and violation.diagnosis != "not-linear"
+        if named and self.smallest is not None and size_of(violation.case) < size_of(self.smallest.case):
+            # what could not be read on a larger case has its name on a smaller one
+            self.smallest = violation
+            return True
+        if sought is not None and (violation.kind, violation.diagnosis) != (sought.kind, sought.diagnosis):
+            self._other = self._other or violation
+            return False
+        if self.smallest is None:
+            self._found_at, self._first = _Moment(), violation
+        if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
+            self.smallest = violation
+        return True
+
+
+def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
+    """Yield the read-out probes that every loop is tried on first, within what it assumes."""
+    sizes = ((2, 2), (1, 1)) if EQUAL_MICRO_BATCHES in assumes else ((1, 3), (2, 2))
+    tail = () if WHOLE_WINDOWS in assumes else (4,)
+    for reduction in reductions_within(assumes):
+        yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
+
+
+def whole_windows_case(problem_name: str, assumes: frozenset[str], dtype: str, device: str) -> Case:
+    """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
+
+    A fault in whole windows is the one that most training meets; what a short last window shows comes after it.
+    """
+    micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
+    return Case(problem_name, Plan(micro_batches, 2), dtype=dtype, device=device)
+
+
+def verify(
+    loop: Loop,
+    *,
+    name: str | None = None,
+    problem: Problem | None = None,
+    problem_name: str = "problem",
+    examples: int = DEFAULT_EXAMPLES,
+    seed_value: int = 0,
+    dtype: str = "float64",
+    device: str = "cpu",
+    optimizer: str | None = None,
+    assumes: Iterable[str] = (),
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    second_opinion_s: float = BUDGET,
+    plan: st.SearchStrategy[Plan] | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Verify a loop on drawn cases.
+
+    Args:
+        loop: the subject, a callable that takes a `TrainingRun`.
+        name: how the result calls it.
+        problem: in place of random ones; then only plans are drawn.
+        problem_name: what cases call that problem, such as `"model.py:PROBLEM"`.
+        examples: how many cases to draw.
+        seed_value: same seed and versions, same cases.
+        dtype: of parameters and data.
+        device: `"cpu"` or `"cuda"`.
+        optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
+        assumes: what the loop relies on, beside what it states itself.
+        time_limit_s: seconds per case.
+        second_opinion_s: seconds after which JAX is asked about no further window of the problem; one it is asked about
+            in any case.
+        plan: in place of `strategies.plans()`; the cases that are tried first, whose plans are their own, are left out.
+        progress: called with every verdict.
+
+    Raises:
+        UsageError: an argument is wrong, or the problem breaks its contract.
+    """
+    if not isinstance(examples, int) or examples < 1:
+        raise UsageError(f"examples must be a positive integer, got {examples!r}")
+    if not isinstance(second_opinion_s, int | float) or not second_opinion_s >= 0:
+        raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {second_opinion_s!r}")
+    if not callable(loop):
+        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    chosen = checked_assumptions(assumes) | assumptions_of(loop)
+    if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
+        raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
+    drawn, small = (
+        cases(
+            problem=None if problem is None else problem_name,
+            plan=plan,
+            dtype=dtype,
+            device=device,
+            optimizer=optimizer,
+            assumes=tuple(sorted(chosen)),
+            small=few,
+        )
+        for few in (False, True)
+    )
+    search = _Search(loop, problem, time_limit_s, progress)
+    started = time.perf_counter()
+    interrupted = False
+    try:
+        with _threads(problem):
+            if problem is None and plan is None:
+                search.probe(probe_cases(chosen, device))
+            elif plan is None:
+                search.probe([whole_windows_case(problem_name, chosen, dtype, device)])
+            if not search.hangs:
+                _run(search, drawn, examples, seed_value)
+            if search.turn_to_other_fault():
+                _run(search, drawn, examples, seed_value)
+            if not search.is_small():
+                search.start_anew()
+                _run(search, small, SMALL_EXAMPLES, seed_value)
+            search.settle()
+    except KeyboardInterrupt:
+        interrupted = True
+    except _StopError as stop:
+        raise stop.error from None
+    opinion = None
+    if problem is not None and not interrupted:
+        try:
+            opinion = search.second_opinion(problem, second_opinion_s)
+        except KeyboardInterrupt:
+            # what was found out about the loop stands
+            interrupted = True
+    return Result(
+        loop=name or str(getattr(loop, "__name__", repr(loop))),
+        cases=search.cases,
+        seconds=time.perf_counter() - started,
+        violation=search.violation,
+        found_after=search.found_after,
+        assumes=tuple(sorted(chosen)),
+        ratio=search.ratio,
+        findings=(*search.findings, *(opinion.findings if opinion else ())),
+        skipped=dict(search.skipped),
+        interrupted=interrupted,
+        judged=search.judged,
+        second_opinion=None if opinion is None else opinion.summary(),
+    )
+
+
+def _threads(problem: Problem | None) -> AbstractContextManager[None]:
+    """Return the context that a problem's models are computed in: one thread, unless they are large."""
+    if problem is None:
+        return one_thread()
+    try:
+        size = sum(p.numel() for p in problem.model(0).parameters())
+    except Exception:
+        return nullcontext()  # a user's own code, which may raise anything: told of when the first case is checked
+    return one_thread() if size < LARGE_MODEL else nullcontext()
+
+
+def _run(search: _Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
+    @seed(seed_value)
+    @settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(drawn)
+    def judge(case: Case) -> None:
+        search.judge(case)
+
+    try:
+        judge()
+    except _ViolatedError:
+        pass
+    except HypothesisException:
+        # a loop that fails on a case and passes on the same one next time: what was seen stands
+        if search.smallest is None:
+            raise

@@ -1,0 +1,192 @@
+"""What LOOP and --problem stand for, and the one line about each way it can go wrong."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gradcheck_suite import loops
+from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.schema.contract import Problem
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working directory; modules and paths of one test are gone in the next."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_built_in_loop():
+    assert resolve_loop("zero_") is loops.BUILT_IN["zero_"]
+
+
+def test_a_function_in_a_file(folder):
+    write(folder, "a.py", "def f(run):\n    return 7\n")
+    assert resolve_loop("a.py:f")(None) == 7
+    assert resolve_loop(f"{folder}/a.py:f")(None) == 7
+
+
+def test_a_method_of_an_object_in_a_file(folder):
+    write(folder, "a.py", "class T:\n    def fit(self, run):\n        return 7\ntrainer = T()\n")
+    assert resolve_loop("a.py:trainer.fit")(None) == 7
+
+
+def test_a_module_in_a_package_of_the_working_directory(folder):
+    write(folder, "my_package/__init__.py", "")
+    write(folder, "my_package/deep.py", "def f(run):\n    return 7\n")
+    assert resolve_loop("my_package.deep:f")(None) == 7
+
+
+def test_a_file_imports_its_neighbours(folder):
+    write(folder, "sub/neighbour.py", "SEVEN = 7\n")
+    write(folder, "sub/a.py", "from neighbour import SEVEN\ndef f(run):\n    return SEVEN\n")
+    assert resolve_loop("sub/a.py:f")(None) == 7
+
+
+def test_a_file_may_bear_the_name_of_a_module_that_is_already_there(folder):
+    import json
+
+    write(folder, "json.py", "def f(run):\n    return 7\n")
+    assert resolve_loop("json.py:f")(None) == 7
+    assert sys.modules["json"] is json
+
+
+def test_a_file_with_a_dataclass_in_it(folder):
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    write(folder, "a.py", text + "@dataclass\nclass T:\n    x: int = 7\ndef f(run):\n    return T().x\n")
+    assert resolve_loop("a.py:f")(None) == 7
+
+
+def test_two_loops_of_one_file_share_its_state_and_an_edit_is_seen(folder):
+    path = write(folder, "a.py", "x = []\ndef f(run):\n    x.append(1)\ndef g(run):\n    return len(x)\n")
+    resolve_loop("a.py:f")(None)
+    assert resolve_loop("a.py:g")(None) == 1
+    path.write_text("def g(run):\n    return 'edited'\n")
+    assert resolve_loop("a.py:g")(None) == "edited"
+
+
+@pytest.mark.parametrize("definition", ["def f(run, k=1): ...", "def f(*args): ...", "f = len", "f = lambda run: None",
+                                        "import functools\nf = functools.partial(max, 1)",
+                                        "class C:\n    def __call__(self, run): ...\nf = C()"])  # fmt: skip
+def test_whatever_takes_one_argument(folder, definition):
+    write(folder, "a.py", definition + "\n")
+    assert callable(resolve_loop("a.py:f"))
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "said"),
+    [
+        ("def f(): ...", "a.py:f", "a.py:f cannot be called with one argument: it is f(), expected a function of one"),
+        ("def f(a, b): ...", "a.py:f", "it is f(a, b)"),
+        ("def f(*, run): ...", "a.py:f", "it is f(*, run)"),
+        ("async def f(run): ...", "a.py:f", "a.py:f is an async function"),
+        ("def f(run): yield", "a.py:f", "a.py:f is a generator (it contains yield)"),
+        ("f = 3\ndef g(run): ...", "a.py:f", "a.py:f is of type int, which cannot be called: a loop is a function of "),
+        ("f = 3\ndef g(run): ...", "a.py:f", "the TrainingRun; it defines g"),
+        ("def train(run): ...", "a.py:tran", "a.py has no 'tran' (did you mean 'train'?); it defines train"),
+        ("import os", "a.py:train", "a.py has no 'train'"),
+        ("def train(run): ...", "a.py", "a.py names no loop: expected a.py:NAME; it defines train"),
+        ("x = 1\ndef (", "a.py:f", "cannot import a.py: line 2: SyntaxError: "),
+        ("x = 1\n  y = 2", "a.py:f", "cannot import a.py: line 2: IndentationError: unexpected indent"),
+        ("x = 1\n\n1 / 0", "a.py:f", "cannot import a.py (line 3): ZeroDivisionError: division by zero"),
+        ("import nowhere_to_be_found", "a.py:f", "cannot import a.py (line 1): ModuleNotFoundError: No module named"),
+        ("import bad_neighbour", "a.py:f", "bad_neighbour.py): SyntaxError"),
+        ("raise ValueError('two\\nlines')", "a.py:f", "cannot import a.py (line 1): ValueError: two lines"),
+        ("import sys\nsys.exit(0)", "a.py:f", "a.py ends the program when it is imported (line 2): put what should"),
+        ("x = '\0'", "a.py:f", "cannot import a.py"),
+        ("x", "b.py:f", "b.py: no such file (did you mean a.py?)"),
+        ("x", "nowhere/b.py:f", "nowhere/b.py: no such file"),
+        ("x", "sub:f", "sub has no 'f'"),
+        ("x", "./sub:f", "./sub is a folder: expected a Python file, FILE.py:NAME"),
+        ("x", "sub", "sub is a folder: expected FILE.py:NAME"),
+        ("x", "folder.py:f", "folder.py is a folder: expected a Python file"),
+        ("x", "notes.txt:f", "notes.txt is no Python file: expected a name that ends in .py"),
+        ("x", "./notes.txt:f", "notes.txt is no Python file: expected a name that ends in .py"),
+        ("x", "a:", "expected FILE.py:NAME or package.module:NAME for a loop, got 'a:'"),
+        ("x", ":f", "got ':f'"),
+        ("x", "a.py:f g", "got 'a.py:f g'"),
+        ("x", "no_such_module:f", "there is no module 'no_such_module' on Python's path or in the working directory"),
+        ("x", "no_such.module:f", "there is no module 'no_such.module'"),
+        ("1 / 0", "a:f", "cannot import a (line 1): ZeroDivisionError"),
+        ("x", "zero", "no built-in loop is called 'zero' (did you mean 'zero_'?)"),
+        ("x", "", "no built-in loop is called ''"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(folder, source, text, said):
+    write(folder, "a.py", source + "\n")
+    write(folder, "bad_neighbour.py", "def (\n")
+    write(folder, "notes.txt", "hello")
+    (folder / "sub").mkdir()
+    (folder / "folder.py").mkdir()
+    with pytest.raises(UsageError) as caught:
+        resolve_loop(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_failed_is_tried_again(folder):
+    path = write(folder, "a.py", "1 / 0\n")
+    with pytest.raises(UsageError):
+        resolve_loop("a.py:f")
+    path.write_text("def f(run):\n    return 7\n")
+    assert resolve_loop("a.py:f")(None) == 7
+
+
+def test_an_interrupt_while_importing_passes(folder):
+    write(folder, "a.py", "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        resolve_loop("a.py:f")
+
+
+PROBLEM = """
+from gradcheck_suite import Problem
+def part(*args): ...
+PROBLEM = Problem(part, part, part)
+def make(): return PROBLEM
+def make_none(): ...
+def fails(): raise OSError('no data')
+NUMBER = 3
+"""
+
+
+def test_a_problem_and_a_function_that_returns_one(folder):
+    write(folder, "p.py", PROBLEM)
+    assert isinstance(resolve_problem("p.py:PROBLEM"), Problem)
+    assert resolve_problem("p.py:make") is resolve_problem("p.py:PROBLEM")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("p.py", "--problem must be FILE.py:NAME or package.module:NAME, got 'p.py'"),
+        ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
+        (
+            "p.py:NUMBER",
+            "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument ",
+        ),
+        ("p.py:NUMBER", "; it defines PROBLEM"),
+        ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
+        ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),
+        ("q.py:x", "q.py: no such file (did you mean p.py?)"),
+    ],
+)
+def test_what_goes_wrong_with_a_problem_is_one_line(folder, text, said):
+    write(folder, "p.py", PROBLEM)
+    with pytest.raises(UsageError) as caught:
+        resolve_problem(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

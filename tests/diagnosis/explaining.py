@@ -1,0 +1,123 @@
+"""A weighted regression onto two targets, small enough that a loop's fault is all that is wrong with it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite.diagnosis.gradient import explain_gradient
+from gradcheck_suite.execution.instance import user_instance
+from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.numerics.comparison import worst_difference
+from gradcheck_suite.references.reference import Reference, Window
+
+PLAN = Plan((1, 2, 3, 2), 2)
+DRAWN = np.random.default_rng(0)
+DATA = {"x": DRAWN.integers(1, 10, (8, 3)), "y": DRAWN.integers(1, 10, (8, 2)), "w": np.ones(8)}
+
+
+def share(gradient, share):
+    """Return, for each element, a share of the largest one that is finite."""
+    return np.full(len(gradient), share * np.abs(gradient[np.isfinite(gradient)]).max())
+
+
+def model(seed):
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, -1.0], [0.5, -3.0, 1.0]]))
+        model.bias.copy_(torch.tensor([0.25, -0.5]))
+    return model
+
+
+def squares(model, batch):
+    return (((model(batch["x"]) - batch["y"]) ** 2).sum(1) * batch["w"]).sum()
+
+
+def mean(model, batch):
+    total = batch["w"].sum()
+    return squares(model, batch) / total if total else 0 * squares(model, batch)
+
+
+def explained(
+    loop,
+    *,
+    plan=PLAN,
+    window=0,
+    epoch=0,
+    dtype="float64",
+    optimizer=None,
+    sums=False,
+    model=model,
+    moved=None,
+    **data,
+):
+    """Return the diagnosis, the explanation and the details for one step, which must be wrong."""
+    tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
+    problem = Problem(
+        model,
+        lambda items, seed: {name: tensor[:items] for name, tensor in tensors.items()},
+        squares if sums else mean,
+        reduction="sum" if sums else "mean",
+        count=lambda batch: batch["w"].sum(),
+    )
+    instance = user_instance(Case("regression.py:PROBLEM", plan, dtype, optimizer=optimizer), problem)
+    reference, outcome = Reference(instance), run_loop(loop, instance)
+    assert outcome.raised is None
+    observation = outcome.observations[epoch * len(plan.windows) + window]
+    right = reference.window(window, observation.parameters or None)
+    seen = reference.flat(observation.gradients)
+    difference = worst_difference(seen, right.expected, share(right.expected, 1e-6))
+    assert difference.ratio > 1
+    if moved is not None:
+        right = SimpleNamespace(expected=right.expected, index=right.index, moved=moved)
+    # let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
+        return explain_gradient(loop, reference, right, observation, difference, epoch)
+
+
+def then(*changes):
+    """Return a sound loop with a change to the gradients before each step, in turn."""
+
+    def loop(run):
+        for step, window in enumerate(windows(run)):
+            backward_window(run, window)
+            changes[step % len(changes)](run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def weight_of(run):
+    """Return the parameter that is named `weight`; None on the probe."""
+    return dict(run.model.named_parameters()).get("weight")
+
+
+def as_it_is(run):
+    pass
+
+
+def double(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.mul_(2)
+
+
+def triple(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.mul_(3)
+
+
+def turn(run):
+    """Hand the first target's gradient to the second: linear, and no matter of weights."""
+    if (weight := weight_of(run)) is not None:
+        weight.grad.copy_(weight.grad.flip(0))
+
+
+def fail(run):
+    raise ValueError

@@ -1,0 +1,341 @@
+"""A fault is read off the case that showed it: gradients known in closed form, combined with the weights of a fault.
+
+An item's loss is the product of its row with the parameters, so a micro-batch's summed gradient is the sum of its rows.
+Of the eight items, micro-batches 0 to 2 hold 1, 2 and 3 and make the window under test; the fourth, with 2, is the
+epoch's short last window.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite.diagnosis.case_weights import read_case, stolen_buffer
+from gradcheck_suite.execution.instance import user_instance
+from gradcheck_suite.references.reference import Reference
+
+ROWS = np.random.default_rng(0).integers(1, 10, (8, 15)).astype(float)
+PLAN = Plan((1, 2, 3, 2), 3)
+RIGHT = (1 / 6, 1 / 6, 1 / 6, 0)
+PARAMETERS = {"a": slice(0, 5), "b": slice(5, 10), "c": slice(10, 15)}
+ALLOWED = 2.0**-40
+
+
+class _Linear(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        for name, size in sizes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
+
+    def forward(self, x):
+        return x @ torch.cat(list(self.parameters()))
+
+
+def _sums(rows, plan):
+    """Return (B, P): each micro-batch's summed gradient."""
+    return np.stack(
+        [rows[plan.items(j).start : plan.items(j).stop].sum(axis=0) for j in range(len(plan.micro_batches))]
+    )
+
+
+def _instance(rows, plan, *, sizes, reduction="mean", dtype="float64"):
+    def loss(model, batch):
+        return getattr(model(batch["x"]), reduction)()
+
+    problem = Problem(
+        lambda seed: _Linear(sizes), lambda items, seed: {"x": torch.from_numpy(rows)}, loss, reduction=reduction
+    )
+    return user_instance(Case("rows.py:ROWS", plan, dtype), problem)
+
+
+def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, moved=False, **instance):
+    reference = Reference(_instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), **instance))
+    members = plan.windows[window]
+    count = 1 if instance.get("reduction") == "sum" else sum(plan.micro_batches[j] for j in members)
+    stand_in = SimpleNamespace(
+        members=members,
+        expected=_sums(rows, plan)[list(members)].sum(axis=0) / count,
+        allowed=lambda: np.full(rows.shape[1], ALLOWED),
+        moved=moved,
+        model=lambda: reference.model(torch.float64, None),
+    )
+    return read_case(reference, stand_in, observed, epoch)
+
+
+def _gradient(*weights, rows=ROWS, plan=PLAN):
+    return np.array(weights) @ _sums(rows, plan)
+
+
+# All elements
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "says"),
+    [
+        ((1 / 3, 1 / 6, 1 / 9, 0), "mean-of-means", "each micro-batch's mean weighs 1/3"),
+        ((2 / 6, 2 / 6, 2 / 6, 0), "wrong-scale", "weighs 2 times"),
+        ((1 / 6, 0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1] of the window"),
+        ((0, 0, 1 / 6, 0), "reset-inside-window", "only the window's last micro-batch"),
+        ((0, 0, 0, 0), "no-gradient", "nothing of the window"),
+        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "stale-window", "micro-batches [3] belong to other windows"),
+    ],
+)
+def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
+    diagnosis = _read(_gradient(*weights))
+    assert diagnosis.name == name
+    assert says in diagnosis.sentence
+
+
+def test_a_trace_of_another_window_is_no_rounding():
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-5)).name == "stale-window"
+
+
+def test_the_last_window_has_its_own_micro_batches():
+    assert _read(_gradient(0, 0, 0, 1), window=1).name == "wrong-scale"
+    assert _read(_gradient(1 / 6, 0, 0, 1 / 2), window=1).name == "stale-window"
+
+
+def test_the_epoch_tells_a_stale_gradient_from_a_scale():
+    twice = _gradient(2 / 6, 2 / 6, 2 / 6, 0)
+    assert "from earlier epochs" in _read(twice, epoch=1).sentence
+
+
+def test_a_sum_is_read_as_one():
+    diagnosis = _read(_gradient(1 / 6, 1 / 6, 1 / 6, 0), reduction="sum")
+    assert diagnosis.name == "wrong-scale"
+    assert "one over the window's count, 1/6" in diagnosis.sentence
+
+
+@pytest.mark.parametrize("weights", [(0.3, 0.1, 0.2, 0), tuple(w * (1 + 5e-7) for w in RIGHT)], ids=str)
+def test_weights_without_a_name_are_not_named(weights):
+    assert _read(_gradient(*weights)) is None
+
+
+def test_a_right_gradient_has_no_name():
+    assert _read(_gradient(*RIGHT)) is None
+
+
+def test_what_is_no_combination_is_not_named():
+    assert _read(_gradient(*RIGHT) ** 2) is None
+
+
+def test_once_parameters_have_moved_other_windows_are_not_at_hand():
+    stale, doubled = _gradient(1 / 6, 1 / 6, 1 / 6, 1 / 2), _gradient(2 / 6, 2 / 6, 2 / 6, 0)
+    assert _read(stale, moved=True) is None
+    assert _read(doubled, moved=True).name == "wrong-scale"
+
+
+def test_lower_precisions_are_not_read():
+    assert _read(_gradient(1 / 3, 1 / 6, 1 / 9, 0), dtype="float32") is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_read(value):
+    observed = _gradient(1 / 3, 1 / 6, 1 / 9, 0)
+    rows = ROWS.copy()
+    rows[7, 14] = value
+    assert _read(observed, rows=rows) is None
+    observed[0] = value
+    assert _read(observed) is None
+
+
+def test_a_micro_batch_that_reaches_no_parameter_is_not_missed_and_still_counts():
+    rows = ROWS.copy()
+    rows[1:3] = 0
+    # right is 1/6 of each, the second's two items among the six
+    diagnosis = _read(_gradient(1 / 2, 0, 1 / 2, 0, rows=rows), rows=rows)
+    assert diagnosis.name == "wrong-scale"
+    assert "weighs 3 times what it should" in diagnosis.sentence
+
+
+# One parameter alone
+
+
+def _only(names, weights, right=RIGHT):
+    observed, wrong = _gradient(*right), _gradient(*weights)
+    for name in names:
+        observed[PARAMETERS[name]] = wrong[PARAMETERS[name]]
+    return observed
+
+
+def test_a_fault_of_some_parameters_is_named_with_them():
+    diagnosis = _read(_only("b", (1 / 3, 1 / 6, 1 / 9, 0)))
+    assert diagnosis.name == "mean-of-means"
+    assert diagnosis.sentence.startswith("in b alone, while a, c is right: each micro-batch's mean weighs 1/3")
+    diagnosis = _read(_only("ac", (1 / 3, 1 / 6, 1 / 9, 0)))
+    assert diagnosis.sentence.startswith("in a, c alone, while b is right: ")
+
+
+def test_long_lists_of_parameters_are_cut():
+    names = "abcdefgh"
+    rows = np.random.default_rng(1).integers(1, 10, (8, 40)).astype(float)
+    observed = _gradient(*RIGHT, rows=rows)
+    observed[:20] = _gradient(2 / 6, 2 / 6, 2 / 6, 0, rows=rows)[:20]
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 1 more alone, while e, f, g and 1 more is right: ")
+    observed[20:30] *= 2
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 3 more alone, while g, h is right: ")
+
+
+def test_a_parameter_is_right_up_to_what_rounding_allows():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    expected = _sums(ROWS, PLAN)[:3].sum(axis=0)[0] / 6
+    # 2**-40 is added without rounding to numbers of this size
+    for off in (ALLOWED, -ALLOWED):
+        observed[0] = expected + off
+        assert "while a, c is right" in _read(observed).sentence
+    for off in (1.01 * ALLOWED, 1e-9):
+        observed[0] = expected + off
+        assert _read(observed) is None
+
+
+def test_two_faults_at_once_are_not_called_one():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    observed[PARAMETERS["c"]] = _gradient(1 / 6, 0, 1 / 6, 0)[PARAMETERS["c"]]
+    assert _read(observed) is None
+
+
+def test_a_name_needs_a_parameter_that_is_right_or_one_fault_in_all():
+    observed = _only("b", (3 / 6, 3 / 6, 3 / 6, 0), right=(2 / 6, 2 / 6, 2 / 6, 0))
+    assert _read(observed) is None
+
+
+def test_one_parameter_without_a_name_leaves_the_case_without_one():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    observed[PARAMETERS["c"]] **= 2
+    assert _read(observed) is None
+
+
+# How much it takes
+
+
+TWO = np.array([[3.0, 5.0, 7.0], [2.0, 11.0, 4.0], [1.0, 13.0, 6.0]])
+
+
+def test_any_factor_of_a_single_element_needs_to_be_one_of_the_runs():
+    plan, one = Plan((1, 2), 2, 1), np.array([[3.0], [0.0], [0.0]])
+    single, rows = Plan((1,), 2), one[:1]
+    for factor, named in ((2.0, True), (1.7, False)):
+        diagnosis = _read(np.array([3 * factor]), rows=rows, plan=single, sizes={"a": 1})
+        assert (diagnosis is not None) == named
+    assert _read(np.array([0.0]), rows=rows, plan=single, sizes={"a": 1}).name == "no-gradient"
+    assert plan.windows == ((0, 1),)
+
+
+def test_any_factor_that_more_elements_share_is_one():
+    rows, plan = TWO[:1], Plan((1,), 2)
+    assert _read(1.7 * rows[0], rows=rows, plan=plan, sizes={"a": 3}).name == "wrong-scale"
+    two = rows[:, :2]
+    assert _read(1.7 * two[0], rows=two, plan=plan, sizes={"a": 2}).name == "wrong-scale"
+    # an element that no item reaches agrees with every factor
+    lone = np.array([[3.0, 0.0, 0.0]])
+    assert _read(1.7 * lone[0], rows=lone, plan=plan, sizes={"a": 3}) is None
+
+
+def test_a_micro_batch_that_reaches_nothing_is_no_evidence():
+    """Of a window of two, the second has no gradient: one weight is read, off one element or off two."""
+    plan = Plan((1, 2), 2)
+    for size, factor, named in ((1, 1.7, False), (1, 2.0, True), (2, 1.7, True)):
+        rows = np.array([[3.0, 5.0], [0.0, 0.0], [0.0, 0.0]])[:, :size]
+        diagnosis = _read(factor / 3 * rows[0], rows=rows, plan=plan, sizes={"a": size})
+        assert (diagnosis is not None) == named
+
+
+def test_a_factor_is_one_of_the_weight_that_is_right():
+    """Two items alone weigh 1/2 each: a weight of 1 is K = 2 times that, and 0.4 is nothing of the run's."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    assert "accumulation_steps = 2" in _read(np.array([7.0]), rows=rows, plan=plan, sizes={"a": 1}).sentence
+    assert _read(np.array([7 * 0.4]), rows=rows, plan=plan, sizes={"a": 1}) is None
+    four = _read(np.array([7 * 2.0]), rows=rows, plan=Plan((2,), 4), sizes={"a": 1})
+    assert "accumulation_steps = 4" in four.sentence
+
+
+def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
+    rows, plan = TWO[:, :2], Plan((1, 2), 2)
+    # mean of means: 1/2 and 1/4
+    assert _read(_gradient(1 / 2, 1 / 4, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": 2}).name == (
+        "mean-of-means"
+    )
+
+
+def test_other_windows_are_blamed_only_by_more_elements_than_weights():
+    plan = Plan((1, 2), 1)
+    for size, window, named in ((2, 0, False), (2, 1, False), (3, 0, True), (3, 1, True)):
+        rows = TWO[:, :size]
+        observed = _gradient(1, 1 / 2, rows=rows, plan=plan)
+        diagnosis = _read(observed, rows=rows, plan=plan, sizes={"a": size}, window=window)
+        assert (diagnosis is not None and diagnosis.name == "stale-window") == named
+
+
+# Buffers
+
+
+class _SharedBuffer(torch.autograd.Function):
+    """The product with a weight; its backward hands out the same tensor each time."""
+
+    buffer = torch.zeros(1, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        _SharedBuffer.buffer.copy_((x * gradient).sum().reshape(1))
+        return None, _SharedBuffer.buffer.view(1)
+
+
+class _Steals(_Linear):
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a)
+
+
+class _StealsTwice(_Linear):
+    def __init__(self, sizes):
+        super().__init__({**sizes, "b": 1})
+
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a) + _SharedBuffer.apply(x[:, 0], self.b)
+
+
+class _Refuses(_Linear):
+    def forward(self, x):
+        raise NotImplementedError
+
+
+def _stolen(kind, sizes):
+    rows, plan = np.ones((sum(sizes), 1)), Plan(sizes, 1)
+    problem = Problem(
+        lambda seed: kind({"a": 1}),
+        lambda items, seed: {"x": torch.from_numpy(rows)},
+        lambda model, batch: model(batch["x"]).sum(),
+        reduction="sum",
+    )
+    return stolen_buffer(SimpleNamespace(instance=user_instance(Case("rows.py:ROWS", plan), problem)))
+
+
+@pytest.mark.parametrize(("sizes", "batches", "error"), [((1,), 2, 0), ((2, 1), 2, 1), ((1, 2, 2), 3, 1)])
+def test_a_buffer_that_a_backward_uses_again_is_found(sizes, batches, error):
+    """After a reset to None the sum is twice the last micro-batch's items; a single micro-batch is taken twice."""
+    diagnosis = _stolen(_Steals, sizes)
+    assert diagnosis.name == "stolen-buffer"
+    assert f"Over {batches} micro-batches set_to_none and zero_ differ by {error}." in diagnosis.sentence
+
+
+def test_the_first_of_several_stolen_buffers_is_told():
+    assert _stolen(_StealsTwice, (1, 2)).sentence.startswith("a.grad shares its storage")
+
+
+def test_fresh_gradients_are_not_called_stolen():
+    assert _stolen(_Linear, (1, 2)) is None
+
+
+def test_a_model_that_fails_is_not_called_stolen():
+    assert _stolen(_Refuses, (1, 2)) is None

@@ -1,0 +1,292 @@
+"""What the probe does not show is looked for on the case itself, and nothing is named that is not found."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Plan
+from gradcheck_suite.loops.windows import backward_window, windows
+from tests.diagnosis.explaining import (
+    DATA,
+    PLAN,
+    as_it_is,
+    double,
+    explained,
+    fail,
+    squares,
+    then,
+    triple,
+    turn,
+    weight_of,
+)
+
+# On the case itself
+
+
+def _with_a_loss_of_its_own(run):
+    for window in windows(run):
+        total = sum(batch["w"].sum() for batch in window if "w" in batch)
+        for batch in window:
+            (squares(run.model, batch) / total).backward()
+        double(run)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def test_a_loop_that_takes_its_losses_from_elsewhere_is_read_all_the_same():
+    name, sentence, _ = explained(_with_a_loss_of_its_own)
+    assert name == "wrong-scale"
+    assert sentence.startswith("in weight alone, while bias is right")
+
+
+def _clip(run):
+    if weight_of(run) is not None:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+
+
+def _raise_on_small_weight(run):
+    double(run)
+    if (weight := weight_of(run)) is not None and weight.grad.abs().max() < 1e-3:
+        raise ValueError
+
+
+def _not_a_number(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad[0, 0] = math.nan
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_clip, "on this very case, a loss 2**-20 times as large does not give"),
+        (_raise_on_small_weight, "on the read-out probe the items' weights are right"),
+        (_not_a_number, "on the read-out probe the items' weights are right"),
+    ],
+)
+def test_what_the_case_does_not_show_is_not_named(change, says, window):
+    name, sentence, _ = explained(then(change), window=window)
+    assert name == "not-linear"
+    assert says in sentence
+
+
+def test_a_threshold_is_seen_however_small_the_gradients_are():
+    """On a sum of items that count 1e-20 each: gradients of 1e-18 are doubled, and those of 1e-24 are not."""
+
+    def change(run):
+        if (weight := weight_of(run)) is not None and weight.grad.abs().max() > 1e-21:
+            weight.grad.mul_(2)
+
+    name, sentence, _ = explained(then(change), sums=True, w=[1e-20] * 8)
+    assert name == "not-linear"
+    assert "(clipping, decay, normalising)" in sentence
+
+
+def test_elements_that_small_losses_flush_to_zero_are_not_taken_for_a_dependence_on_size():
+    """Of float32, whose least number is 1e-45: the first column's gradient is 1e-39 of what the others' is."""
+    x = DATA["x"] * np.array([1e-39, 1, 1])
+    name, sentence, _ = explained(then(turn), plan=Plan((1, 2), 2), x=x, dtype="float32")
+    assert name == "not-linear"
+    assert "on the read-out probe the items' weights are right" in sentence
+
+
+class _Shared(torch.autograd.Function):
+    """The sum of a vector with a number, whose backward hands out the same tensor each time."""
+
+    buffer = torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx, x, shift):
+        return x + shift
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _Shared.buffer.copy_(gradient.sum())
+        return gradient, _Shared.buffer.view(())
+
+
+class _Steals(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(7, dtype=torch.float64))
+        self.shift = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return _Shared.apply(x @ self.weight[:3], self.shift)[:, None]
+
+
+def test_a_buffer_that_the_model_uses_again_is_named():
+    name, sentence, _ = explained(then(as_it_is), model=lambda seed: _Steals())
+    assert name == "stolen-buffer"
+    assert sentence.startswith("shift.grad shares its storage")
+
+
+# NaN and infinity from an earlier window
+
+
+def _kept_by_scaling(run):
+    for window in windows(run):
+        backward_window(run, window)
+        run.optimizer.step()
+        for p in run.model.parameters():
+            p.grad.mul_(0)
+
+
+INFINITE = [[math.inf, 1.0], *DATA["y"][1:].tolist()]
+"""The first item's first target is infinite: so is the gradient of its row of the weight, and of its bias."""
+LAST = [*DATA["y"][:-1].tolist(), [math.inf, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "window", "y", "source"), [(0, 1, INFINITE, 0), (1, 0, LAST, 1), (1, 1, INFINITE, 0)]
+)
+def test_what_is_not_finite_in_an_earlier_window_is_blamed(epoch, window, y, source):
+    name, sentence, details = explained(
+        _kept_by_scaling, plan=Plan(PLAN.micro_batches, 2, 2), epoch=epoch, window=window, y=y
+    )
+    assert name == "poisoned-by-earlier-window"
+    assert f"window {source}'s gradient is rightly not finite" in sentence
+    assert len(details) == 1
+
+
+def test_the_first_of_several_windows_that_are_not_finite_is_blamed():
+    y = [*INFINITE[:4], [math.inf, 1.0], *INFINITE[5:]]
+    _, sentence, _ = explained(_kept_by_scaling, plan=Plan((2, 3, 3), 1), window=2, y=y)
+    assert "window 0's gradient is rightly not finite" in sentence
+
+
+def _spoils(row):
+    def change(run):
+        if (weight := weight_of(run)) is not None:
+            weight.grad[row] = math.nan
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("window", "loop", "y"),
+    [
+        (0, then(_spoils(0)), LAST),
+        (1, then(_spoils(1)), INFINITE),
+        (1, then(_spoils(0)), DATA["y"]),
+        (1, then(turn), INFINITE),
+    ],
+    ids=["later", "elsewhere", "finite", "finite here"],
+)
+def test_an_earlier_window_that_has_no_part_in_it_is_not_blamed(window, loop, y):
+    name, sentence, _ = explained(loop, window=window, y=y)
+    assert name == "not-linear"
+    assert "poisoned" not in sentence
+
+
+def test_once_parameters_have_moved_no_earlier_window_is_blamed():
+    """What was not finite where the parameters were says nothing of where they are."""
+    assert explained(_kept_by_scaling, window=1, y=INFINITE, moved=False)[0] == "poisoned-by-earlier-window"
+    assert explained(_kept_by_scaling, window=1, y=INFINITE, moved=True)[0] == "not-linear"
+
+
+@pytest.mark.parametrize("change", [double, turn])
+def test_float16_in_which_small_losses_underflow_is_read_in_float64_alone(change):
+    name, sentence, _ = explained(then(change), dtype="float16")
+    assert name == ("wrong-scale" if change is double else "not-linear")
+    assert "gradient's size" not in sentence
+
+
+def test_so_is_a_loop_that_computes_in_float16():
+    def under_autocast(run):
+        for window in windows(run):
+            with torch.autocast("cpu", dtype=torch.float16):
+                backward_window(run, window)
+            double(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    name, sentence, _ = explained(under_autocast, dtype="float32")
+    assert name == "wrong-scale"
+    assert sentence.endswith("(read off the same case in float64)")
+
+
+# Where a real optimizer has moved the parameters
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_fault_is_read_at_the_parameters_that_the_optimizer_has_moved(window, dtype):
+    changes = [as_it_is, as_it_is]
+    changes[window] = double
+    name, sentence, _ = explained(then(*changes), window=window, dtype=dtype, optimizer="sgd")
+    assert name == "wrong-scale"
+    assert sentence.startswith("in weight alone, while bias is right: every item of the window weighs 2 times")
+    assert sentence.endswith("(read off the same case in float64)") == (dtype == "float32")
+
+
+@pytest.mark.parametrize("change", [_clip, turn])
+def test_moved_parameters_are_not_taken_for_a_dependence_on_size(change):
+    name, sentence, _ = explained(then(as_it_is, change), window=1, optimizer="sgd")
+    assert name == "not-linear"
+    assert ("(clipping, decay, normalising)" in sentence) == (change is _clip)
+
+
+# In float64
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_lower_precision_is_read_in_float64_on_the_same_step(window):
+    changes = [as_it_is] * 4
+    changes[2 + window] = triple
+    name, sentence, _ = explained(
+        then(*changes), plan=Plan(PLAN.micro_batches, 2, 2), window=window, epoch=1, dtype="float32"
+    )
+    assert name == "wrong-scale"
+    assert sentence.startswith("in weight alone, while bias is right: every item of the window weighs 3 times")
+    assert sentence.endswith("(read off the same case in float64)")
+
+
+def _in_float64(change):
+    """Return what doubles the weight's gradient, but in float64 does something else."""
+    return lambda run: (change if run.dtype == torch.float64 else double)(run) if weight_of(run) is not None else None
+
+
+def _square(run):
+    for p in run.model.parameters():
+        p.grad.mul_(p.grad)
+
+
+@pytest.mark.parametrize("change", [as_it_is, fail, turn, _square])
+def test_what_float64_does_not_show_is_not_named(change):
+    name, sentence, _ = explained(then(_in_float64(change)), dtype="float32")
+    assert name == "not-linear"
+    assert sentence.endswith("(clipping, hooks, buffers, casts)")
+
+
+def test_a_loop_that_steps_seldom_in_float64_is_not_read_there():
+    def stops(run):
+        for window in windows(run):
+            backward_window(run, window)
+            double(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            if weight_of(run) is not None and run.dtype == torch.float64:
+                return
+
+    for window in (1, 2):
+        name, sentence, _ = explained(stops, plan=Plan((1, 2, 3), 1), window=window, dtype="float32")
+        assert name == "not-linear"
+        assert sentence.endswith("(clipping, hooks, buffers, casts)")
+    assert explained(stops, plan=Plan((1, 2, 3), 1), window=0, dtype="float32")[0] == "wrong-scale"
+
+
+def _forget(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.zero_()
+
+
+def test_a_parameter_that_is_left_out_is_named_in_lower_precision_too():
+    for dtype in ("float64", "float32"):
+        name, sentence, _ = explained(then(_forget), dtype=dtype)
+        assert name == "no-gradient"
+        assert sentence.startswith("in weight alone, while bias is right: nothing of the window is in the gradient")

@@ -1,0 +1,249 @@
+"""A loop that steps too seldom or too often is told what it does with its windows: counted by hand on small plans.
+
+Four items in micro-batches of 1, 2, 1 and a window of two make one whole window and a short one, of the third; over two
+epochs that is four steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradcheck_suite import Plan
+from gradcheck_suite.diagnosis.step_count import explain_steps
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.schema.readout_probe import probe_case
+
+PLAN = Plan((1, 2, 1), 2, 2)
+
+
+def _explained(loop, plan=PLAN):
+    instance = generated_instance(probe_case(plan))
+    outcome = run_loop(loop, instance)
+    violation = explain_steps(loop, SimpleNamespace(instance=instance), outcome)
+    assert violation.kind == "step-count"
+    assert violation.case == instance.case
+    return violation
+
+
+def _step(run, window):
+    backward_window(run, window)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _whole_windows_only(run):
+    for window in windows(run):
+        if len(window) == run.accumulation_steps:
+            _step(run, window)
+
+
+def _whole_windows_but_their_last(run):
+    for window in windows(run):
+        if len(window) == run.accumulation_steps:
+            _step(run, window[:-1])
+
+
+def _left_in_the_gradient(run):
+    for window in windows(run):
+        backward_window(run, window)
+        if len(window) == run.accumulation_steps:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def _every_micro_batch(run):
+    for window in windows(run):
+        for batch in window:
+            _step(run, [batch])
+
+
+def _across_epochs(run):
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    for first in range(0, len(batches) // k * k, k):
+        _step(run, batches[first : first + k])
+
+
+def _across_epochs_in_shorter_windows(run):
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    _step(run, batches[:k])
+    shorter = max(1, k - 1)
+    for first in range(k, len(batches) // shorter * shorter, shorter):
+        _step(run, batches[first : first + shorter])
+
+
+def _one_pass(run):
+    batches, k = list(run.loader), run.accumulation_steps
+    for i in range(0, len(batches), k):
+        _step(run, batches[i : i + k])
+
+
+def _one_pass_too_many(run):
+    _one_pass(run)
+    for window in windows(run):
+        _step(run, window)
+
+
+def _once_more(run):
+    for window in windows(run):
+        _step(run, window)
+    run.optimizer.step()
+
+
+def _never(run):
+    for window in windows(run):
+        backward_window(run, window)
+
+
+def _another_optimizer(run):
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for window in windows(run):
+        backward_window(run, window)
+        optimizer.step()
+
+
+def _first_window_of_an_epoch(run):
+    for _ in range(run.epochs):
+        _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _first_window_of_all(run):
+    _step(run, list(run.loader)[: run.accumulation_steps])
+
+
+def _first_two_micro_batches(run):
+    for _ in range(run.epochs):
+        for batch in list(run.loader)[:2]:
+            _step(run, [batch])
+
+
+def _second_window_thrice(run):
+    k = run.accumulation_steps
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for i in range(len(batches) // k):
+            for _ in range(3 if i == 1 else 1):
+                _step(run, batches[i * k : i * k + k])
+
+
+def _every_micro_batch_twice(run):
+    for window in windows(run):
+        for batch in window:
+            _step(run, [batch])
+            run.optimizer.step()
+
+
+def _downhill(loop):
+    """Return the loop with its losses negated: an ascent, whose weights are below 0."""
+
+    def negated(run):
+        loop(replace(run, loss=lambda model, batch: -run.loss(model, batch)))
+
+    return negated
+
+
+def _for_ever(run):
+    while True:
+        run.optimizer.step()
+
+
+def _fails_on_other_plans(run):
+    if len(list(run.loader)) != 4:
+        raise ValueError
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "plan", "diagnosis", "says"),
+    [
+        (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
+        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items never train"),
+        (_whole_windows_but_their_last, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
+        (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
+        (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
+        (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_every_micro_batch, Plan((1, 1), 2), "step-per-micro-batch", "called 2 times, where 1 epoch(s) of 1 window"),
+        (_one_pass, PLAN, "wrong-epochs", "called 2 times, where 2 epoch(s) of 2 window(s) ask for 4: it makes 1 pass"),
+        (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-epochs", "it makes 1 pass(es); pass over run.loader run.epochs"),
+        (_one_pass_too_many, PLAN, "wrong-epochs", "called 6 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_one_pass_too_many, Plan((1, 1), 2), "wrong-epochs", "called 2 times, where 1 epoch(s) of 1 window(s)"),
+        (
+            _across_epochs,
+            PLAN,
+            "windows-across-epochs",
+            "called 3 times, where 2 epoch(s) of 2 window(s) ask for 4: win",
+        ),
+        (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 times, where 2 epoch(s) of 1 window(s)"),
+        (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, where 2 epoch(s) of 2"),
+        (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "2 epoch(s) of 2 window(s) ask"),
+        (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, where 3 epoch(s) of 1"),
+        # numbers beyond 256 are no longer one object each
+        (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, where 1 epoch(s) of 1"),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items never train"),
+        (_once_more, PLAN, "wrong-step-count", "called 5 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_never, PLAN, "never-stepped", "called 0 times, where 2 epoch(s) of 2 window(s) ask for 4: run.optimizer was"),
+        (_across_epochs, Plan((1, 1, 1), 2), "tail-leak", "called 1 times, where 1 epoch(s) of 2 window(s) ask for 2"),
+        (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
+        (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
+        (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),
+        (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 2 times, where 2 epoch(s) of 3"),
+        (_first_window_of_all, PLAN, "wrong-step-count", "called 1 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (_first_window_of_all, Plan((1, 2, 1), 2), "wrong-step-count", "called 1 times, where 1 epoch(s) of 2 window"),
+        (_first_two_micro_batches, Plan((1,) * 5, 2), "wrong-step-count", "called 2 times, where 1 epoch(s) of 3"),
+        (_second_window_thrice, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 8 times, where 2 epoch(s) of 3"),
+        (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, where 2 epoch(s) of 2 window(s) ask"),
+        (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
+        (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
+        (
+            _for_ever,
+            PLAN,
+            "endless",
+            "called 20 or more times, where 2 epoch(s) of 2 window(s) ask for 4; the loop",
+        ),
+        (_fails_on_other_plans, Plan((1, 1, 1, 1), 2), "wrong-step-count", "called 1 times"),
+        (_fails_on_other_plans, Plan((1, 1, 1, 1), 3, 1), "wrong-step-count", "called 1 times"),
+    ],
+)
+def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
+    violation = _explained(loop, plan)
+    assert violation.diagnosis == diagnosis, violation.explanation
+    assert says in violation.explanation
+
+
+def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
+    """A loss of 1 times a scale of 2**17 overflows float16, whose largest number is 65504."""
+
+    def scaled(run):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        for window in windows(run):
+            for batch in window:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = run.loss(run.model, batch)
+                scaler.scale(loss.half()).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+
+    case = probe_case(PLAN).replace(dtype="float32")
+    instance = generated_instance(case)
+    violation = explain_steps(scaled, SimpleNamespace(instance=instance), run_loop(scaled, instance))
+    assert "GradScaler skips the step" in violation.explanation
+    assert "GradScaler" not in _explained(_never).explanation
+
+
+def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
+    instance = generated_instance(probe_case(PLAN).replace(dtype="float16"))
+    for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
+        explanation = explain_steps(loop, SimpleNamespace(instance=instance), run_loop(loop, instance)).explanation
+        assert ("GradScaler skips the step" in explanation) == thought_of
+
+
+def test_a_loop_that_moves_nothing_is_not_said_to():
+    assert "moved" not in _explained(_never).explanation

@@ -1,0 +1,84 @@
+"""Every bug of the zoo is found, rightly named and made small; and the corpus is covered."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradcheck_suite import Case, Plan, verify
+from gradcheck_suite.evidence.zoo import BUGS, NOT_EXPRESSED
+from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
+from gradcheck_suite.evidence.zoo.scoreboard import run_bug
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.verification.check import check
+
+CORPUS = range(1, 48)
+ACCUMULABLE = [b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted]
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
+def test_a_known_bug_is_found_named_and_made_small(bug):
+    row = run_bug(bug, [0], examples=200)
+    assert row.found == 1
+    assert row.rightly_named == 1, f"found as {row.names}, should be {bug.wanted}: {row.runs[0].violation.explanation}"
+    assert row.small, row.runs[0].violation.case
+
+
+def test_the_whole_corpus_is_in_the_zoo_or_has_a_reason():
+    numbers = {bug.number for bug in BUGS.values()}
+    assert numbers | NOT_EXPRESSED.keys() == set(CORPUS)
+    assert not numbers & NOT_EXPRESSED.keys()
+    assert len(BUGS) >= 40
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
+def test_a_bug_says_where_it_comes_from(bug):
+    assert bug.citations
+    assert bug.mechanism.endswith(".")
+    assert bug.wanted
+
+
+@pytest.mark.parametrize("bug", [b for b in ACCUMULABLE if b.name != "stolen-buffer"], ids=lambda bug: bug.name)
+def test_a_sound_loop_holds_on_the_problem_of_a_bug(bug):
+    result = verify(MODES["zero_"], problem=bug.problem, problem_name=bug.name, examples=30)
+    assert result.holds, result.violation
+
+
+@pytest.mark.parametrize("name", FIXED_TESTS)
+def test_a_fixed_test_passes_a_sound_loop(name):
+    assert FIXED_TESTS[name](MODES["zero_"], None)
+
+
+@pytest.mark.parametrize(
+    ("test", "bug"),
+    [
+        ("loss after one SGD step, equal parts", "no-divide"),
+        ("one window, equal parts", "no-divide"),
+        ("two windows, equal parts", "no-reset"),
+        ("one window, unequal parts", "mean-of-means"),
+    ],
+)
+def test_a_fixed_test_finds_the_bug_it_is_made_for(test, bug):
+    assert not FIXED_TESTS[test](BUGS[bug].loop, None)
+
+
+@pytest.mark.parametrize(
+    ("test", "bug"),
+    [
+        ("loss after one SGD step, equal parts", "no-reset"),
+        ("one window, equal parts", "mean-of-means"),
+        ("two windows, equal parts", "mean-of-means"),
+        ("one window, unequal parts", "tail-leak"),
+    ],
+)
+def test_a_fixed_test_misses_what_it_does_not_reach(test, bug):
+    assert FIXED_TESTS[test](BUGS[bug].loop, None)
+
+
+def test_the_stolen_buffer_is_gone_where_gradients_are_allocated_before():
+    bug = BUGS["stolen-buffer"]
+    case = Case("stolen-buffer", Plan((1, 2, 1), 3))
+    assert check(MODES["flat_buffer"], case, problem=bug.problem).violation is None
+    found = check(MODES["set_to_none"], case, problem=bug.problem).violation
+    assert found is not None
+    assert found.diagnosis == "stolen-buffer"
+    assert "set_to_none and zero_ differ by" in found.explanation

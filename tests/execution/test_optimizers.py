@@ -1,0 +1,85 @@
+"""The optimizers a loop is handed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradcheck_suite import UsageError
+from gradcheck_suite.execution.optimizers import OPTIMIZERS, TAKES_SPARSE, HoldStill, checked_optimizer, make_optimizer
+
+
+def test_hold_still_changes_nothing():
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    p.grad = torch.tensor([3.0, 4.0])
+    optimizer = HoldStill([p])
+    assert optimizer.step() is None
+    assert p.tolist() == [1, 2]
+    assert p.grad.tolist() == [3, 4]
+
+
+def test_hold_still_evaluates_a_closure_with_gradients_on():
+    p = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = HoldStill([p])
+
+    def closure():
+        loss = (2 * p).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == 2
+    assert p.grad.tolist() == [2]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_hold_still_zeroes_in_both_ways(foreach):
+    p = torch.nn.Parameter(torch.tensor([1.0]))
+    p.grad = held = torch.tensor([3.0])
+    optimizer = HoldStill([p])
+    optimizer.defaults["foreach"] = foreach
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad is held
+    assert held.item() == 0
+    optimizer.zero_grad()
+    assert p.grad is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_named_optimizer_moves_the_parameters_against_the_gradient(name):
+    model = torch.nn.Linear(1, 1)
+    optimizer = make_optimizer(name, model)
+    before = model.weight.item()
+    model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
+    optimizer.step()
+    assert model.weight.item() < before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's own Adagrad
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_which_take_sparse_gradients(name):
+    model = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = make_optimizer(name, model)
+    model(torch.tensor([1])).sum().backward()
+    if name in TAKES_SPARSE:
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+
+
+def test_frozen_parameters_are_left_out():
+    model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    (group,) = make_optimizer(None, model).param_groups
+    assert [p is model.weight for p in group["params"]] == [True]
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(UsageError, match="no parameter with requires_grad=True"):
+        make_optimizer(None, torch.nn.Linear(1, 1).requires_grad_(False))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(UsageError, match=r"optimizer must be one of sgd, .*; got 'sdg'"):
+        checked_optimizer("sdg")

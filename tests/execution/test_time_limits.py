@@ -1,0 +1,140 @@
+"""The time limit: it ends what hangs, and leaves no trace behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from gradcheck_suite.execution.time_limits import TimedOut, _rest, time_limit
+
+SHORT = 0.05
+FOREVER = 20.0
+
+
+def _hang():
+    end = time.monotonic() + FOREVER
+    while time.monotonic() < end:
+        pass
+
+
+def test_what_hangs_is_stopped():
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT) as limit:
+        _hang()
+    assert limit.expired
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_a_sleep_is_stopped():
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        time.sleep(FOREVER)
+
+
+@pytest.mark.parametrize(
+    ("passed", "computed", "rest"),
+    [
+        (30.0, 30.0, 0.0),  # computed all the time
+        (30.0, 29.0, 3.0),  # nearly: a tenth of the limit more
+        (30.0, 10.0, 20.0),  # a third: others had the processor
+        (30.0, 0.5, 0.0),  # idle
+        (290.0, 25.0, 5.0),
+        (295.0, 10.0, 5.0),  # no more than ten limits in all
+        (300.0, 10.0, 0.0),
+    ],
+)
+def test_a_busy_machine_gives_more_time(passed, computed, rest):
+    assert _rest(30.0, passed, computed) == pytest.approx(rest)
+
+
+def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):
+    begun = time.process_time()
+    # others take three quarters: of each second of work, the process's own clock shows a quarter
+    clock = time.process_time
+    monkeypatch.setattr("time.process_time", lambda: begun + (clock() - begun) / 4)
+    started = time.monotonic()
+    with time_limit(SHORT) as limit:
+        while time.monotonic() - started < 3 * SHORT:
+            pass
+    assert not limit.expired
+
+
+def test_an_except_exception_inside_does_not_swallow_it():
+    def patient():
+        try:
+            _hang()
+        except Exception:
+            return
+
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        patient()
+
+
+def test_what_swallows_everything_is_stopped_all_the_same():
+    def stubborn():
+        for _ in range(5):
+            try:
+                _hang()
+            except BaseException:
+                continue
+
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        stubborn()
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_what_returns_in_time_is_left_alone():
+    with time_limit(FOREVER) as limit:
+        done = True
+    assert done
+    assert not limit.expired
+
+
+def test_errors_pass_through():
+    with pytest.raises(ZeroDivisionError), time_limit(FOREVER):
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_timer_the_handler_and_the_tracer_are_as_before(hangs):
+    def mine(signum, frame):
+        pass
+
+    previous = signal.signal(signal.SIGALRM, mine)
+    tracer = sys.gettrace()
+    try:
+        try:
+            with time_limit(SHORT if hangs else FOREVER):
+                if hangs:
+                    _hang()
+        except TimedOut:
+            assert hangs
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert sys.gettrace() is tracer
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_none_is_no_limit():
+    with time_limit(None) as limit:
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert not limit.expired
+
+
+def test_another_thread_has_no_limit_and_no_error():
+    seen = []
+
+    def work():
+        with time_limit(SHORT) as limit:
+            time.sleep(3 * SHORT)
+        seen.append(limit.expired)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]

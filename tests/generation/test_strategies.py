@@ -1,0 +1,373 @@
+"""Strategies: what they draw is valid, keeps to its bounds, shrinks to the smallest, and reaches what matters.
+
+Reach is counted over `DRAWS` seeded draws of `cases()`; each minimum is stated beside what it is a minimum of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
+from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, layer_kind, loss_kind, output_signal
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.generation.strategies import MAX_MICRO_BATCHES
+
+RUNS, PER_RUN = 10, 200
+DRAWS = RUNS * PER_RUN
+SMALLEST = Case(
+    ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")),
+    Plan((1,), 1),
+)
+
+
+def _walk(layers) -> Iterator[Layer]:
+    for layer in layers:
+        yield layer
+        yield from _walk(layer.layers)
+
+
+@cache
+def _drawn() -> tuple[Case, ...]:
+    """Draw as `verify` does: Hypothesis varies what it has drawn, so that one long run is less than several short."""
+    return tuple(case for number in range(RUNS) for case in _one_run(number))
+
+
+def _one_run(number: int) -> list[Case]:
+    found: list[Case] = []
+
+    @seed(number)
+    @settings(
+        max_examples=PER_RUN,
+        database=None,
+        derandomize=False,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def draw(case: Case) -> None:
+        found.append(case)
+
+    draw()
+    return found
+
+
+# Reach
+
+
+@cache
+def _share(what: str) -> float:
+    drawn = _drawn()
+    return sum(map(FEATURES[what][1], drawn)) / len(drawn)
+
+
+def _plan(test):
+    return lambda case: test(case.plan)
+
+
+def _any_layer(test):
+    return lambda case: any(map(test, _walk(case.problem.layers)))
+
+
+FEATURES = {
+    "a micro-batch of one item": (0.2, _plan(lambda p: 1 in p.micro_batches)),
+    "unequal micro-batches in one window": (
+        0.4,
+        _plan(lambda p: any(len({p.micro_batches[j] for j in w}) > 1 for w in p.windows)),
+    ),
+    "a micro-batch that counts nothing": (0.005, _plan(lambda p: bool(p.masked))),
+    "K = 1": (0.05, _plan(lambda p: p.accumulation_steps == 1)),
+    "K = 2": (0.05, _plan(lambda p: p.accumulation_steps == 2)),
+    "K = 3": (0.03, _plan(lambda p: p.accumulation_steps == 3)),
+    "K = 4": (0.03, _plan(lambda p: p.accumulation_steps == 4)),
+    "K = 5": (0.03, _plan(lambda p: p.accumulation_steps == 5)),
+    "K = 6": (0.03, _plan(lambda p: p.accumulation_steps == 6)),
+    "K = 7": (0.03, _plan(lambda p: p.accumulation_steps == 7)),
+    "K = 8": (0.03, _plan(lambda p: p.accumulation_steps == 8)),
+    "K above 8": (0.02, _plan(lambda p: p.accumulation_steps > 8)),
+    "K larger than the epoch": (0.1, _plan(lambda p: p.accumulation_steps > len(p.micro_batches))),
+    "a short last window": (0.3, _plan(lambda p: p.has_short_window)),
+    "a short last window after whole ones": (0.1, _plan(lambda p: p.has_short_window and len(p.windows) > 1)),
+    "several windows": (0.3, _plan(lambda p: len(p.windows) > 1)),
+    "four windows": (0.05, _plan(lambda p: len(p.windows) == 4)),
+    "1 epoch": (0.2, _plan(lambda p: p.epochs == 1)),
+    "2 epochs": (0.1, _plan(lambda p: p.epochs == 2)),
+    "3 epochs": (0.1, _plan(lambda p: p.epochs == 3)),
+    "several windows and several epochs": (0.15, _plan(lambda p: p.epochs > 1 and len(p.windows) > 1)),
+    "ten micro-batches": (0.1, _plan(lambda p: len(p.micro_batches) >= 10)),
+    "tied parameters": (0.05, _any_layer(lambda layer: layer.kind in ("tied_linear", "tied_embedding", "shared"))),
+    "frozen parameters": (0.05, _any_layer(lambda layer: "frozen" in layer.kind)),
+    "unused parameters": (0.03, _any_layer(lambda layer: layer.kind == "unused")),
+    "parameters that some items reach": (0.05, _any_layer(lambda layer: layer.kind in ("branch", "mixture"))),
+    "sparse gradients": (0.02, _any_layer(lambda layer: bool(layer.o.get("sparse")))),
+    "residual connections": (0.01, _any_layer(lambda layer: layer.kind == "residual")),
+    "one layer": (0.1, lambda case: len(case.problem.layers) == 1),
+    "five layers": (0.05, lambda case: len(case.problem.layers) == 5),
+    "mean": (0.3, lambda case: case.problem.loss.reduction == "mean"),
+    "sum": (0.3, lambda case: case.problem.loss.reduction == "sum"),
+    "ignored targets": (0.02, lambda case: bool(case.problem.loss.o.get("ignore_index"))),
+    "label smoothing": (0.02, lambda case: bool(case.problem.loss.o.get("label_smoothing"))),
+    "class weights": (0.02, lambda case: bool(case.problem.loss.o.get("class_weights"))),
+    "unequal counts of items": (
+        0.03,
+        lambda case: not loss_kind(case.problem.loss).uniform(output_signal(case.problem), case.problem.loss.o),
+    ),
+    "padding": (0.1, lambda case: input_signal(case.problem.input).padded),
+}
+"""What must be drawn, in which share of the cases at least, and how it is told."""
+
+
+@pytest.mark.parametrize("what", FEATURES)
+def test_cases_reach(what):
+    assert _share(what) >= FEATURES[what][0], f"{what}: {_share(what):.4f} of {len(_drawn())} cases"
+
+
+def test_cases_reach_every_input():
+    counts = Counter(case.problem.input.kind for case in _drawn())
+    assert (
+        {kind.name for kind in INPUTS.values() if kind.drawn}
+        == set(counts)
+        == {"vector", "tokens", "sequence", "image"}
+    )
+    assert min(counts.values()) >= 0.08 * DRAWS, counts
+
+
+def test_cases_reach_every_layer_kind():
+    """Each at least once; 50 of them in 0.5% of the cases each."""
+    counts = Counter(kind for case in _drawn() for kind in {layer.kind for layer in _walk(case.problem.layers)})
+    drawable = set(LAYERS) - {"readout"}
+    assert len(drawable) >= 25
+    assert set(counts) == drawable, f"never drawn: {sorted(drawable - set(counts))}"
+    assert sum(n >= 0.005 * DRAWS for n in counts.values()) >= 50, counts
+
+
+def test_cases_reach_every_loss():
+    """Each in 0.4% of the cases at least."""
+    counts = Counter(case.problem.loss.kind for case in _drawn())
+    drawable = set(LOSSES) - {"identity"}
+    assert len(drawable) >= 12
+    assert set(counts) == drawable
+    assert min(counts.values()) >= 0.004 * DRAWS, counts
+
+
+def test_cases_are_not_the_same_few():
+    assert len(set(_drawn())) >= 0.95 * DRAWS
+
+
+# Validity
+
+
+def test_every_drawn_problem_fits_together():
+    for case in _drawn():
+        layers = case.problem.layers
+        assert 1 <= len(layers) <= 5
+        assert layer_kind(layers[-1]).trainable
+        out = output_signal(case.problem)
+        options = {name: value for name, value in case.problem.loss.options if name != "reduction"}
+        assert options in [dict(v) for v in loss_kind(case.problem.loss).variants(out)]
+
+
+def test_every_drawn_plan_is_within_its_bounds():
+    for plan in (case.plan for case in _drawn()):
+        assert len(plan.micro_batches) <= MAX_MICRO_BATCHES
+        assert 1 <= len(plan.windows) <= 4
+        assert 1 <= plan.epochs <= 3
+        assert max(plan.micro_batches) <= 8
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_every_drawn_case_comes_to_life_with_a_finite_loss_and_a_gradient(case):
+    instance = generated_instance(case)
+    loss = instance.problem.loss(instance.model(), instance.batch(range(case.plan.total_items)))
+    assert loss.shape == ()
+    assert loss.dtype is torch.float64
+    assert torch.isfinite(loss)
+    assert loss.requires_grad
+
+
+@given(st.data())
+def test_plans_keep_to_the_bounds_they_are_given(data):
+    low = data.draw(st.integers(1, 6))
+    high = data.draw(st.integers(low, 9))
+    plan = data.draw(
+        plans(
+            min_epochs=2,
+            max_epochs=2,
+            min_windows=2,
+            max_windows=3,
+            min_accumulation_steps=low,
+            max_accumulation_steps=high,
+            max_items=3,
+        )
+    )
+    assert plan.epochs == 2
+    assert 2 <= len(plan.windows) <= 3
+    assert low <= plan.accumulation_steps <= high
+    assert max(plan.micro_batches) <= 3
+    assert plan.masked == ()
+
+
+@given(problems(min_layers=2, max_layers=3, sparse=False))
+def test_problems_keep_to_the_bounds_they_are_given(problem):
+    assert 2 <= len(problem.layers) <= 3
+    assert not any(layer.o.get("sparse") for layer in _walk(problem.layers))
+
+
+@given(cases(assumes=("equal-micro-batches",)))
+def test_equal_micro_batches_are_respected(case):
+    plan = case.plan
+    assert all(len({plan.micro_batches[j] for j in window}) == 1 for window in plan.windows)
+    instance = generated_instance(case)
+    counts = [float(instance.count(batch)) for batch in instance.loader()]
+    assert all(len({counts[j] for j in window}) == 1 for window in plan.windows)
+
+
+@given(cases(assumes=("whole-windows",)))
+def test_whole_windows_are_respected(case):
+    assert not case.plan.has_short_window
+
+
+@given(cases(assumes=("sum-reduction",)))
+def test_sum_reduction_is_respected(case):
+    assert case.problem.loss.reduction == "sum"
+
+
+@given(cases(dtype="bfloat16", optimizer="adam"))
+def test_a_case_has_the_dtype_and_the_optimizer_asked_for_and_no_gradient_it_cannot_take(case):
+    assert (case.dtype, case.optimizer, case.device) == ("bfloat16", "adam", "cpu")
+    assert not any(layer.o.get("sparse") for layer in _walk(case.problem.layers))
+
+
+@given(cases(problem="model.py:PROBLEM"))
+def test_of_a_users_problem_only_plans_are_drawn(case):
+    assert case.problem == "model.py:PROBLEM"
+    assert case.plan.masked == ()
+
+
+@given(cases(problem=st.just(SMALLEST.problem), plan=st.just(Plan((2, 1), 2))))
+def test_problem_and_plan_may_be_given(case):
+    assert case.problem == SMALLEST.problem
+    assert case.plan == Plan((2, 1), 2)
+
+
+# Bad arguments
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (plans(min_epochs=0), "expected 1 <= min_epochs <= max_epochs, got 0 and 3"),
+        (plans(min_epochs=4), "expected 1 <= min_epochs <= max_epochs, got 4 and 3"),
+        (plans(max_epochs=1.5), "expected 1 <= min_epochs <= max_epochs, got 1 and 1.5"),
+        (plans(min_windows=0), "expected 1 <= min_windows <= max_windows, got 0 and 4"),
+        (plans(min_windows=3, max_windows=2), "expected 1 <= min_windows <= max_windows, got 3 and 2"),
+        (
+            plans(max_accumulation_steps=0),
+            "1 <= min_accumulation_steps <= max_accumulation_steps, got 1 and 0",
+        ),
+        (plans(max_items=0), "expected 1 <= min_items <= max_items, got 1 and 0"),
+        (plans(max_items="8"), "expected 1 <= min_items <= max_items, got 1 and '8'"),
+        (plans(assumes=("luck",)), "assumption must be one of"),
+        (plans(assumes="whole-windows"), "assumes must be a tuple of names such as ('whole-windows',)"),
+        (problems(min_layers=0), "expected 1 <= min_layers <= max_layers, got 0 and 5"),
+        (problems(min_layers=6), "expected 1 <= min_layers <= max_layers, got 6 and 5"),
+        (problems(assumes=("luck",)), "assumption must be one of"),
+        (cases(dtype="int8"), "dtype must be one of float64, float32, bfloat16, float16; got 'int8'"),
+        (cases(device="tpu"), "device must be one of cpu, cuda; got 'tpu'"),
+        (cases(optimizer="sdg"), "optimizer must be one of sgd"),
+        (cases(assumes=("luck",)), "assumption must be one of"),
+        (cases(problem=3), "problem must be a strategy or the name of a user's problem, got 3"),
+        (cases(plan=Plan((1,), 1)), "plan must be a strategy, such as just(Plan(...)), got Plan("),
+    ],
+)
+def test_a_bad_argument_is_refused_at_the_draw(strategy, says):
+    @settings(max_examples=1, database=None)
+    @given(strategy)
+    def draw(drawn):
+        pytest.fail("drawn")
+
+    with pytest.raises(InvalidArgument) as error:
+        draw()
+    assert says in str(error.value)
+
+
+# Shrinking
+
+
+def _smallest(condition, strategy=None) -> Case:
+    chosen = settings(
+        max_examples=3000, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    return find(cases() if strategy is None else strategy, condition, settings=chosen)
+
+
+def test_everything_shrinks_to_the_smallest_case():
+    assert _smallest(lambda case: True) == SMALLEST
+
+
+@pytest.mark.parametrize(
+    ("condition", "plan"),
+    [
+        (lambda p: p.epochs == 2, Plan((1,), 1, 2)),
+        (lambda p: p.has_short_window, Plan((1,), 2)),
+        (lambda p: len(p.windows) == 2, Plan((1, 1), 1)),
+        (lambda p: p.accumulation_steps >= 3 and not p.has_short_window, Plan((1, 1, 1), 3)),
+        (lambda p: p.has_short_window and len(p.windows) == 2 and p.epochs > 1, Plan((1, 1, 1), 2, 2)),
+        (lambda p: max(p.micro_batches) >= 3, Plan((3,), 1)),
+        (lambda p: p.total_items >= 5 and len(p.micro_batches) == 1, Plan((5,), 1)),
+    ],
+)
+def test_plans_shrink(condition, plan):
+    assert _smallest(condition, plans()) == plan
+    small = _smallest(lambda case: condition(case.plan))
+    assert small.plan == plan
+    assert small.problem == SMALLEST.problem
+    assert small.seed == 0
+
+
+def test_masks_shrink():
+    small = _smallest(lambda case: case.plan.masked)
+    assert small.plan.micro_batches == (1, 1)
+    assert len(small.plan.masked) == 1
+    assert small.plan.epochs == 1
+    assert len(small.problem.layers) == 1
+
+
+@pytest.mark.parametrize("kind", ["tanh", "residual"])
+def test_a_layer_that_cannot_stand_last_shrinks_to_one_before_the_smallest(kind):
+    small = _smallest(lambda case: any(layer.kind == kind for layer in case.problem.layers))
+    assert len(small.problem.layers) == 2
+    assert small.problem.layers[0].kind == kind
+    assert small.problem.layers[1] == SMALLEST.problem.layers[0]
+    assert small.problem.input == SMALLEST.problem.input
+    assert small.plan == SMALLEST.plan
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention", "transformer", "conv2d", "embedding", "mixture", "tied_linear"])
+def test_a_trainable_layer_shrinks_to_the_only_one(kind):
+    small = _smallest(lambda case: any(layer.kind == kind for layer in case.problem.layers))
+    assert [layer.kind for layer in small.problem.layers] == [kind]
+    assert small.problem.loss == SMALLEST.problem.loss
+    assert small.plan == SMALLEST.plan
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "bce_with_logits"])
+def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
+    small = _smallest(lambda case: case.problem.loss.kind == kind)
+    assert len(small.problem.layers) == 1
+    assert (
+        small.problem.loss.options
+        == Loss(
+            kind, **loss_kind(small.problem.loss).variants(output_signal(small.problem))[0], reduction="mean"
+        ).options
+    )
+    assert small.plan == SMALLEST.plan

@@ -1,0 +1,81 @@
+"""Records survive a run that is killed, and damaged ones are told of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.store import append_record, read_records, records_path
+
+
+def _append(reports, value):
+    return append_record(
+        reports, "claim", {"value": value}, environment={"python": "3.11"}, command="gradcheck-suite claims"
+    )
+
+
+def _values(reports):
+    records, problems = read_records(reports, "claim")
+    return [record.data["value"] for record in records], problems
+
+
+def test_records_come_back_in_order(tmp_path):
+    for value in (1, "ü\n<b>", 2.5):
+        _append(tmp_path, value)
+    assert _values(tmp_path) == ([1, "ü\n<b>", 2.5], [])
+    records, _ = read_records(tmp_path, "claim")
+    assert records[0].command == "gradcheck-suite claims"
+    assert records[0].environment == {"python": "3.11"}
+    assert records[0].time.endswith("+00:00")
+
+
+def test_no_file_is_no_records(tmp_path):
+    assert read_records(tmp_path, "claim") == ([], [])
+
+
+@pytest.mark.parametrize("kept", range(1, 60, 7))
+def test_a_run_killed_while_writing_loses_that_record_alone(tmp_path, kept):
+    path = _append(tmp_path, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:kept])
+    _append(tmp_path, 2)
+    values, problems = _values(tmp_path)
+    assert values == [1, 2]
+    assert problems == ["claim.jsonl, line 2: damaged; left out"]
+
+
+def test_foreign_and_old_lines_are_told_of(tmp_path):
+    path = _append(tmp_path, 1)
+    record = json.loads(path.read_bytes())
+    lines = [{**record, "schema": 0}, {**record, "kind": "zoo"}, {**record, "data": 3}, [1]]
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write("\xff\x00\n")
+    values, problems = _values(tmp_path)
+    assert values == [1]
+    assert problems == [
+        "claim.jsonl, line 2: schema 0, expected 1: another version; left out",
+        "claim.jsonl, line 3: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 4: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 5: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 6: damaged; left out",
+    ]
+
+
+def test_an_unknown_kind_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"record kind must be one of verify, .*; got 'gossip'"):
+        records_path(tmp_path, "gossip")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "records").write_text("a file where a folder should be")
+    with pytest.raises(UsageError, match="cannot write"):
+        _append(tmp_path, 1)
+
+
+def test_numbers_that_json_has_not_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        _append(tmp_path, float("nan"))
+    assert read_records(tmp_path, "claim") == ([], [])

@@ -1,0 +1,107 @@
+"""Small problems with a given layer or loss in them, and scripts brought to life in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, out_signal
+from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.loops.sound import plain
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+
+_numbers = count()
+
+
+def load(text: str, folder: Path, loop=None) -> ModuleType:
+    """Return a script as a module, with its loop replaced where one is given."""
+    path = folder / f"script_{next(_numbers)}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if loop is not None:
+        module.load_loop = lambda: loop
+    return module
+
+
+def status(module: ModuleType, loop=plain) -> int:
+    """Return a script's exit status with another loop in it."""
+    module.load_loop = lambda: loop
+    return module.main()
+
+
+@cache
+def _sources() -> dict[Signal, tuple[Input, tuple[Layer, ...]]]:
+    """Return, for each signal, an input and a trainable layer or none that lead to it; shortest first."""
+    inputs = [Input(kind.name, **o) for kind in INPUTS.values() if kind.drawn for o in kind.variants]
+    inputs.append(Input("index", items=4))
+    found: dict[Signal, tuple[Input, tuple[Layer, ...]]] = {}
+    for source in inputs:
+        found.setdefault(INPUTS[source.kind].signal(source.o), (source, ()))
+    for signal, (source, _) in list(found.items()):
+        for kind in LAYERS.values():
+            for options in kind.variants(signal) if kind.trainable else ():
+                layer = Layer(kind.name, **options)
+                found.setdefault(out_signal(layer, signal), (source, (layer,)))
+    return found
+
+
+def _trained(signal: Signal) -> tuple[Layer, ...]:
+    """Return a trainable layer that leaves a signal as it is."""
+    if signal.form == "image":
+        geometry = {"kernel": 1, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        return (Layer("conv2d", features=signal.features, bias=True, **geometry),)
+    return () if signal.form == "tokens" else (Layer("linear", features=signal.features, bias=True),)
+
+
+def layer_problems(name: str) -> Iterator[ProblemSpec]:
+    """Yield problems with each variant of a layer kind in them, on the simplest signal of each form that takes it.
+
+    A layer behind a trainable one hands its gradient on; the loss is one that every output takes.
+    """
+    kind = LAYERS[name]
+    inner = {"residual": (Layer("tanh"), Layer("dropout", p=0.5)), "shared": (Layer("tanh"), Layer("softplus",
+             beta=2.0, threshold=1.0))}.get(name, ())  # fmt: skip
+    seen = set()
+    for signal, (source, before) in _sources().items():
+        for options in kind.variants(signal):
+            place = (signal.form, signal.padded, tuple(options.items()))
+            if place in seen or (name == "readout") != (source.kind == "index"):
+                continue
+            seen.add(place)
+            layer = Layer(name, *inner, **options)
+            loss = "identity" if name == "readout" else "mse"
+            first = () if kind.trainable else _trained(signal)
+            yield ProblemSpec(source, (*before, *first, layer), Loss(loss, reduction="mean"))
+
+
+def loss_problems(name: str) -> Iterator[ProblemSpec]:
+    """Yield problems with each variant of a loss kind, for the first signal of each form that takes it."""
+    if name == "identity":
+        yield from layer_problems("readout")
+        return
+    seen = set()
+    for signal, (source, before) in _sources().items():
+        for options in LOSSES[name].variants(signal):
+            place = (signal.form, tuple(options.items()))
+            if place in seen:
+                continue
+            seen.add(place)
+            layers = (*before, *_trained(signal))
+            for reduction in ("mean", "sum"):
+                yield ProblemSpec(source, layers, Loss(name, reduction=reduction, **options))
+
+
+def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a loss's gradients by parameter, dense."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {n: g if g is None else g.to_dense() if g.is_sparse else g for n, g in zip(parameters, found, strict=True)}

@@ -1,0 +1,143 @@
+"""Scripts as files: what a user's own loop is imported from, real processes, words for what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gradcheck_suite.cli.loading import resolve_loop
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.counterexamples import script_path, store_script
+from gradcheck_suite.report.scripts import script_text
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Violation
+from tests.report.scripts.problems import load
+from tests.report.scripts.test_violations import LINEAR, violation_of
+
+# the suite cannot be imported where the script runs
+ALONE = "import sys, runpy; sys.modules['gradcheck_suite'] = sys.modules['jax'] = None; "
+RUN = ALONE + "runpy.run_path(sys.argv[1], run_name='__main__')"
+LOOP = """
+def train(run):
+    for _ in range(run.epochs):
+        for batch in run.loader:
+            {body}
+"""
+FAULTY = LOOP.format(body="run.loss(run.model, batch).backward(); run.optimizer.step()")
+SOUND = FAULTY + "            run.optimizer.zero_grad()\n"
+CASE = Case(LINEAR, Plan((1, 2), 1))
+
+
+def run(path, cwd):
+    command = [sys.executable, "-c", RUN, str(path)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder that is neither the loop's nor the script's."""
+    (tmp_path / "elsewhere").mkdir()
+    return tmp_path / "elsewhere"
+
+
+def written(name, folder):
+    """Write the script of a loop's violation; return where."""
+    loop = resolve_loop(name)
+    return store_script(folder / "found.json", script_text(loop, name, violation_of(loop, CASE)))
+
+
+@pytest.fixture(autouse=True)
+def unchanged_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_users_loop_is_imported_from_its_file(tmp_path, elsewhere, monkeypatch, capsys):
+    """In processes of their own, where neither the suite nor JAX can be imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import helper\n" + FAULTY)
+    (tmp_path / "helper.py").write_text("")
+    script = written("mine.py:train", tmp_path / "reports")
+    assert script == tmp_path / "reports" / "found.py"
+    done = run(script, elsewhere)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "the fault is there" in done.stdout
+    (tmp_path / "mine.py").write_text("import helper\n" + SOUND)
+    done = run(script, elsewhere)
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        load(script.read_text(), tmp_path).main()
+    told = f"{tmp_path / 'mine.py'} is gone: change its path in this script to where it is now\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_users_loop_is_imported_from_its_module(tmp_path, elsewhere, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "travelling").mkdir()
+    (tmp_path / "travelling" / "loops.py").write_text(FAULTY)
+    script = load(written("travelling.loops:train", tmp_path).read_text(), tmp_path)
+    monkeypatch.chdir(elsewhere)
+    assert script.main() == 1
+    module = sys.modules["travelling.loops"]
+    del module.train
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "has no attribute 'train'" in capsys.readouterr().err
+    script.LOOP = "travelling.nowhere"
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "cannot import travelling.nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "diagnosis", "told"),
+    [
+        ("while True: run.optimizer.step()", "endless", "calls optimizer.step() 12 times and does not stop there"),
+        ("while True: pass", "timed-out", ""),
+    ],
+)
+def test_a_loop_that_does_not_end_ends_with_status_1(body, diagnosis, told, tmp_path, elsewhere):
+    """Both end their process, whatever the loop catches."""
+    (tmp_path / "mine.py").write_text(LOOP.format(body=body))
+    name = f"{tmp_path / 'mine.py'}:train"
+    loop = resolve_loop(name)
+    violation = Violation("step-count" if diagnosis == "endless" else "raised", diagnosis, "planted", CASE)
+    script = store_script(tmp_path / "found.json", script_text(loop, name, violation, time_limit_s=0.5))
+    done = run(script, elsewhere)
+    assert done.returncode == 1
+    assert told in done.stdout
+    assert ("mine.py" in done.stderr) == (diagnosis == "timed-out")
+    (tmp_path / "mine.py").write_text(SOUND)
+    assert load(script.read_text(), tmp_path).main() == 0
+
+
+def test_words_that_python_would_read_do_no_harm(tmp_path):
+    words = 'a """ quote, a \\ backslash, \\N{} and {braces}'
+    name = f"{tmp_path / 'mine.py'}:train"
+    (tmp_path / "mine.py").write_text(FAULTY)
+    violation = Violation("step-count", "planted", words, CASE, details=("  " + words, "", "x " * 99))
+    text = script_text(resolve_loop(name), name, violation)
+    namespace: dict = {"__name__": "read"}
+    exec(compile(text.split("\nfrom __future__")[0], "script", "exec"), namespace)
+    assert words in namespace["__doc__"]
+
+
+def test_the_script_lies_beside_its_case(tmp_path):
+    assert script_path(tmp_path / "a.b-train-0123.json") == tmp_path / "a.b-train-0123.py"
+
+
+def test_where_nothing_can_be_written_it_is_said_and_nothing_remains(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write .*found\.py"):
+        store_script(tmp_path / "file" / "found.json", "text")
+    (tmp_path / "found.py").mkdir()
+    with pytest.raises(UsageError, match=r"cannot write .*found\.py"):
+        store_script(tmp_path / "found.json", "text")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "found.py"]

@@ -1,0 +1,244 @@
+"""A script for every kind of violation: 1 while its loop has the fault, 0 with a sound one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gradcheck_suite import Problem
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.sound import plain
+from gradcheck_suite.report.scripts import script_text
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.verification.check import check
+from tests.faults import loops as faults
+from tests.report.scripts.problems import load, status
+
+NAME = "somebodys.py:loop"
+LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
+SPARSE = ProblemSpec(
+    Input("tokens", length=3, vocabulary=5, padded=True),
+    (Layer("embedding", features=2, sparse=True, padding_idx=False),),
+    Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+)
+PLAN = Plan((1, 2, 3, 1), 2, 2)
+
+
+def exits(run):
+    run.optimizer.zero_grad()
+    raise SystemExit(0)
+
+
+def freezes(run):
+    plain(run)
+    next(run.model.parameters()).requires_grad_(False)
+
+
+def infinite(run):
+    for window in faults._windows(run):
+        run.optimizer.zero_grad()
+        for batch in window:
+            run.loss(run.model, batch).backward()
+        for p in run.model.parameters():
+            p.grad = p.grad.to_dense() / 0
+        run.optimizer.step()
+
+
+def violation_of(loop, case, problem=None):
+    found = check(loop, case, problem=problem).violation
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [None, "momentum", "adamw"])
+@pytest.mark.parametrize(
+    ("loop", "kind"),
+    [
+        (faults.no_reset, "gradient"),
+        (faults.mean_of_means, "gradient"),
+        (faults.reset_between_backward_and_step, "none-pattern"),
+        (faults.nan_in_the_accumulator, "non-finite"),
+        (infinite, "non-finite"),
+        (faults.tail_dropped, "step-count"),
+        (faults.step_per_micro_batch, "step-count"),
+        (faults.updates_by_hand_as_well, "parameters"),
+        (freezes, "parameters"),
+        (exits, "raised"),
+    ],
+)
+def test_every_kind_of_violation(loop, kind, optimizer, tmp_path, capsys):
+    plan = Plan((1, 2, 3), 2, 2) if kind != "non-finite" else Plan((2,), 1, 2)
+    violation = violation_of(loop, Case(LINEAR, plan, seed=3, optimizer=optimizer))
+    assert violation.kind == kind
+    script = load(script_text(loop, NAME, violation), tmp_path)
+    assert status(script, loop) == 1
+    told = capsys.readouterr().out
+    assert told.endswith("the fault is there\n")
+    assert ("is None at the step" in told) == (kind == "none-pattern")
+    assert ("is not finite at the step" in told) == (kind == "non-finite")
+    assert status(script) == 0
+    assert capsys.readouterr().out.endswith("the fault is gone\n")
+
+
+def test_what_was_observed_is_recorded_and_comes_back(tmp_path, capsys):
+    violation = violation_of(faults.no_reset, Case(LINEAR, PLAN, seed=3))
+    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    assert script.OBSERVED.keys() == {"0.weight", "0.bias"}
+    script.load_loop = lambda: faults.no_reset
+    assert script.main() == 1
+    told = capsys.readouterr().out
+    assert "the gradient is off the recorded one by at most 0\n" in told
+    where = f"{violation.parameter}: "
+    assert where in told
+    assert f"off by {violation.error:<10.3g} allowed {violation.allowed:.3g}" in told
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_special_numbers_stand_by_name(value, tmp_path):
+    def spoils(run):
+        for window in faults._windows(run):
+            run.optimizer.zero_grad()
+            for batch in window:
+                run.loss(run.model, batch).backward()
+            for p in run.model.parameters():
+                p.grad.fill_(value)
+            run.optimizer.step()
+
+    violation = violation_of(spoils, Case(LINEAR, PLAN))
+    script = load(script_text(spoils, NAME, violation), tmp_path)
+    assert all(str(x) == str(value) for row in script.OBSERVED["0.weight"] for x in row)
+    assert status(script, spoils) == 1
+    assert status(script) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_low_precision_is_held_to_what_it_allows(dtype, tmp_path):
+    violation = violation_of(faults.no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5))
+    script = load(script_text(faults.no_divide, NAME, violation), tmp_path)
+    assert next(script.make_model().parameters()).dtype == getattr(torch, dtype)
+    assert status(script, faults.no_divide) == 1
+    assert status(script) == 0
+
+
+def test_ignored_micro_batches_and_sparse_gradients(tmp_path):
+    plan = Plan((2, 1, 2), 2, 2, masked=(1,))
+    violation = violation_of(faults.no_reset, Case(SPARSE, plan, seed=2))
+    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    assert (script.MICRO_BATCHES[1]["target"] == -100).all()
+    assert status(script, faults.no_reset) == 1
+    assert status(script) == 0
+
+
+def test_a_loop_may_change_what_it_is_given(tmp_path):
+    """Every pass yields fresh copies, as the suite's own loader does."""
+
+    def scribbles(run):
+        for window in faults._windows(run):
+            run.optimizer.zero_grad()
+            total = sum(run.count(batch) for batch in window)
+            for batch in window:
+                (run.loss(run.model, batch) * run.count(batch) / total).backward()
+                batch["x"].zero_()
+            run.optimizer.step()
+
+    violation = violation_of(faults.no_reset, Case(LINEAR, Plan((1, 1), 2, 3)))
+    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    assert status(script, scribbles) == 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_loop_of_the_suites_own_is_printed_in_full(name, tmp_path):
+    violation = Violation("gradient", "planted", "planted", Case(LINEAR, PLAN), "0.weight", 1, 1, 1.0, 1e-12)
+    text = script_text(BUILT_IN[name], name, violation)
+    assert "import gradcheck_suite" not in text
+    assert "from gradcheck_suite" not in text
+    reduction = "sum" if name == "summed" else "mean"
+    assumes = getattr(BUILT_IN[name], "assumes", ())
+    script = load(text, tmp_path)
+    holds = reduction == "mean" and "equal-micro-batches" not in assumes
+    assert script.main() == (0 if holds else 1)
+
+
+def problem(**changes):
+    def model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(2, 1)
+
+    def batch(items, seed):
+        drawn = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(items, 2, generator=drawn), "y": [torch.randn(items, 1, generator=drawn)]}
+
+    def loss(model, batch):
+        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"][0])
+
+    return Problem(**{"model": model, "batch": batch, "loss": loss, **changes})
+
+
+PROBLEMS = """
+from tests.report.scripts.test_violations import problem
+PROBLEM = problem()
+COUNTED = problem(count=lambda batch: len(batch["x"]))
+SUMMED = problem(loss=lambda m, b: ((m(b["x"]) - b["y"][0]) ** 2).sum(), reduction="sum")
+CENTRED = problem(loss=lambda m, b: (m(b["x"]) - b["y"][0]).std(correction=0))
+def make():
+    return problem()
+"""
+
+
+@pytest.fixture
+def users_file(tmp_path):
+    path = tmp_path / "users.py"
+    path.write_text(PROBLEMS)
+    return path
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("name", ["PROBLEM", "COUNTED", "SUMMED", "make"])
+def test_a_users_problem_is_imported(name, dtype, optimizer, users_file, tmp_path):
+    namespace: dict = {}
+    exec(PROBLEMS, namespace)
+    own = namespace[name]() if name == "make" else namespace[name]
+    case = Case(f"{users_file}:{name}", Plan((1, 2, 3), 2, 2), dtype=dtype, optimizer=optimizer)
+    violation = violation_of(faults.no_reset, case, own)
+    text = script_text(faults.no_reset, NAME, violation, problem=own)
+    script = load(text, tmp_path)
+    assert "EXPECTED" not in text
+    assert status(script, faults.no_reset) == 1
+    assert status(script) == 0
+
+
+def test_an_objective_that_is_no_sum_over_items(users_file, tmp_path, capsys):
+    namespace: dict = {}
+    exec(PROBLEMS, namespace)
+    violation = violation_of(plain, Case(f"{users_file}:CENTRED", Plan((2, 3), 2)), namespace["CENTRED"])
+    assert violation.kind == "not-accumulable"
+    text = script_text(plain, NAME, violation, problem=namespace["CENTRED"])
+    assert load(text, tmp_path).main() == 1
+    users_file.write_text(PROBLEMS.replace(".std(correction=0)", ".abs().mean()"))
+    assert load(text, tmp_path).main() == 0
+
+
+def test_a_generated_objective_that_is_no_sum_over_items(tmp_path):
+    script = load(
+        script_text(plain, NAME, Violation("not-accumulable", "planted", "planted", Case(LINEAR, PLAN))), tmp_path
+    )
+    assert script.main() == 0
+    script.loss = lambda model, batch: model(batch).std(correction=0)
+    assert script.main() == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_cuda_device(tmp_path):
+    for spec in (LINEAR, SPARSE):
+        violation = violation_of(faults.no_reset, Case(spec, PLAN, device="cuda"))
+        script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+        assert all(tensor.is_cuda for batch in script.MICRO_BATCHES for tensor in batch.values())
+        assert status(script, faults.no_reset) == 1
+        assert status(script) == 0

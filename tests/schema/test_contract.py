@@ -1,0 +1,92 @@
+"""The contract: what a loop states, what a user's problem provides, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gradcheck_suite import ASSUMPTIONS, Problem, TrainingRun, UsageError, training_loop
+from gradcheck_suite.schema.contract import assumptions_of, checked_assumptions
+
+
+def _loop(run):
+    pass
+
+
+def test_a_plain_loop_assumes_nothing():
+    assert assumptions_of(_loop) == frozenset()
+
+
+def test_a_marked_loop_is_the_same_function_and_states_what_it_assumes():
+    def loop(run):
+        return "trained"
+
+    marked = training_loop(assumes=("equal-micro-batches", "whole-windows"))(loop)
+    assert marked is loop
+    assert assumptions_of(marked) == {"equal-micro-batches", "whole-windows"}
+    assert marked(None) == "trained"
+
+
+def test_a_loop_may_be_marked_without_assumptions():
+    assert assumptions_of(training_loop()(lambda run: None)) == frozenset()
+
+
+def test_the_assumptions_are_the_three_that_users_rely_on():
+    assert set(ASSUMPTIONS) == {"equal-micro-batches", "whole-windows", "sum-reduction"}
+    assert checked_assumptions(ASSUMPTIONS) == frozenset(ASSUMPTIONS)
+
+
+def test_an_unknown_assumption_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"assumption must be one of .*sum-reduction; got 'fast', 'tall'"):
+        training_loop(assumes=("tall", "whole-windows", "fast"))
+
+
+def test_a_string_in_place_of_a_tuple_is_refused():
+    with pytest.raises(UsageError, match=r"assumes must be a tuple of names such as \('whole-windows',\)"):
+        training_loop(assumes="whole-windows")
+
+
+def test_a_run_is_frozen_and_carries_what_the_contract_fixes():
+    fields = {field.name for field in dataclasses.fields(TrainingRun)}
+    assert fields == {
+        "model",
+        "optimizer",
+        "loader",
+        "loss",
+        "count",
+        "accumulation_steps",
+        "epochs",
+        "reduction",
+        "device",
+        "dtype",
+    }
+    run = TrainingRun(**dict.fromkeys(fields))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.epochs = 2
+
+
+def test_a_problem_needs_three_callables():
+    problem = Problem(model=print, batch=print, loss=print)
+    assert problem.reduction == "mean"
+    assert problem.count is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 3}, "Problem: model must be callable, got int"),
+        ({"batch": []}, "Problem: batch must be callable, got list"),
+        ({"loss": None}, "Problem: loss must be callable, got NoneType"),
+        ({"count": 1}, "Problem: count must be callable or None, got int"),
+        ({"reduction": "none"}, "Problem: reduction must be one of mean, sum; got 'none'"),
+        (
+            {"batch": lambda items: None},
+            "Problem: batch is called as batch(items, seed), and <lambda>(items) does not take that",
+        ),
+    ],
+)
+def test_a_bad_problem_is_refused(change, message):
+    with pytest.raises(UsageError) as error:
+        Problem(**{"model": print, "batch": print, "loss": print, **change})
+    assert str(error.value) == message

@@ -1,0 +1,70 @@
+"""The layers of the package, and what importing it costs. The layers are data in `pyproject.toml`."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradcheck_suite
+
+PACKAGE = "gradcheck_suite"
+ROOT = Path(gradcheck_suite.__file__).parent
+FRAMEWORKS = ("torch", "jax", "jaxlib")
+IMPORT_SECONDS = 0.2
+
+
+def _broken_contracts(folder: Path) -> str:
+    """Return what import-linter prints about a copy of the package; empty where every contract is kept."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--config", "pyproject.toml"]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": str(folder)}
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Return a folder with a copy of the package and of its contracts."""
+    shutil.copytree(ROOT, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_a_planted_upward_import_breaks_a_contract_and_nothing_else_does(copy):
+    assert _broken_contracts(copy) == ""
+    with (copy / PACKAGE / "schema" / "plan.py").open("a") as file:
+        file.write("\n\ndef _late():\n    import torch\n\n    from gradcheck_suite.execution import runner\n")
+    broken = _broken_contracts(copy)
+    assert "gradcheck_suite.schema.plan -> gradcheck_suite.execution.runner" in broken
+    assert "gradcheck_suite.schema.plan -> torch" in broken
+
+
+def _fresh(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT.parent).stdout.strip()
+
+
+def test_importing_the_package_imports_neither_framework():
+    loaded = _fresh(f"import sys, {PACKAGE}; print([m for m in {FRAMEWORKS!r} if m in sys.modules])")
+    assert loaded == "[]"
+
+
+def test_importing_the_package_is_fast():
+    """In processor time, which other work on the machine does not change."""
+    code = f"import time; t = time.process_time(); import {PACKAGE}; print(time.process_time() - t)"
+    assert statistics.median(float(_fresh(code)) for _ in range(3)) < IMPORT_SECONDS
+
+
+def test_every_public_name_is_there():
+    code = f"import {PACKAGE} as g; print([n for n in g.__all__ if getattr(g, n, None) is None])"
+    assert _fresh(code) == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'checks'"):
+        gradcheck_suite.checks  # noqa: B018

@@ -1,0 +1,145 @@
+"""JAX's opinion on users' problems: it agrees where it should, a planted error is found, and the loop judged anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+from gradcheck_suite.bridge.table import _TABLE
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import Problem
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.verification import second_opinion as module
+from gradcheck_suite.verification.second_opinion import second_opinion
+from gradcheck_suite.verification.verify import verify
+
+CASE = Case("p.py:P", Plan((2, 1, 2, 1), 2))
+
+
+class _Model(nn.Module):
+    """A model that holds a constant which is neither parameter nor buffer."""
+
+    def __init__(self, constant: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.constant = torch.full((2,), constant, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.constant
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return _Model(1.0 + seed)
+
+
+def batch(items: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(items, 3, generator=generator), torch.randn(items, 2, generator=generator)
+
+
+def loss(m: nn.Module, b: Any) -> torch.Tensor:
+    return (m(b[0]) - b[1]).pow(2).mean()
+
+
+PROBLEM = Problem(model, batch, loss)
+
+
+def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
+    """Two cases of two windows, three items each: one shape, though the models' constants differ with the seed."""
+    opinion = second_opinion([CASE, CASE.replace(seed=1)], PROBLEM)
+    assert (opinion.windows, opinion.answered, opinion.shapes) == (4, 4, 1)
+    assert opinion.findings == []
+    assert opinion.summary() == "JAX gave a second opinion on 4 of 4 windows, of 1 shape, and agrees with torch"
+
+
+def test_a_wrong_derivative_is_a_finding_and_the_loop_is_judged(monkeypatch):
+    """JAX is told that tanh is the sigmoid: torch's two ways agree with each other, and JAX stands alone."""
+    name = "aten.tanh.default"
+    monkeypatch.setitem(_TABLE, name, lambda x: 1 / (1 + jnp.exp(-x)))
+    result = verify(BUILT_IN["plain"], problem=PROBLEM, examples=2)
+    assert result.holds
+    assert "torch large batch = torch accumulated against JAX large batch" in result.findings[0]
+    assert "no loop is to blame" in result.findings[0]
+    assert result.second_opinion is not None
+    assert "agrees" not in result.second_opinion
+
+
+def test_a_problem_that_cannot_be_carried_over_is_judged_by_torch_alone():
+    def decides(m: nn.Module, b: Any) -> torch.Tensor:
+        out = m(b[0])
+        return (out if out.sum() > 0 else 2 * out).pow(2).sum(1).mean()
+
+    # the decision is on parameters' signs, so that the objective stays a sum over items
+    def signs(m: nn.Module, b: Any) -> torch.Tensor:
+        return m(b[0]).pow(2).mean() * (2 if m.linear.bias[0] > 0 else 1)
+
+    for found in (decides, signs):
+        opinion = second_opinion([CASE], Problem(model, batch, found))
+        assert opinion.refusal is not None
+        assert "torch.export does not take this loss" in opinion.summary()
+        assert "\n" not in opinion.summary()
+    result = verify(BUILT_IN["plain"], problem=Problem(model, batch, signs), examples=2)
+    assert result.holds
+    assert "JAX gives no second opinion on the problem" in (result.second_opinion or "")
+
+
+def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
+    opinion = second_opinion([CASE, CASE.replace(plan=Plan((1, 1), 1))], PROBLEM, budget_s=0.0)
+    assert (opinion.windows, opinion.answered) == (4, 1)
+    assert "for the others the 0 s that this may take did not suffice" in opinion.summary()
+
+
+def never_resets(run: Any) -> None:
+    run.optimizer.zero_grad = lambda: None
+    BUILT_IN["plain"](run)
+
+
+def never_steps(run: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("loop", ["plain", "never_resets"])
+def test_a_violated_loop_is_asked_about_on_its_smallest_case(loop, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "gradcheck_suite.verification.verify.second_opinion",
+        lambda cases, problem, budget_s: asked.append((list(cases), budget_s)) or module.SecondOpinion(),
+    )
+    subject = BUILT_IN["plain"] if loop == "plain" else never_resets
+    result = verify(subject, problem=PROBLEM, examples=5, second_opinion_s=7)
+    ((cases, budget),) = asked
+    assert budget == 7
+    assert len(cases) == (5 if loop == "plain" else 1)
+    if result.violation is not None:
+        assert cases == [result.violation.case]
+
+
+def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.verification.verify.second_opinion", None)
+    result = verify(never_steps, problem=PROBLEM, examples=5)
+    assert (result.violation and result.violation.kind, result.second_opinion) == ("step-count", None)
+
+
+@pytest.mark.parametrize("loop", [BUILT_IN["plain"], never_resets])
+def test_what_was_found_out_stands_where_the_second_opinion_is_interrupted(loop, monkeypatch):
+    def interrupt(cases: Any, problem: Any, budget_s: float) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradcheck_suite.verification.verify.second_opinion", interrupt)
+    result = verify(loop, problem=PROBLEM, examples=5)
+    assert result.interrupted
+    assert result.holds == (loop is not never_resets)
+    assert result.second_opinion is None
+
+
+@pytest.mark.parametrize("seconds", [-1, "10", float("nan")])
+def test_a_time_for_it_that_is_none_is_refused(seconds):
+    with pytest.raises(UsageError, match="second_opinion_s must be a number of seconds, 0 or more, got"):
+        verify(BUILT_IN["plain"], problem=PROBLEM, second_opinion_s=seconds)

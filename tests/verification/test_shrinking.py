@@ -1,0 +1,102 @@
+"""Checking while a case is made smaller: the same verdict on every violation, for less work, and settled at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, verify
+from gradcheck_suite.evidence.zoo import BUGS
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.loops import MODES
+from gradcheck_suite.numerics.bounds import DRAWS, student_factor
+from gradcheck_suite.references import jax_reference, reference
+from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.verification import check as checking
+from gradcheck_suite.verification.check import FEW_DRAWS
+
+LINEAR = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
+CASE = Case(LINEAR, Plan((1, 3, 2, 2), 2), seed=5)
+LOOPS = {"zero_": MODES["zero_"], **{n: BUGS[n].loop for n in ("mean-of-means", "tail-leak", "skipped-items-counted")}}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_violation_is_the_same_and_nothing_else_becomes_one(name, dtype):
+    kinds = set()
+
+    @settings(max_examples=12, phases=(Phase.generate,), database=None, derandomize=True)
+    @given(cases(dtype=dtype))
+    def agree(case):
+        full, quick = (check(LOOPS[name], case, shrinking=shrinking).violation for shrinking in (False, True))
+        kinds.add(full and full.diagnosis)
+        assert (full and (full.kind, full.diagnosis, full.window, full.parameter)) == (
+            quick and (quick.kind, quick.diagnosis, quick.window, quick.parameter)
+        )
+
+    agree()
+    assert None in kinds
+    assert len(kinds) > 1 or name in ("zero_", "skipped-items-counted")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_lies_between_the_two_bounds_is_measured_again(dtype):
+    window = Reference(generated_instance(CASE.replace(dtype=dtype))).window(0)
+    steady = window.compare_steady(window.expected + 1).allowed
+    allowed, wide = window.allowed(), window.allowed(FEW_DRAWS)
+    at = int(np.argmax(wide / allowed))
+    assert wide[at] > 1.1 * allowed[at] > 1.1 * steady
+    between = window.expected.copy()
+    between[at] += (allowed[at] + wide[at]) / 2
+    assert window.compare(between, draws=FEW_DRAWS).ratio <= 1
+    assert checking._compare(window, between, shrinking=True).ratio > 1
+    beyond = window.expected.copy()
+    beyond[at] += 2 * wide[at]
+    assert checking._compare(window, beyond, shrinking=True).allowed == pytest.approx(wide[at])
+    assert checking._compare(window, beyond, shrinking=False).allowed == pytest.approx(allowed[at])
+
+
+def test_few_draws_allow_as_much_more_as_is_said():
+    assert student_factor(FEW_DRAWS) / student_factor(DRAWS) == pytest.approx(22, abs=1)
+
+
+def _no_jax(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("JAX was asked")
+
+    monkeypatch.setattr(reference, "large_batch_gradient", refuse)
+    monkeypatch.setattr(reference, "REFERENCES", type(reference.REFERENCES)())
+    monkeypatch.setattr(checking, "REFERENCES", reference.REFERENCES)
+
+
+def test_jax_is_not_asked_about_a_right_gradient(monkeypatch):
+    _no_jax(monkeypatch)
+    assert check(MODES["zero_"], CASE, shrinking=True).violation is None
+    with pytest.raises(AssertionError, match="JAX was asked"):
+        check(MODES["zero_"], CASE)
+
+
+def test_where_torch_and_jax_differ_no_loop_is_blamed(monkeypatch):
+    kind = catalogue.LAYERS["tanh"]
+    wrong = dataclasses.replace(kind, jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
+    monkeypatch.setitem(catalogue.LAYERS, "tanh", wrong)
+    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
+    monkeypatch.setattr(jax_reference, "PROGRAMS", type(jax_reference.PROGRAMS)())
+    jax_reference._walk.cache_clear()
+    case = CASE.replace(problem=dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers)), seed=78)
+    verdict = check(BUGS["mean-of-means"].loop, case, shrinking=True)
+    jax_reference._walk.cache_clear()
+    assert verdict.violation is None
+    assert "no loop is to blame" in verdict.finding
+
+
+def test_the_smallest_case_is_reported_with_the_whole_measurement():
+    loop = BUGS["mean-of-means"].loop
+    found = verify(loop, examples=20).violation
+    whole = check(loop, found.case).violation
+    assert (found.allowed, found.error, found.details) == (whole.allowed, whole.error, whole.details)
+    assert check(loop, found.case, shrinking=True).violation.allowed > found.allowed
