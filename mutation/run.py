@@ -68,7 +68,8 @@ def _copy_tree() -> Path:
     shutil.rmtree(tree, ignore_errors=True)
     for name in ("gradcheck_suite", "tests", "mutation"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
     # forks write no bytecode, and making it anew would take them longer than the tests; a mutant's module is dated
     # later than its bytecode here
     subprocess.run([sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests"], cwd=tree, check=True)

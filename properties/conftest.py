@@ -1,41 +1,16 @@
-"""Hypothesis profiles, and the number of cases that a run really executed.
-
-    pytest properties/ --hypothesis-profile ci        under five minutes on two cores, the same cases every time
-    pytest properties/ --hypothesis-profile dev       a quick look while writing
-    pytest properties/ --hypothesis-profile nightly   new cases every time, many of them
-    pytest properties/ --hypothesis-profile gpu -m cuda
-
-A profile sets how many examples the cheapest property draws; `scaled(k)` gives a dearer one a k-th of that.
-"""
+"""Options of the properties, and the number of cases that a run executed. The profiles are in `conftest.py` above."""
 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from gradcheck_suite.execution.environment import set_precision
 from properties.tally import TALLY
 
-# compiling takes seconds the first time and nothing later, so neither deadlines nor speed checks say anything here
-_COMMON: dict[str, Any] = {
-    "deadline": None,
-    "print_blob": True,
-    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
-}
-settings.register_profile("ci", parent=settings.get_profile("ci"), max_examples=100, **_COMMON)
-settings.register_profile("dev", parent=settings.get_profile("default"), max_examples=20, **_COMMON)
-settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=2000, **_COMMON)
-settings.register_profile("gpu", parent=settings.get_profile("ci"), max_examples=50, **_COMMON)
-
-# JAX takes three quarters of a GPU's memory otherwise, and torch needs some; read when JAX first looks for devices
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# what the properties compute is too small to share among threads
-torch.set_num_threads(1)
 # torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
 torch.sparse.check_sparse_tensor_invariants.enable()
 
@@ -46,15 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start where CUDA is required and there is none; without a chosen profile, take `dev`."""
+    """Refuse to start where CUDA is required and there is none, and set the precision flags of both frameworks."""
     if config.getoption("--require-cuda") and not torch.cuda.is_available():
         raise pytest.UsageError(
             f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
             "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
         )
     set_precision()  # TF32 off in both frameworks, said here and not left to their defaults
-    if not config.getoption("--hypothesis-profile"):
-        settings.load_profile("dev")  # Hypothesis' default has a deadline that no compilation meets
 
 
 _executed = {"cases": 0}

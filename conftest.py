@@ -1,0 +1,58 @@
+"""Options and Hypothesis profiles that `tests/` and `properties/` share.
+
+    pytest tests properties -n 2                                      the same cases every time, within six minutes
+    pytest tests properties -n 2 --full --hypothesis-profile full     also the tests marked `full`, and more cases
+    pytest properties --hypothesis-profile dev                        few new cases, while writing
+    pytest properties --hypothesis-profile nightly                    many new cases
+    pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device
+
+A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of that for a property
+whose examples take longer. Neither torch nor JAX is imported here: tests of plain data start in half a second.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+DEFAULT_PROFILE = "ci"
+# The first example compiles programs, which takes seconds; deadlines and health checks of speed would fail on it alone.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
+}
+_FIXED, _RANDOM = settings.get_profile("ci"), settings.get_profile("default")
+settings.register_profile("ci", parent=_FIXED, max_examples=100, **_COMMON)
+settings.register_profile("full", parent=_FIXED, max_examples=500, **_COMMON)
+settings.register_profile("gpu", parent=_FIXED, max_examples=50, **_COMMON)
+settings.register_profile("dev", parent=_RANDOM, max_examples=20, **_COMMON)
+settings.register_profile("nightly", parent=_RANDOM, max_examples=2000, **_COMMON)
+
+# What the tests compute is too small to share among threads. torch reads the variable when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# JAX would reserve three quarters of a GPU's memory, which torch needs too. JAX reads it when it looks for devices.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--full`."""
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the default profile where the command line names none."""
+    if not config.getoption("--hypothesis-profile", default=None):
+        settings.load_profile(DEFAULT_PROFILE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked `full` unless `--full` is given."""
+    if config.getoption("--full"):
+        return
+    long = [item for item in items if item.get_closest_marker("full")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
