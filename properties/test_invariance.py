@@ -9,7 +9,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
-from gradcheck_suite.catalogue import loss_kind
+from gradcheck_suite.catalogue import loss_definition
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.schema.contract import Loop
@@ -68,7 +68,7 @@ def without_padding(instance: Instance) -> Instance:
 
 
 def _maskable(problem: ProblemSpec) -> bool:
-    return loss_kind(problem.loss).maskable(problem.loss.o)
+    return loss_definition(problem.loss).maskable(problem.loss.o)
 
 
 @st.composite

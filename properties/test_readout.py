@@ -16,7 +16,7 @@ from gradcheck_suite import Plan
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.contract import Loop, assumptions_of
-from gradcheck_suite.schema.readout_probe import probe_case
+from gradcheck_suite.schema.weight_probe import probe_case
 from properties import faults
 from properties.helpers import DEVICES, observe, scaled
 

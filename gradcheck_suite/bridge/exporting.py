@@ -24,9 +24,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions
 
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
+from gradcheck_suite.bridge.custom_gradients import refuse_custom_gradients
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
-from gradcheck_suite.bridge.forgotten import refuse_what_export_forgets
-from gradcheck_suite.bridge.sources import where_from, where_raised
+from gradcheck_suite.bridge.source_lines import source_line, source_line_of_error
 from gradcheck_suite.bridge.table import lowering_of
 from gradcheck_suite.execution.instance import leaves, map_leaves
 from gradcheck_suite.schema.contract import Batch
@@ -81,7 +81,7 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
         UnknownOperation: an operation is not in the table.
         RandomnessError: it draws random numbers.
     """
-    refuse_what_export_forgets(model, loss, batch)
+    refuse_custom_gradients(model, loss, batch)
     tensors = tuple(leaves(batch))
     module = _LossModule(model, loss, batch).train(model.training)
     with _quiet():
@@ -167,7 +167,7 @@ def _check(node: fx.Node) -> None:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise RandomnessError(random_message(f"{name} draws random numbers", node))
     raise UnknownOperation(
-        f"the bridge to JAX does not know {name}{where_from(node)}: tell it with "
+        f"the bridge to JAX does not know {name}{source_line(node)}: tell it with "
         f"@gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or replace the operation"
     )
 
@@ -175,7 +175,7 @@ def _check(node: fx.Node) -> None:
 def random_message(what: str, node: fx.Node) -> str:
     """Say that a loss is random, and what to do."""
     return (
-        f"{what}{where_from(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
+        f"{what}{source_line(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
         "or make the random numbers part of the batch"
     )
 
@@ -203,4 +203,4 @@ def _not_exportable(error: Exception) -> str:
     else:
         advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
     reason = re.split(r"(?<=[.:)]) (?=[A-Z(])", text, maxsplit=1)[0].rstrip(". ")
-    return f"torch.export does not take this loss{where_raised(error)}: {kind}: {reason[:200]}; {advice}"
+    return f"torch.export does not take this loss{source_line_of_error(error)}: {kind}: {reason[:200]}; {advice}"

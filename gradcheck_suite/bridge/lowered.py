@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from gradcheck_suite.bridge.dtypes import Array, default_float_is, to_array
 from gradcheck_suite.bridge.errors import BridgeError
 from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
-from gradcheck_suite.bridge.steps import narrow_operations, run_step, steps_of
+from gradcheck_suite.bridge.graph_calls import graph_calls, low_precision_operations, run_graph_call
 from gradcheck_suite.execution.instance import leaves
 from gradcheck_suite.references.programs import PROGRAMS, device
 from gradcheck_suite.schema.contract import Batch
@@ -50,11 +50,11 @@ class Lowered:
         self._constants: Arrays = {}
         self._read_inputs(program)
         self._outputs, self._loss = self._read_outputs(program)
-        self._steps = tuple(steps_of(program.graph_module))
-        self.operations = sum(step.is_op for step in self._steps)
-        self.narrow = narrow_operations(self._steps)
+        self._calls = tuple(graph_calls(program.graph_module))
+        self.operations = sum(call.is_op for call in self._calls)
+        self.narrow = low_precision_operations(self._calls)
         self._text = f"{program.graph} {program.graph_signature} {self.trainable} {self._inputs}"
-        self._needs_values = any(step.is_dynamic for step in self._steps)
+        self._needs_values = any(call.is_dynamic for call in self._calls)
         self._attributes = {
             node.target: getattr(program.graph_module, node.target)
             for node in program.graph.nodes
@@ -117,8 +117,8 @@ class Lowered:
                     values[name] = inputs[source]
                 else:
                     values[name] = parameters[source] if source in parameters else buffers[source]
-            for step in self._steps:
-                values[step.node.name] = run_step(step, values)
+            for call in self._calls:
+                values[call.node.name] = run_graph_call(call, values)
             after = dict(buffers)
             for name, value in self._outputs.items():
                 after[name] = values[value.name]
@@ -138,7 +138,8 @@ class Lowered:
     def _foreign(self) -> tuple[int, ...]:
         """The functions that are not the suite's own: what they compute cannot be told from their names."""
         own = f"{__package__}.ops."
-        return tuple(id(s.function) for s in self._steps if s.is_op and not s.function.__module__.startswith(own))
+        functions = [call.function for call in self._calls if call.is_op]
+        return tuple(id(function) for function in functions if not function.__module__.startswith(own))
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:

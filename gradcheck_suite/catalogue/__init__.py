@@ -14,26 +14,26 @@ from gradcheck_suite.catalogue import (
     attention,
     composites,
     convolution,
+    cross_sample,
     dropout,
     embedding_bag,
     embeddings,
-    entangled,
     feature_activations,
-    frozen,
+    frozen_linear,
     inputs,
     linear,
     normalisation,
     pooling,
-    readout,
     recurrent,
+    reshaping,
     routing,
     sequence_pooling,
-    shape,
-    tied,
+    tied_weights,
     transformer,
     weight_norm,
+    weight_probe,
 )
-from gradcheck_suite.catalogue.kinds import InputKind, LayerKind, LossKind, Options, Signal
+from gradcheck_suite.catalogue.definitions import InputDefinition, LayerDefinition, LossDefinition, Options, Signal
 from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
@@ -51,8 +51,8 @@ def _table(*families: Iterable[_KindT]) -> Mapping[str, _KindT]:
     return {kind.name: kind for family in families for kind in family}
 
 
-INPUTS: Mapping[str, InputKind] = _table(inputs.KINDS)
-LAYERS: Mapping[str, LayerKind] = _table(
+INPUTS: Mapping[str, InputDefinition] = _table(inputs.KINDS)
+LAYERS: Mapping[str, LayerDefinition] = _table(
     linear.KINDS,
     embeddings.KINDS,
     activations.KINDS,
@@ -60,32 +60,32 @@ LAYERS: Mapping[str, LayerKind] = _table(
     attention.KINDS,
     transformer.KINDS,
     recurrent.KINDS,
-    tied.KINDS,
-    frozen.KINDS,
+    tied_weights.KINDS,
+    frozen_linear.KINDS,
     routing.KINDS,
     convolution.KINDS,
     pooling.KINDS,
     sequence_pooling.KINDS,
     normalisation.KINDS,
-    shape.KINDS,
+    reshaping.KINDS,
     dropout.KINDS,
     weight_norm.KINDS,
     embedding_bag.KINDS,
     composites.KINDS,
-    readout.LAYERS,
+    weight_probe.LAYERS,
 )
-LOSSES: Mapping[str, LossKind] = _table(
+LOSSES: Mapping[str, LossDefinition] = _table(
     regression.KINDS,
     classification.KINDS,
     binary.KINDS,
     probabilistic.KINDS,
     margin.KINDS,
-    readout.LOSSES,
+    weight_probe.LOSSES,
 )
 
 
-ENTANGLED_LAYERS: Mapping[str, LayerKind] = _table(entangled.LAYERS)
-ENTANGLED_LOSSES: Mapping[str, LossKind] = _table(entangled.LOSSES)
+CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = _table(cross_sample.LAYERS)
+CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = _table(cross_sample.LOSSES)
 """Kinds in which items meet, so that no accumulation is right: drawn only where they are asked for."""
 
 
@@ -96,19 +96,19 @@ def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
         raise UsageError(f"{what} kind must be one of {', '.join(sorted(table))}; got {name!r}") from None
 
 
-def input_kind(spec: Input) -> InputKind:
+def input_definition(spec: Input) -> InputDefinition:
     """Return the kind of an input; `UsageError` when there is none of that name."""
     return _look_up(INPUTS, "input", spec.kind)
 
 
-def layer_kind(spec: Layer) -> LayerKind:
+def layer_definition(spec: Layer) -> LayerDefinition:
     """Return the kind of a layer; `UsageError` when there is none of that name."""
-    return ENTANGLED_LAYERS.get(spec.kind) or _look_up(LAYERS, "layer", spec.kind)
+    return CROSS_SAMPLE_LAYERS.get(spec.kind) or _look_up(LAYERS, "layer", spec.kind)
 
 
-def loss_kind(spec: Loss) -> LossKind:
+def loss_definition(spec: Loss) -> LossDefinition:
     """Return the kind of a loss; `UsageError` when there is none of that name."""
-    return ENTANGLED_LOSSES.get(spec.kind) or _look_up(LOSSES, "loss", spec.kind)
+    return CROSS_SAMPLE_LOSSES.get(spec.kind) or _look_up(LOSSES, "loss", spec.kind)
 
 
 def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
@@ -128,7 +128,7 @@ def _check_options(what: str, options: Options, variants: Sequence[Options]) -> 
 @cache
 def out_signal(layer: Layer, signal: Signal) -> Signal:
     """Return what comes out of a layer; `UsageError` where its options or its input do not fit."""
-    kind = layer_kind(layer)
+    kind = layer_definition(layer)
     if kind.wraps is None and layer.layers:
         raise UsageError(f"layer {layer.kind!r}: expected no inner layers, got {len(layer.layers)}")
     if kind.wraps is not None:
@@ -156,7 +156,7 @@ def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
 
 def input_signal(spec: Input) -> Signal:
     """Return what the first layer receives."""
-    kind = input_kind(spec)
+    kind = input_definition(spec)
     if dict(spec.o).keys() != kind.variants[0].keys():
         raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
     return kind.signal(spec.o)
@@ -167,9 +167,9 @@ def output_signal(problem: ProblemSpec) -> Signal:
     return chain_signal(problem.layers, input_signal(problem.input))
 
 
-def checked_loss(problem: ProblemSpec) -> LossKind:
+def checked_loss(problem: ProblemSpec) -> LossDefinition:
     """Return the kind of a problem's loss; `UsageError` where it does not take the output or its options do not fit."""
-    kind, signal, options = loss_kind(problem.loss), output_signal(problem), dict(problem.loss.o)
+    kind, signal, options = loss_definition(problem.loss), output_signal(problem), dict(problem.loss.o)
     reduction = options.pop("reduction", "mean")
     if reduction not in REDUCTIONS:
         raise UsageError(f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
@@ -188,7 +188,7 @@ def is_accumulable(problem: ProblemSpec) -> bool:
             yield layer.kind
             yield from kinds(layer.layers)
 
-    return problem.loss.kind not in ENTANGLED_LOSSES and ENTANGLED_LAYERS.keys().isdisjoint(kinds(problem.layers))
+    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(kinds(problem.layers))
 
 
 def reduction_of(problem: ProblemSpec) -> Reduction:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax.scipy.special import erf
 
-from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Options, Signal, expect
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017, equation 14
 
@@ -90,7 +90,9 @@ _MEANINGS: dict[str, _Row] = {
 }
 
 
-def _kind(name: str, module: Callable[..., torch.nn.Module], meaning: Meaning, options: Sequence[Options]) -> LayerKind:
+def _kind(
+    name: str, module: Callable[..., torch.nn.Module], meaning: Meaning, options: Sequence[Options]
+) -> LayerDefinition:
     def variants(signal: Signal) -> Sequence[Options]:
         return () if signal.form == "tokens" else options
 
@@ -98,7 +100,7 @@ def _kind(name: str, module: Callable[..., torch.nn.Module], meaning: Meaning, o
         expect(signal.form != "tokens", name, "floating values", signal)
         return signal
 
-    return LayerKind(
+    return LayerDefinition(
         name, variants, out, lambda signal, o: module(**o), lambda o, params, x, extras: meaning(x, **o), axes=0
     )
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 HEADS = (1, 2)
 
@@ -92,4 +92,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return attend(params, "attention.", x, options["heads"], visible_keys(x, extras, options["causal"]))
 
 
-KINDS = (LayerKind("attention", _variants, _out, _torch, _jax, uses_mask=True, trainable=True),)
+KINDS = (LayerDefinition("attention", _variants, _out, _torch, _jax, uses_mask=True, trainable=True),)

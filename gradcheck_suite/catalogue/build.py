@@ -9,8 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue import input_kind, input_signal, layer_kind, loss_kind, out_signal, output_signal
-from gradcheck_suite.catalogue.kinds import Arrays, Signal, Tensors, no_extras
+from gradcheck_suite.catalogue import (
+    input_definition,
+    input_signal,
+    layer_definition,
+    loss_definition,
+    out_signal,
+    output_signal,
+)
+from gradcheck_suite.catalogue.definitions import Arrays, Signal, Tensors, no_extras
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 _PARAMETER_STREAM, _DATA_STREAM = 0, 1
@@ -23,7 +30,7 @@ class Chain(torch.nn.Sequential):
         super().__init__()
         self._keys: list[dict[str, str]] = []
         for i, layer in enumerate(layers):
-            kind, name = layer_kind(layer), f"{path}{i}"
+            kind, name = layer_definition(layer), f"{path}{i}"
             if kind.wraps is not None:
                 self.append({"residual": Residual, "shared": Shared}[kind.wraps](layer.layers, signal, f"{name}."))
                 self._keys.append({"batch": ""})
@@ -62,7 +69,7 @@ class GeneratedModel(Chain):
 
 def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:
     """Return, for each keyword the layer takes beside its input, the batch's key that holds it."""
-    kind = layer_kind(layer)
+    kind = layer_definition(layer)
     keys = {}
     if kind.extras is not no_extras:
         keys = {name: f"{path}.{name}" for name in kind.extras(signal, layer.o, np.random.default_rng(0), 1)}
@@ -75,7 +82,7 @@ def _extras(
     layers: Iterable[Layer], signal: Signal, rng: np.random.Generator, items: int, path: str
 ) -> Iterator[Arrays]:
     for i, layer in enumerate(layers):
-        kind = layer_kind(layer)
+        kind = layer_definition(layer)
         if kind.wraps is not None:
             yield from _extras(layer.layers, signal, rng, items, f"{path}{i}.")
         else:
@@ -96,7 +103,7 @@ def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) ->
     """
     rng = np.random.default_rng((seed, _DATA_STREAM))
     items = len(masked)
-    arrays = dict(input_kind(problem.input).draw(problem.input.o, rng, items))
+    arrays = dict(input_definition(problem.input).draw(problem.input.o, rng, items))
     for extras in _extras(problem.layers, input_signal(problem.input), rng, items, ""):
         arrays |= extras
     out = output_signal(problem)
@@ -105,7 +112,7 @@ def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) ->
         ignored = np.broadcast_to(masked[:, None], (items, out.size[0]))
         if out.padded:
             ignored = ignored | ~arrays["mask"]
-    return arrays | loss_kind(problem.loss).targets(out, problem.loss.o, rng, ignored)
+    return arrays | loss_definition(problem.loss).targets(out, problem.loss.o, rng, ignored)
 
 
 def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:

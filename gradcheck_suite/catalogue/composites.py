@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.catalogue.kinds import LayerKind, Signal, same
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, same
 
 
 def _any_float(signal: Signal) -> tuple[dict[str, object], ...]:
@@ -10,6 +10,6 @@ def _any_float(signal: Signal) -> tuple[dict[str, object], ...]:
 
 
 KINDS = (
-    LayerKind("residual", _any_float, same, wraps="residual"),
-    LayerKind("shared", _any_float, same, wraps="shared"),
+    LayerDefinition("residual", _any_float, same, wraps="residual"),
+    LayerDefinition("shared", _any_float, same, wraps="shared"),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
 
 AREAS = ((4, 5), (2, 2), (1, 1))
 _GEOMETRY = ("kernel", "stride", "padding", "dilation")
@@ -151,6 +151,6 @@ def _jax2d(options: Options, params: Arguments, x: jax.Array, extras: Arguments)
 
 
 KINDS = (
-    LayerKind("conv1d", _variants1d, _out1d, _torch1d, _jax1d, trainable=True),
-    LayerKind("conv2d", _variants2d, _out2d, _torch2d, _jax2d, trainable=True),
+    LayerDefinition("conv1d", _variants1d, _out1d, _torch1d, _jax1d, trainable=True),
+    LayerDefinition("conv2d", _variants2d, _out2d, _torch2d, _jax2d, trainable=True),
 )

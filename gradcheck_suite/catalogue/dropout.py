@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, Options, Signal, expect, product
 
 
 class MaskedDropout(torch.nn.Module):
@@ -40,4 +40,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return jax.numpy.where(extras["keep"], x / (1 - options["p"]), 0.0)
 
 
-KINDS = (LayerKind("dropout", _variants, _out, lambda signal, o: MaskedDropout(o["p"]), _jax, extras=_extras),)
+KINDS = (LayerDefinition("dropout", _variants, _out, lambda signal, o: MaskedDropout(o["p"]), _jax, extras=_extras),)

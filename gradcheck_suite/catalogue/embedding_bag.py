@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, Options, Signal, expect, vector
 from gradcheck_suite.catalogue.embeddings import PADDING
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LayerKind, Options, Signal, expect, vector
 
 FEATURES = 2
 MODES = ("sum", "mean", "max")
@@ -87,4 +87,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return total / jnp.maximum(kept.sum(1), 1) if options["mode"] == "mean" else total
 
 
-KINDS = (LayerKind("embedding_bag", _variants, _out, _torch, _jax, extras=_extras, trainable=True),)
+KINDS = (LayerDefinition("embedding_bag", _variants, _out, _torch, _jax, extras=_extras, trainable=True),)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (2, 4)
 PADDING = 0
@@ -43,4 +43,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return table[x]
 
 
-KINDS = (LayerKind("embedding", _variants, _out, _torch, _jax, trainable=True),)
+KINDS = (LayerDefinition("embedding", _variants, _out, _torch, _jax, trainable=True),)

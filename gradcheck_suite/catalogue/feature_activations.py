@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 
 def _is_rows(signal: Signal) -> bool:
@@ -32,12 +32,12 @@ def _softmax(x: jax.Array) -> jax.Array:
 
 def _over_features(
     name: str, module: Callable[..., torch.nn.Module], meaning: Callable[[jax.Array], jax.Array]
-) -> LayerKind:
+) -> LayerDefinition:
     def out(signal: Signal, options: Options) -> Signal:
         expect(_is_rows(signal), name, "a vector or a sequence", signal)
         return signal
 
-    return LayerKind(
+    return LayerDefinition(
         name, _rows, out, lambda signal, o: module(dim=-1), lambda o, params, x, extras: meaning(x), axes=1
     )
 
@@ -80,7 +80,7 @@ def _prelu(options: Options, params: Arguments, x: jax.Array, extras: Arguments)
 KINDS = (
     _over_features("softmax", torch.nn.Softmax, _softmax),
     _over_features("log_softmax", torch.nn.LogSoftmax, _log_softmax),
-    LayerKind("glu", _glu_variants, _glu_out, lambda signal, o: torch.nn.GLU(dim=-1), _glu, axes=1),
+    LayerDefinition("glu", _glu_variants, _glu_out, lambda signal, o: torch.nn.GLU(dim=-1), _glu, axes=1),
     # not trainable: items above 0 give the slope a gradient of 0
-    LayerKind("prelu", _prelu_variants, _prelu_out, _prelu_module, _prelu, axes=1),
+    LayerDefinition("prelu", _prelu_variants, _prelu_out, _prelu_module, _prelu, axes=1),
 )

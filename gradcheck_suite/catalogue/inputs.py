@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradcheck_suite.catalogue.kinds import Arrays, InputKind, Options, Signal, product
+from gradcheck_suite.catalogue.definitions import Arrays, InputDefinition, Options, Signal, product
 
 LENGTHS = (3,)
 
@@ -68,9 +68,11 @@ def _index(options: Options, rng: np.random.Generator, items: int) -> Arrays:
 
 
 KINDS = (
-    InputKind("vector", product(size=(1, 2, 3, 4)), _vector_signal, _vector),
-    InputKind("tokens", product(length=LENGTHS, vocabulary=(5,), padded=(False, True)), _tokens_signal, _tokens),
-    InputKind("sequence", product(length=LENGTHS, size=(2, 4), padded=(False, True)), _sequence_signal, _sequence),
-    InputKind("index", ({"items": 1},), _index_signal, _index, drawn=False),
-    InputKind("image", product(channels=(2, 4), height=(4,), width=(5,)), _image_signal, _image),
+    InputDefinition("vector", product(size=(1, 2, 3, 4)), _vector_signal, _vector),
+    InputDefinition("tokens", product(length=LENGTHS, vocabulary=(5,), padded=(False, True)), _tokens_signal, _tokens),
+    InputDefinition(
+        "sequence", product(length=LENGTHS, size=(2, 4), padded=(False, True)), _sequence_signal, _sequence
+    ),
+    InputDefinition("index", ({"items": 1},), _index_signal, _index, drawn=False),
+    InputDefinition("image", product(channels=(2, 4), height=(4,), width=(5,)), _image_signal, _image),
 )

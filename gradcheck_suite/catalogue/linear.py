@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (1, 2, 3, 4)
 
@@ -33,4 +33,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return y + params["bias"] if options["bias"] else y
 
 
-KINDS = (LayerKind("linear", _variants, _out, _torch, _jax, axes=1, trainable=True),)
+KINDS = (LayerDefinition("linear", _variants, _out, _torch, _jax, axes=1, trainable=True),)

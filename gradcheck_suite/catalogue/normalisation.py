@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product, same
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product, same
 
 EPS = 1e-2
 """Well above torch's default: numbers that cancel but for rounding, as an instance norm's mean over the positions does,
@@ -172,7 +172,7 @@ def _jax_batch(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 
 KINDS = (
-    LayerKind(
+    LayerDefinition(
         "layer_norm",
         _rows,
         lambda signal, options: _same_rows("layer_norm", signal, options),
@@ -180,7 +180,7 @@ KINDS = (
         _jax_layer,
         axes=1,
     ),
-    LayerKind(
+    LayerDefinition(
         "rms_norm",
         _rows,
         lambda signal, options: _same_rows("rms_norm", signal, options),
@@ -188,9 +188,9 @@ KINDS = (
         _jax_rms,
         axes=1,
     ),
-    LayerKind("group_norm", _group_variants, _group_out, _torch_group, _jax_group),
-    LayerKind("instance_norm", _instance_variants, _instance_out, _torch_instance, _jax_instance),
-    LayerKind(
+    LayerDefinition("group_norm", _group_variants, _group_out, _torch_group, _jax_group),
+    LayerDefinition("instance_norm", _instance_variants, _instance_out, _torch_instance, _jax_instance),
+    LayerDefinition(
         "batch_norm1d",
         _rows,
         lambda signal, options: _same_rows("batch_norm1d", signal, options),
@@ -198,5 +198,5 @@ KINDS = (
         _jax_batch,
         axes=1,
     ),
-    LayerKind("batch_norm2d", _image_variants, _image_out, _torch_batch2d, _jax_batch),
+    LayerDefinition("batch_norm2d", _image_variants, _image_out, _torch_batch2d, _jax_batch),
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from gradcheck_suite.catalogue.convolution import AREAS
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 Bin = tuple[slice, slice]
 
@@ -142,28 +142,28 @@ def _jax_adaptive_maximum(options: Options, params: Arguments, x: jax.Array, ext
 
 
 KINDS = (
-    LayerKind(
+    LayerDefinition(
         "average_pool2d",
         lambda signal: _fitting(signal, _AVERAGE),
         lambda signal, options: _pooled("average_pool2d", signal, options),
         _torch_average,
         _jax_average,
     ),
-    LayerKind(
+    LayerDefinition(
         "max_pool2d",
         lambda signal: _fitting(signal, _MAXIMUM),
         lambda signal, options: _pooled("max_pool2d", signal, options),
         _torch_maximum,
         _jax_maximum,
     ),
-    LayerKind(
+    LayerDefinition(
         "adaptive_average_pool2d",
         _adaptive_variants,
         lambda signal, options: _adapted("adaptive_average_pool2d", signal, options),
         lambda signal, options: torch.nn.AdaptiveAvgPool2d(options["size"]),
         _jax_adaptive_average,
     ),
-    LayerKind(
+    LayerDefinition(
         "adaptive_max_pool2d",
         _adaptive_variants,
         lambda signal, options: _adapted("adaptive_max_pool2d", signal, options),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
 
 HIDDEN = 2
 
@@ -66,7 +66,7 @@ def _run(cell: Cell, options: Options, params: Arguments, suffix: str, x: jax.Ar
 
 def _kind(
     name: str, module: Callable[..., torch.nn.Module], cell: Cell, choices: dict[str, Sequence[Any]]
-) -> LayerKind:
+) -> LayerDefinition:
     shapes: Sequence[Options] = (
         {"depth": 1, "bidirectional": False},
         {"depth": 1, "bidirectional": True},
@@ -100,7 +100,7 @@ def _kind(
             x = jnp.concatenate([_run(cell, o, params, suffix, x) for suffix in directions], axis=-1)
         return x
 
-    return LayerKind(name, variants, out, build, meaning, trainable=True)
+    return LayerDefinition(name, variants, out, build, meaning, trainable=True)
 
 
 KINDS = (

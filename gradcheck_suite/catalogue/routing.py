@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (1, 2)
 EXPERTS = (2, 3)
@@ -115,7 +115,7 @@ def _kind(
     torch_module: Callable[[Signal, Options], torch.nn.Module],
     meaning: Callable[[Options, Arguments, jax.Array, Arguments], jax.Array],
     **choices: Sequence[int],
-) -> LayerKind:
+) -> LayerDefinition:
     def variants(signal: Signal) -> Sequence[Options]:
         return product(features=FEATURES, **choices) if signal.form in ("vector", "sequence") else ()
 
@@ -125,7 +125,7 @@ def _kind(
             expect(options[option] >= 1, name, f"{option} of at least 1", options[option])
         return signal.with_features(options["features"])
 
-    return LayerKind(name, variants, out, torch_module, meaning, axes=1, trainable=True)
+    return LayerDefinition(name, variants, out, torch_module, meaning, axes=1, trainable=True)
 
 
 KINDS = (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product, vector
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product, vector
 from gradcheck_suite.catalogue.pooling import first_maximum
 
 
@@ -72,7 +72,7 @@ def _kind(
     module: Callable[[Options], torch.nn.Module],
     meaning: Callable[[Options, Arguments, jax.Array, Arguments], jax.Array],
     options: Sequence[Options] = ({},),
-) -> LayerKind:
+) -> LayerDefinition:
     def variants(signal: Signal) -> Sequence[Options]:
         return options if signal.form == "sequence" else ()
 
@@ -80,7 +80,7 @@ def _kind(
         expect(signal.form == "sequence", name, "a sequence", signal)
         return vector(signal.features)
 
-    return LayerKind(name, variants, out, lambda signal, options: module(options), meaning, uses_mask=True)
+    return LayerDefinition(name, variants, out, lambda signal, options: module(options), meaning, uses_mask=True)
 
 
 KINDS = (

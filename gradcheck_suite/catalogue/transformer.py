@@ -10,7 +10,7 @@ import torch
 from jax.scipy.special import erf
 
 from gradcheck_suite.catalogue.attention import attend, visible_keys
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
 
 HIDDEN = 3
 _EPS = 1e-5
@@ -91,4 +91,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return _norm(params, "norm2", x + network(x))
 
 
-KINDS = (LayerKind("transformer", _variants, _out, _torch, _jax, uses_mask=True, trainable=True),)
+KINDS = (LayerDefinition("transformer", _variants, _out, _torch, _jax, uses_mask=True, trainable=True),)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (2, 3)
 
@@ -38,4 +38,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return x @ (magnitude * direction / norm).T + params["bias"]
 
 
-KINDS = (LayerKind("weight_norm", _variants, _out, _torch, _jax, axes=1, trainable=True),)
+KINDS = (LayerDefinition("weight_norm", _variants, _out, _torch, _jax, axes=1, trainable=True),)

@@ -54,7 +54,7 @@ def abilities() -> list[Ability]:
 def _small_job() -> None:
     from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.schema.plan import Plan
-    from gradcheck_suite.schema.readout_probe import probe_case
+    from gradcheck_suite.schema.weight_probe import probe_case
     from gradcheck_suite.verification.check import check
 
     verdict = check(BUILT_IN["zero_"], probe_case(Plan((1, 3), 2)))

@@ -17,7 +17,7 @@ from gradcheck_suite.numerics.comparison import Difference
 from gradcheck_suite.references.reference import REFERENCES, Reference, Window
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.readout_probe import QUIET
+from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 
 def _count_of(instance: Instance) -> Count:
@@ -42,7 +42,7 @@ def _on_probe(loop: Loop, plan: Plan, reduction: str, step: int, count: Count | 
     items = steps[step]
     if not np.isfinite(items).all():
         return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
-    quiet = probe_steps(loop, plan, reduction, scale=QUIET, count=count)
+    quiet = probe_steps(loop, plan, reduction, scale=SMALL_SCALE, count=count)
     if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
         return _not_linear(
             "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
@@ -156,7 +156,7 @@ def _read_further(
     quiet = _gradient_at(loop, reference, replace(instance, problem=_quiet(instance.problem)), step)
     if loud is None or quiet is None:
         return None
-    again = quiet / QUIET
+    again = quiet / SMALL_SCALE
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
     own_losses = np.array_equal(quiet, loud)
     if not own_losses and not np.allclose(again, loud, rtol=1e-9, atol=1e-9 * np.abs(loud).max()):
@@ -201,4 +201,4 @@ def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, s
 
 def _quiet(problem: Problem) -> Problem:
     """Return the problem with its loss made small."""
-    return replace(problem, loss=lambda model, batch: QUIET * problem.loss(model, batch))
+    return replace(problem, loss=lambda model, batch: SMALL_SCALE * problem.loss(model, batch))

@@ -13,7 +13,7 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.schema.contract import Batch, Loop, Problem
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.readout_probe import probe_case
+from gradcheck_suite.schema.weight_probe import probe_case
 
 Count = Callable[[list[int]], torch.Tensor]
 """What the mean over some items, given by their indices, divides by."""

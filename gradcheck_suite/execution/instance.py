@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradcheck_suite.catalogue import checked_loss, reduction_of
 from gradcheck_suite.catalogue.build import build_model, draw_data
-from gradcheck_suite.catalogue.kinds import Arrays
+from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.autocast import NotedLoss
 from gradcheck_suite.execution.devices import checked_device, torch_dtype

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.catalogue import (
-    ENTANGLED_LOSSES,
+    CROSS_SAMPLE_LOSSES,
     INPUTS,
     LAYERS,
     LOSSES,
     input_signal,
-    loss_kind,
+    loss_definition,
     out_signal,
     output_signal,
 )
-from gradcheck_suite.catalogue.kinds import LayerKind, Options, Signal, vector
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Options, Signal, vector
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
 from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
@@ -151,7 +151,7 @@ def _layers(
     places of kinds that do not fit go to what mixes, and to what leads from one form to another twice as often:
     pointwise activations are many and would crowd these out.
     """
-    places: list[tuple[LayerKind, list[Options]]] = []
+    places: list[tuple[LayerDefinition, list[Options]]] = []
     for kind in LAYERS.values():
         variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
         if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
@@ -257,7 +257,7 @@ def problems(
         at = draw(st.integers(1, len(layers)))
         layers.insert(at, Layer("batch_norm_train"))
     elif not accumulable:
-        kind = draw(_sampled(tuple(ENTANGLED_LOSSES)))
+        kind = draw(_sampled(tuple(CROSS_SAMPLE_LOSSES)))
         return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
     loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
     return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
@@ -305,7 +305,7 @@ def cases(
         problem = problems(sparse=sparse, assumes=chosen, max_layers=1 if small else 5)
     spec = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
-        maskable = isinstance(spec, ProblemSpec) and loss_kind(spec.loss).maskable(spec.loss.o)
+        maskable = isinstance(spec, ProblemSpec) and loss_definition(spec.loss).maskable(spec.loss.o)
         plan = plans(assumes=chosen, maskable=maskable)
         if small:
             few = plans(max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=chosen, maskable=maskable)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
-from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation

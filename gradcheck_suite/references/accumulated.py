@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcheck_suite.catalogue import input_signal, layer_kind, loss_kind, out_signal
+from gradcheck_suite.catalogue import input_signal, layer_definition, loss_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal
 from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
@@ -25,7 +25,7 @@ def _apply(
     layers: Iterable[Layer], signal: Signal, values: Arguments, x: jax.Array, batch: Arguments, path: str = ""
 ) -> jax.Array:
     for i, layer in enumerate(layers):
-        kind, name = layer_kind(layer), f"{path}{i}"
+        kind, name = layer_definition(layer), f"{path}{i}"
         if kind.wraps == "residual":
             x = x + _apply(layer.layers, signal, values, x, batch, f"{name}.")
         elif kind.wraps == "shared":
@@ -82,7 +82,7 @@ def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, siz
     cuts = [slice(starts[j], starts[j + 1]) for j in range(len(sizes))]
     stacked = {name: np.stack([pad_rows(array[cut], rows) for cut in cuts]) for name, array in data.items()}
     weights = np.stack([(np.arange(rows) < n).astype(np.float64) for n in sizes])
-    loss = loss_kind(problem.loss)
+    loss = loss_definition(problem.loss)
 
     def total(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
         return jnp.sum(weight * loss.jax_items(problem.loss.o, _output(problem, values, batch), batch))

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from gradcheck_suite.catalogue import input_signal, layer_kind, loss_kind, out_signal
+from gradcheck_suite.catalogue import input_signal, layer_definition, loss_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Signal
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
 ROWS = {None: 96, 1: 288, 0: 512}
-"""The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerKind.axes`)."""
+"""The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
 _TARGET_KEYS = ("target", "weight", "other", "variance")
 _NO_ARRAYS: Arrays = {}
 
@@ -51,7 +51,7 @@ def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
 
 
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
-    meaning = layer_kind(Layer(kind_name)).jax_apply
+    meaning = layer_definition(Layer(kind_name)).jax_apply
     assert meaning is not None
 
     def both(params: Arguments, x: jax.Array, extras: Arguments, cotangent: jax.Array) -> Any:
@@ -69,7 +69,7 @@ class _Leaf:
 
     def __init__(self, layer: Layer, signal: Signal, path: str) -> None:
         self.layer, self.path = layer, path
-        self.kind = layer_kind(layer)
+        self.kind = layer_definition(layer)
         self.size = out_signal(layer, signal).size
         self.keys = extra_keys(layer, signal, path)
         self.prefix = f"{path}."
@@ -140,7 +140,7 @@ class _Walk:
     def __init__(self, layers: Iterable[Layer], signal: Signal, path: str = "") -> None:
         self.nodes: list[_Leaf | _Residual | _Shared] = []
         for i, layer in enumerate(layers):
-            kind = layer_kind(layer)
+            kind = layer_definition(layer)
             if kind.wraps is None:
                 self.nodes.append(_Leaf(layer, signal, f"{path}{i}"))
             else:
@@ -175,7 +175,7 @@ def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
         batch: the arrays the loss reads.
         weight: (n,), 1.0 for an item and 0.0 for padding.
     """
-    kind = loss_kind(loss)
+    kind = loss_definition(loss)
     total = jnp.sum(weight * kind.jax_items(loss.o, out, batch))
     if loss.reduction == "sum":
         return total

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.catalogue import is_accumulable
-from gradcheck_suite.catalogue.kinds import Arrays
+from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest, noise_bound, quick_bound

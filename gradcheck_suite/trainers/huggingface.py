@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.schema.contract import Batch, TrainingRun
-from gradcheck_suite.schema.readout_probe import QUIET
+from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 from gradcheck_suite.trainers.process import forget_accelerate, quiet, settle
 
 IGNORED = -100
@@ -190,7 +190,7 @@ def _expect_own_loss(run: TrainingRun) -> None:
     with torch.no_grad():
         wanted, own = float(run.loss(run.model, batch)), float(run.model(**batch)["loss"])
     # made small, it is the same loss, asked for to see whether the gradient's size matters
-    if not any(abs(wanted - scale * own) <= SAME * scale * abs(own) for scale in (1.0, QUIET)):
+    if not any(abs(wanted - scale * own) <= SAME * scale * abs(own) for scale in (1.0, SMALL_SCALE)):
         raise CannotRunHere(
             f"the problem's loss is {wanted:.9g} where its model's own, which transformers' Trainer takes, is "
             f"{own:.9g}: let Problem.loss return model(**batch).loss"

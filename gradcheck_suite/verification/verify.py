@@ -26,9 +26,9 @@ from gradcheck_suite.schema.contract import (
     checked_assumptions,
 )
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.readout_probe import probe_case
 from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.schema.spec import ProblemSpec
+from gradcheck_suite.schema.weight_probe import probe_case
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.second_opinion import BUDGET, SecondOpinion, second_opinion
 

@@ -17,7 +17,7 @@ import torch
 
 from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
 from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
-from gradcheck_suite.catalogue.kinds import LayerKind, Signal
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.schema.spec import Layer
 
@@ -120,7 +120,7 @@ def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray 
     return y.detach().numpy(), gradients
 
 
-def jax_run(kind: LayerKind, layer: Layer, signal: Signal, model: Chain, batch, cotangent):
+def jax_run(kind: LayerDefinition, layer: Layer, signal: Signal, model: Chain, batch, cotangent):
     """Return the same from `jax.vjp` of the kind's JAX meaning, folded over the axes that the kind does not mix."""
     named = (*model.named_parameters(), *model.named_buffers())
     values = {n.removeprefix("0."): t.detach().numpy() for n, t in named if t.is_floating_point()}
@@ -166,7 +166,7 @@ def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
     )
 
 
-def assert_frameworks_agree(kind: LayerKind, layer: Layer, signal: Signal) -> None:
+def assert_frameworks_agree(kind: LayerDefinition, layer: Layer, signal: Signal) -> None:
     """Compare value and gradients of a kind's two meanings on one layer."""
     __tracebackhide__ = True
     batch = draw(layer, signal, PLAIN_ITEMS + 3)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gradcheck_suite.catalogue import LOSSES
-from gradcheck_suite.catalogue.kinds import LossKind, Options, Signal, vector
+from gradcheck_suite.catalogue.definitions import LossDefinition, Options, Signal, vector
 from gradcheck_suite.catalogue.losses.classification import IGNORE_INDEX
 from gradcheck_suite.references.jax_reference import objective
 from gradcheck_suite.schema.spec import REDUCTIONS, Loss
@@ -40,7 +40,7 @@ MANY = 64
 class Example:
     """A loss on a signal: what it is asked, and the data it is asked about."""
 
-    kind: LossKind
+    kind: LossDefinition
     signal: Signal
     options: tuple[tuple[str, object], ...]
 

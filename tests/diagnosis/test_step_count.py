@@ -17,7 +17,7 @@ from gradcheck_suite.diagnosis.step_count import explain_steps
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.schema.readout_probe import probe_case
+from gradcheck_suite.schema.weight_probe import probe_case
 
 PLAN = Plan((1, 2, 1), 2, 2)
 

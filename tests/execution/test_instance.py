@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, UsageError, cases
 from gradcheck_suite.execution.instance import generated_instance, leaves, map_leaves, user_instance
-from gradcheck_suite.schema.readout_probe import probe_case
+from gradcheck_suite.schema.weight_probe import probe_case
 
 SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean"))
 PLAN = Plan((1, 3, 2), 2)

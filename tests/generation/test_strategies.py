@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
-from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, input_signal, layer_kind, loss_kind, output_signal
+from gradcheck_suite.catalogue import (
+    INPUTS,
+    LAYERS,
+    LOSSES,
+    input_signal,
+    layer_definition,
+    loss_definition,
+    output_signal,
+)
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.strategies import MAX_MICRO_BATCHES
 
@@ -118,7 +126,7 @@ FEATURES = {
     "class weights": (0.02, lambda case: bool(case.problem.loss.o.get("class_weights"))),
     "unequal counts of items": (
         0.03,
-        lambda case: not loss_kind(case.problem.loss).uniform(output_signal(case.problem), case.problem.loss.o),
+        lambda case: not loss_definition(case.problem.loss).uniform(output_signal(case.problem), case.problem.loss.o),
     ),
     "padding": (0.1, lambda case: input_signal(case.problem.input).padded),
 }
@@ -169,10 +177,10 @@ def test_every_drawn_problem_fits_together():
     for case in _drawn():
         layers = case.problem.layers
         assert 1 <= len(layers) <= 5
-        assert layer_kind(layers[-1]).trainable
+        assert layer_definition(layers[-1]).trainable
         out = output_signal(case.problem)
         options = {name: value for name, value in case.problem.loss.options if name != "reduction"}
-        assert options in [dict(v) for v in loss_kind(case.problem.loss).variants(out)]
+        assert options in [dict(v) for v in loss_definition(case.problem.loss).variants(out)]
 
 
 def test_every_drawn_plan_is_within_its_bounds():
@@ -367,7 +375,7 @@ def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
     assert (
         small.problem.loss.options
         == Loss(
-            kind, **loss_kind(small.problem.loss).variants(output_signal(small.problem))[0], reduction="mean"
+            kind, **loss_definition(small.problem.loss).variants(output_signal(small.problem))[0], reduction="mean"
         ).options
     )
     assert small.plan == SMALLEST.plan

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gradcheck_suite.catalogue import ENTANGLED_LOSSES, is_accumulable
+from gradcheck_suite.catalogue import CROSS_SAMPLE_LOSSES, is_accumulable
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.generation.strategies import cases, plans, problems
 from gradcheck_suite.loops import BUILT_IN
@@ -56,14 +56,14 @@ def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop
             said["makes no difference"] += 1
             return
         assert (verdict.violation.kind, verdict.violation.diagnosis) == ("not-accumulable", "not-accumulable")
-        layer = case.problem.loss.kind not in ENTANGLED_LOSSES
+        layer = case.problem.loss.kind not in CROSS_SAMPLE_LOSSES
         reason = verdict.violation.explanation
         assert ("batch normalisation in train mode" in reason) == layer, f"{reason}\n{case!r}"
         said["layer" if layer else case.problem.loss.kind] += 1
 
     classified()
     assert said["makes no difference"] <= (50 if plan is None else 15), said
-    assert said.keys() >= {"layer", *ENTANGLED_LOSSES}, said
+    assert said.keys() >= {"layer", *CROSS_SAMPLE_LOSSES}, said
 
 
 def test_a_micro_batch_that_counts_nothing_does_not_hide_that_items_meet():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_float, is_inexact, promote, result_dtype
-from gradcheck_suite.bridge.slopes import with_slopes
+from gradcheck_suite.bridge.explicit_derivatives import with_derivatives
 from gradcheck_suite.bridge.table import register_op
 
 
@@ -115,7 +115,7 @@ def pow_(self: Any, exponent: Any) -> Array:
         return value
     of_base = jnp.where(y == 0, 0, y * jnp.power(x, y - 1))
     of_exponent = jnp.where((x == 0) & (y >= 0), 0, value * jnp.log(x))
-    return with_slopes(value, (x, of_base), (y, of_exponent))
+    return with_derivatives(value, (x, of_base), (y, of_exponent))
 
 
 @register_op("aten.maximum")
@@ -158,7 +158,7 @@ def hypot(self: Array, other: Array) -> Array:
     """sqrt(x^2 + y^2); the gradient is operand / result, NaN at the origin as in torch."""
     x, y = promote(self, other)
     value = jnp.hypot(x, y)
-    return with_slopes(value, (x, x / value), (y, y / value))
+    return with_derivatives(value, (x, x / value), (y, y / value))
 
 
 @register_op("aten.copysign")
@@ -186,7 +186,7 @@ def xlogy(self: Any, other: Any) -> Array:
     """X log(y), 0 where x is 0 unless y is NaN."""
     x, y = promote(self, other, floating=True)
     value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log(y))
-    return with_slopes(value, (x, jnp.where((x == 0) & (y <= 0), 0, jnp.log(y))), (y, x / y))
+    return with_derivatives(value, (x, jnp.where((x == 0) & (y <= 0), 0, jnp.log(y))), (y, x / y))
 
 
 @register_op("aten.special_xlog1py")
@@ -194,7 +194,7 @@ def xlog1py(self: Any, other: Any) -> Array:
     """X log(1 + y), 0 where x is 0 unless y is NaN."""
     x, y = promote(self, other, floating=True)
     value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log1p(y))
-    return with_slopes(value, (x, jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y))), (y, x / (y + 1)))
+    return with_derivatives(value, (x, jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y))), (y, x / (y + 1)))
 
 
 @register_op("aten.lerp")

@@ -11,13 +11,13 @@ from jax import lax
 from jax.scipy import special
 
 from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_float, is_inexact, promote
-from gradcheck_suite.bridge.slopes import with_slopes
+from gradcheck_suite.bridge.explicit_derivatives import with_derivatives
 from gradcheck_suite.bridge.table import register_op
 
 
 def _entr(x: Array) -> Array:
     value = jnp.where(x > 0, -x * jnp.log(x), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf)))
-    return with_slopes(value, (x, -1 - jnp.log(x)))
+    return with_derivatives(value, (x, -1 - jnp.log(x)))
 
 
 def _abs(x: Array) -> Array:
@@ -48,11 +48,11 @@ def _reflected_polygamma(n: int, x: Array) -> Array:
 def _digamma(x: Array) -> Array:
     """At 0 it is infinite, with a sign: JAX has NaN there."""
     value = jnp.where(x == 0, -jnp.copysign(jnp.inf, x), special.digamma(x))
-    return with_slopes(value, (x, _reflected_polygamma(1, x)))
+    return with_derivatives(value, (x, _reflected_polygamma(1, x)))
 
 
 def _lgamma(x: Array) -> Array:
-    return with_slopes(special.gammaln(x), (x, _digamma(x)))
+    return with_derivatives(special.gammaln(x), (x, _digamma(x)))
 
 
 def _sinc(x: Array) -> Array:
@@ -166,7 +166,7 @@ def logit(self: Array, eps: float | None = None) -> Array:
     outside = (x < low) | (x > high)
     inside = x if eps is None else jnp.clip(x, low, high)
     slope = jnp.where(outside, jnp.nan if eps is None else 0, 1 / (x * (1 - x)))
-    return with_slopes(jnp.log(inside / (1 - inside)), (x, slope))
+    return with_derivatives(jnp.log(inside / (1 - inside)), (x, slope))
 
 
 @register_op("aten.nan_to_num")
@@ -192,7 +192,7 @@ def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         value = jnp.minimum(jnp.maximum(x, low), high)
         from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
-        return with_slopes(value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high))
+        return with_derivatives(value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high))
     if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)
     if high is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     class_weights,
@@ -85,7 +85,7 @@ def _rows_per_item(options: Options, batch: Arguments) -> jax.Array:
 
 
 KINDS = (
-    LossKind(
+    LossDefinition(
         "bce_with_logits",
         on_floats(pos_weight=(False, True), weight=(False, True)),
         _targets,
@@ -94,7 +94,7 @@ KINDS = (
         _with_logits_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "bce",
         on_floats(weight=(False, True)),
         _targets,
@@ -103,7 +103,7 @@ KINDS = (
         _bce_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "multilabel_soft_margin",
         on("vector", "sequence", class_weights=(False, True)),
         _targets,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     FLOATS,
     Bools,
@@ -187,7 +187,7 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
 
 
 KINDS = (
-    LossKind(
+    LossDefinition(
         "cross_entropy",
         on(
             *FLOATS,
@@ -204,7 +204,7 @@ KINDS = (
         maskable=_ignores,
         uniform=_uniform,
     ),
-    LossKind(
+    LossDefinition(
         "soft_cross_entropy",
         on(*FLOATS, features=2, label_smoothing=SMOOTHING, class_weights=(False, True)),
         _distributions,
@@ -213,7 +213,7 @@ KINDS = (
         _soft_cross_entropy_items,
         _positions_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "nll",
         on(*FLOATS, features=2, ignore_index=(False, True), class_weights=(False, True)),
         _class_targets,
@@ -224,7 +224,7 @@ KINDS = (
         maskable=_ignores,
         uniform=_uniform,
     ),
-    LossKind(
+    LossDefinition(
         "weighted_cross_entropy",
         on(*FLOATS, features=2, gamma=(0.0, 2.0)),
         _weighted_targets,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, Form, Options, Signal, Tensors, product
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Form, Options, Signal, Tensors, product
 
 Variants = Callable[[Signal], Sequence[Options]]
 Floats = npt.NDArray[np.float64]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
 from gradcheck_suite.catalogue.losses.classification import skewed_classes
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
@@ -123,7 +123,7 @@ def _ranking_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Ar
 
 
 KINDS = (
-    LossKind(
+    LossDefinition(
         "hinge_embedding",
         on_floats(margin=(1.0, 0.5)),
         sign_targets,
@@ -132,7 +132,7 @@ KINDS = (
         _hinge_embedding_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "soft_margin",
         on_floats(),
         sign_targets,
@@ -141,7 +141,7 @@ KINDS = (
         _soft_margin_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "multi_margin",
         on("vector", "sequence", features=2, p=(1, 2), margin=(1.0,), class_weights=(False, True)),
         _classes,
@@ -150,7 +150,7 @@ KINDS = (
         _multi_margin_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "cosine_embedding",
         # a vector of one feature has no direction to learn
         on("vector", features=2, margin=(0.0, 0.25)),
@@ -160,7 +160,7 @@ KINDS = (
         _cosine_items,
         one_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "triplet_margin",
         # with one feature the two distances mostly differ by a constant
         on("vector", features=2, margin=(1.0, 0.5)),
@@ -170,7 +170,7 @@ KINDS = (
         _triplet_items,
         one_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "margin_ranking",
         on_floats(margin=(0.0, 0.5)),
         _ranked,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jax.scipy.special import xlogy
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors, product
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors, product
 from gradcheck_suite.catalogue.losses.common import (
     FLOATS,
     Bools,
@@ -109,7 +109,7 @@ def _gaussian_nll_items(options: Options, out: jax.Array, batch: Arguments) -> j
 
 
 KINDS = (
-    LossKind(
+    LossDefinition(
         "kl_div",
         on(*FLOATS, features=2, batchmean=(True, False), log_target=(False, True)),
         _kl_targets,
@@ -118,7 +118,7 @@ KINDS = (
         _kl_div_items,
         _kl_counts,
     ),
-    LossKind(
+    LossDefinition(
         "poisson_nll",
         on_floats(log_input=(True, False)),
         _event_counts,
@@ -127,7 +127,7 @@ KINDS = (
         _poisson_nll_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "gaussian_nll",
         _gaussian_variants,
         _gaussian_targets,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, Arrays, LossKind, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     count_elements,
@@ -74,9 +74,9 @@ def _weighted_mse_items(options: Options, out: jax.Array, batch: Arguments) -> j
 
 
 KINDS = (
-    LossKind("mse", on_floats(), normal_targets, _mse, count_elements, _mse_items, elements_per_item),
-    LossKind("l1", on_floats(), normal_targets, _l1, count_elements, _l1_items, elements_per_item),
-    LossKind(
+    LossDefinition("mse", on_floats(), normal_targets, _mse, count_elements, _mse_items, elements_per_item),
+    LossDefinition("l1", on_floats(), normal_targets, _l1, count_elements, _l1_items, elements_per_item),
+    LossDefinition(
         "smooth_l1",
         on_floats(beta=(1.0, 0.25)),
         normal_targets,
@@ -85,7 +85,7 @@ KINDS = (
         _smooth_l1_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "huber",
         on_floats(delta=(1.0, 0.25)),
         normal_targets,
@@ -94,7 +94,7 @@ KINDS = (
         _huber_items,
         elements_per_item,
     ),
-    LossKind(
+    LossDefinition(
         "weighted_mse",
         on_floats(),
         _weighted_targets,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from gradcheck_suite.catalogue import input_signal, layer_kind, out_signal
+from gradcheck_suite.catalogue import input_signal, layer_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.kinds import Signal
+from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.report.scripts.sources import PACKAGE, Sources
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
@@ -52,7 +52,7 @@ def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: Sources) -
 def _is_plain(layers: Sequence[Layer], signal: Signal) -> bool:
     """Return whether each layer takes nothing but what the one before gives."""
     for layer in layers:
-        if layer_kind(layer).wraps or extra_keys(layer, signal, ""):
+        if layer_definition(layer).wraps or extra_keys(layer, signal, ""):
             return False
         signal = out_signal(layer, signal)
     return True
@@ -60,7 +60,7 @@ def _is_plain(layers: Sequence[Layer], signal: Signal) -> bool:
 
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
     for layer, module in zip(layers, chain.children(), strict=True):
-        if layer_kind(layer).wraps:
+        if layer_definition(layer).wraps:
             yield "torch.nn.Sequential("
             yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
             yield "),"
@@ -72,7 +72,7 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) ->
     """Yield the statements that send `x` through some layers, which lie at a place such as `(1, 0)` in the model."""
     for i, layer in enumerate(layers):
         path = ".".join(map(str, (*place, i)))
-        wraps = layer_kind(layer).wraps
+        wraps = layer_definition(layer).wraps
         if wraps == "residual":
             shortcut = f"shortcut_{path.replace('.', '_')}"
             yield f"{shortcut} = x"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gradcheck_suite.catalogue import loss_kind, output_signal
+from gradcheck_suite.catalogue import loss_definition, output_signal
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.report.scripts.literals import table, tensor_text, values
@@ -99,7 +99,7 @@ def generated_text(spec: ProblemSpec, instance: Instance, sources: Sources) -> s
 
 
 def _loss_texts(spec: ProblemSpec, instance: Instance, sources: Sources) -> list[str]:
-    kind, signal = loss_kind(spec.loss), output_signal(spec)
+    kind, signal = loss_definition(spec.loss), output_signal(spec)
     known = Known(
         spec.loss.o, tuple(instance.data), {"reduction": spec.loss.reduction, "out.ndim": 1 + len(signal.size)}
     )

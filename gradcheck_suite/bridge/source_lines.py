@@ -14,7 +14,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _BRIDGE = str(Path(__file__).parent)
 
 
-def where_from(node: fx.Node) -> str:
+def source_line(node: fx.Node) -> str:
     """Return ` (FILE, line N: code)` of the innermost frame outside torch and this package, or nothing."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     foreign = [f for f in frames if _is_the_users(f["file"])]
@@ -24,7 +24,7 @@ def where_from(node: fx.Node) -> str:
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
 
 
-def where_raised(error: BaseException) -> str:
+def source_line_of_error(error: BaseException) -> str:
     """Return ` (FILE, line N: code)` of the innermost of an exception's frames outside torch and this package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_the_users(frame.filename):

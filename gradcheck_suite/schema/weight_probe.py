@@ -6,7 +6,7 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec, Reduction
 
-QUIET = 2.0**-20
+SMALL_SCALE = 2.0**-20
 """A scale of a loss at which no threshold bites; a power of two, so that a linear loop's weights scale unrounded."""
 
 

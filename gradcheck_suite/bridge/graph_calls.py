@@ -14,12 +14,12 @@ from torch import fx
 from gradcheck_suite.bridge.dtypes import jax_dtype
 from gradcheck_suite.bridge.errors import BridgeError, RandomnessError, WrongLowering
 from gradcheck_suite.bridge.exporting import random_message
-from gradcheck_suite.bridge.sources import where_from
+from gradcheck_suite.bridge.source_lines import source_line
 from gradcheck_suite.bridge.table import is_dynamic, lowering_of
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphCall:
     """One operation of the graph, with what JAX does for it."""
 
     node: fx.Node
@@ -28,56 +28,56 @@ class Step:
     is_dynamic: bool = False
 
 
-def steps_of(graph_module: fx.GraphModule) -> list[Step]:
+def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
     """Return what there is to run, in order."""
-    steps = []
+    calls = []
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
         if isinstance(node.target, torch._ops.OpOverload):
             lowering = lowering_of(node.target)
             assert lowering is not None
-            steps.append(Step(node, lowering, True, is_dynamic(node.target)))
+            calls.append(GraphCall(node, lowering, True, is_dynamic(node.target)))
         else:
-            steps.append(Step(node, node.target, False))
-    return steps
+            calls.append(GraphCall(node, node.target, False))
+    return calls
 
 
-def narrow_operations(steps: tuple[Step, ...]) -> tuple[str, ...]:
+def low_precision_operations(calls: tuple[GraphCall, ...]) -> tuple[str, ...]:
     """Return the operations, with their lines, whose results are floats of less than 64 bits."""
     found = []
-    for step in steps:
-        value = step.node.meta.get("val")
+    for call in calls:
+        value = call.node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
-            # one of several results is picked by a step of its own, and is its operation's all the same
-            source = step.node.args[0]
-            node = source if step.node.target is operator.getitem and isinstance(source, fx.Node) else step.node
-            found.append(f"{node.target}{where_from(node)}")
+            # one of several results is picked by a call of its own, and is its operation's all the same
+            source = call.node.args[0]
+            node = source if call.node.target is operator.getitem and isinstance(source, fx.Node) else call.node
+            found.append(f"{node.target}{source_line(node)}")
     return tuple(found)
 
 
-def run_step(step: Step, values: dict[Any, Any]) -> Any:
-    """Return what a step gives for the values so far, held to the shape and the dtype that torch has there."""
-    node = step.node
+def run_graph_call(call: GraphCall, values: dict[Any, Any]) -> Any:
+    """Return what a call gives for the values so far, held to the shape and the dtype that torch has there."""
+    node = call.node
 
     def value_of(argument: fx.Node) -> Any:
         return values[argument.name]
 
     args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-    if not step.is_op:
-        out = step.function(*args, **kwargs)
+    if not call.is_op:
+        out = call.function(*args, **kwargs)
     else:
         try:
-            out = step.function(*args, **kwargs)
+            out = call.function(*args, **kwargs)
         except RandomnessError as error:
             raise RandomnessError(random_message(str(error), node)) from None
         except BridgeError:
             raise
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            raise  # a value asked for inside jit: the caller runs the program step by step instead
+            raise  # a value asked for inside jit: the caller runs the program call by call instead
         except Exception as error:
             raise WrongLowering(
-                f"the lowering of {node.target}{where_from(node)} failed: {type(error).__name__}: {error}"
+                f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
             ) from error
     _check_kind(node, out)
     return out
@@ -95,6 +95,6 @@ def _check_kind(node: fx.Node, out: Any) -> None:
     if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
         got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
         raise WrongLowering(
-            f"the lowering of {node.target}{where_from(node)} gives {got}{' (weakly typed)' if weak else ''} where "
+            f"the lowering of {node.target}{source_line(node)} gives {got}{' (weakly typed)' if weak else ''} where "
             f"torch gives {dtype}{list(shape)}: correct the function registered for it"
         )

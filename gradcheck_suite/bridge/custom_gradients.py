@@ -54,7 +54,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def refuse_what_export_forgets(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
+def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
     """Run the loss once in torch, and refuse it if its gradient is not the derivative of its forward.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (1, 2)
 _PARTS = ("weight", "bias")
@@ -30,7 +30,7 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return x @ weight.T + bias
 
 
-def _kind(name: str, *, wholly: bool) -> LayerKind:
+def _kind(name: str, *, wholly: bool) -> LayerDefinition:
     choices: dict[str, Sequence[object]] = (
         {"features": FEATURES} if wholly else {"features": FEATURES, "frozen": _PARTS}
     )
@@ -44,7 +44,7 @@ def _kind(name: str, *, wholly: bool) -> LayerKind:
         expect(wholly or options["frozen"] in _PARTS, name, f"frozen among {_PARTS}", options.get("frozen"))
         return signal.with_features(options["features"])
 
-    return LayerKind(name, variants, out, _module, _jax, axes=1, trainable=not wholly)
+    return LayerDefinition(name, variants, out, _module, _jax, axes=1, trainable=not wholly)
 
 
 KINDS = (_kind("part_frozen_linear", wholly=False), _kind("frozen_linear", wholly=True))

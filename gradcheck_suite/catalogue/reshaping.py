@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, vector
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, vector
 
 MOST_FEATURES = 12
 LENGTH = 3
@@ -88,14 +88,14 @@ def _pixels(options: Options, params: Arguments, x: jax.Array, extras: Arguments
 
 
 KINDS = (
-    LayerKind("flatten", _flatten_variants, _flatten_out, lambda signal, o: torch.nn.Flatten(), _flatten),
-    LayerKind(
+    LayerDefinition("flatten", _flatten_variants, _flatten_out, lambda signal, o: torch.nn.Flatten(), _flatten),
+    LayerDefinition(
         "unflatten",
         _unflatten_variants,
         _unflatten_out,
         lambda signal, o: torch.nn.Unflatten(1, (o["length"], signal.size[0] // o["length"])),
         _unflatten,
     ),
-    LayerKind("transpose", _transpose_variants, _transpose_out, lambda signal, o: Transpose(), _transpose),
-    LayerKind("pixels", _pixels_variants, _pixels_out, lambda signal, o: Pixels(), _pixels),
+    LayerDefinition("transpose", _transpose_variants, _transpose_out, lambda signal, o: Transpose(), _transpose),
+    LayerDefinition("pixels", _pixels_variants, _pixels_out, lambda signal, o: Pixels(), _pixels),
 )

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, LossKind, Options, Signal, Tensors, expect
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    LayerDefinition,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    expect,
+)
 from gradcheck_suite.catalogue.losses.common import normal_targets, on
 from gradcheck_suite.catalogue.normalisation import EPS
 from gradcheck_suite.errors import UsageError
@@ -66,8 +74,8 @@ def _no_meaning(options: Options, *arrays: jax.Array | Arguments) -> jax.Array:
     raise UsageError("a loss in which items meet each other has no item losses")
 
 
-def _loss(name: str, torch_loss: object) -> LossKind:
-    return LossKind(
+def _loss(name: str, torch_loss: object) -> LossDefinition:
+    return LossDefinition(
         name,
         on("vector"),
         normal_targets,
@@ -79,7 +87,7 @@ def _loss(name: str, torch_loss: object) -> LossKind:
     )
 
 
-LAYERS = (LayerKind("batch_norm_train", _floats, _same, _batch_norm, trainable=True),)
+LAYERS = (LayerDefinition("batch_norm_train", _floats, _same, _batch_norm, trainable=True),)
 LOSSES = (
     _loss("in_batch_negatives", _negatives),
     _loss("product_of_means", _product),

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue.kinds import (
+from gradcheck_suite.catalogue.definitions import (
     Arguments,
     Arrays,
-    LayerKind,
-    LossKind,
+    LayerDefinition,
+    LossDefinition,
     Options,
     Signal,
     Tensors,
@@ -73,5 +73,7 @@ def _counts(options: Options, batch: Arguments) -> jax.Array:
     return jnp.ones_like(batch["target"])
 
 
-LAYERS = (LayerKind("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),)
-LOSSES = (LossKind("identity", _one_feature, _targets, _identity, _count, _items, _counts, drawn=False),)
+LAYERS = (
+    LayerDefinition("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),
+)
+LOSSES = (LossDefinition("identity", _one_feature, _targets, _identity, _count, _items, _counts, drawn=False),)

@@ -31,7 +31,7 @@ def _jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 _sloped.defjvp(_jvp, symbolic_zeros=True)
 
 
-def with_slopes(value: Array, *inputs_and_slopes: tuple[Array, Array]) -> Array:
+def with_derivatives(value: Array, *inputs_and_slopes: tuple[Array, Array]) -> Array:
     """Return `value` as a function of some inputs whose slopes are given.
 
     Args:

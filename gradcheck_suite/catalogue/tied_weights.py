@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.kinds import Arguments, LayerKind, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
 
 FEATURES = (1, 2)
 
@@ -76,6 +76,8 @@ def _embedding(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 
 KINDS = (
-    LayerKind("tied_linear", _linear_variants, _linear_out, _linear_module, _linear, axes=1, trainable=True),
-    LayerKind("tied_embedding", _embedding_variants, _embedding_out, _embedding_module, _embedding, trainable=True),
+    LayerDefinition("tied_linear", _linear_variants, _linear_out, _linear_module, _linear, axes=1, trainable=True),
+    LayerDefinition(
+        "tied_embedding", _embedding_variants, _embedding_out, _embedding_module, _embedding, trainable=True
+    ),
 )

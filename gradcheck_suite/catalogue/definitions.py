@@ -62,7 +62,7 @@ def no_extras(signal: Signal, options: Options, rng: np.random.Generator, items:
 
 
 @dataclass(frozen=True)
-class InputKind:
+class InputDefinition:
     """A source of items.
 
     Attributes:
@@ -81,7 +81,7 @@ class InputKind:
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class LayerDefinition:
     """A layer.
 
     Attributes:
@@ -114,7 +114,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class LossKind:
+class LossDefinition:
     """A loss. Its mean over a batch is (sum of item losses) / (sum of item counts).
 
     Attributes:
