@@ -1,6 +1,6 @@
 """gradcheck-suite: does this training loop hand its optimizer the gradient it should?
 
-Importing this package imports neither torch nor jax: what needs them is loaded when it is first used.
+Importing this package imports neither torch nor jax: the names that need them are loaded at first use.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError
+from gradcheck_suite.execution import environment
 from gradcheck_suite.schema.case import Case, case_from_json
 from gradcheck_suite.schema.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
 from gradcheck_suite.schema.plan import Plan
@@ -25,7 +26,6 @@ __version__ = "0.1.0"
 _LAZY = {
     "cases": "generation.strategies",
     "check": "verification.check",
-    "environment": "execution.environment",
     "plans": "generation.strategies",
     "problems": "generation.strategies",
     "verify": "verification.verify",
@@ -50,6 +50,7 @@ __all__ = [
     "case_from_json",
     "cases",
     "check",
+    "environment",
     "plans",
     "problems",
     "training_loop",
@@ -59,8 +60,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        module = import_module(f"gradcheck_suite.{_LAZY[name]}")
-        return module if _LAZY[name].endswith(f".{name}") and name == "environment" else getattr(module, name)
+        return getattr(import_module(f"gradcheck_suite.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,6 +14,7 @@ from gradcheck_suite.execution.instance import Instance, Items
 from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.comparison import Difference
+from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference, Window
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.plan import Plan
@@ -113,7 +114,7 @@ def explain_gradient(
     numbers = (
         f"{difference.count} of {len(window.expected)} elements of the gradient differ; the worst is "
         f"{parameter}{list(where)}: expected {expected[where]:.9g}, observed {observed[where]:.9g}, "
-        f"off by {difference.error:.3g} where rounding allows {difference.allowed:.3g}",
+        f"off by {error_text(difference.error, difference.allowed)}",
     )
     step = epoch * len(plan.windows) + window.index
     seen = reference.flat(observation.gradients)

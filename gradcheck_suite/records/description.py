@@ -12,15 +12,32 @@ from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
+SURE_VIOLATION = 100
+"""Error over bound from which on the digits of the bound decide nothing: one of them is printed."""
+
+
+def error_text(error: float, allowed: float) -> str:
+    """Return an error beside its bound, such as `0.205, where rounding allows 7e-15`.
+
+    The bound has three digits where the error is close to it. Far below the error it has one: its further digits are
+    rounding error themselves and differ between processors.
+
+    Args:
+        error: |observed - expected|, in the units of the gradient.
+        allowed: the largest error that rounding explains, in the same units.
+    """
+    digits = 1 if error > SURE_VIOLATION * allowed else 3
+    return f"{error:.3g}, where rounding allows {allowed:.{digits}g}"
+
 
 def split_text(plan: Plan) -> str:
-    """Return an epoch's item counts in its windows, such as `[1 3 | 2 2 | 4]`; `*` marks one that counts nothing."""
+    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets."""
     shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
     return f"[{' | '.join(' '.join(shown[j] for j in window) for window in plan.windows)}]"
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return how a run is cut up, a line for the split and one for what its signs mean."""
+    """Return the split of a run: one line for its counts, one for the meaning of `*` where it occurs."""
     windows = _counted(len(plan.windows), "window")
     short = ", the last one short" if plan.has_short_window else ""
     lines = [
@@ -28,12 +45,12 @@ def describe_plan(plan: Plan) -> list[str]:
         f"{_counted(plan.epochs, 'epoch')}"
     ]
     if plan.masked:
-        lines.append("* counts nothing: all its targets are ignored")
+        lines.append("* a micro-batch without valid targets: all of them are ignored")
     return lines
 
 
 def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
-    """Return a problem as pairs of a place (`input`, `0`, `1.0`, `loss`) and what is there, with shapes for n items."""
+    """Return a problem as (place, description) pairs, shapes for n items; places: `input`, `0`, `1.0`, `loss`."""
     if isinstance(problem, str):
         return [("problem", f"{problem} (a user's)")]
     signal = input_signal(problem.input)
@@ -45,7 +62,7 @@ def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
 
 
 def describe_case(case: Case) -> list[str]:
-    """Return a case in words, one aligned line for each part of it."""
+    """Return a case in words: one line per part, in two aligned columns."""
     optimizer = "an optimizer whose step changes nothing" if case.optimizer is None else f"optimizer {case.optimizer}"
     pairs = [
         *describe_problem(case.problem),
@@ -56,7 +73,7 @@ def describe_case(case: Case) -> list[str]:
 
 
 def describe_violation(violation: Violation) -> list[str]:
-    """Return a violation in words: what, why, where, how far off, and the case it happened in."""
+    """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, case."""
     kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
     lines = [kind, violation.explanation]
     pairs = []
@@ -65,8 +82,8 @@ def describe_violation(violation: Violation) -> list[str]:
         pairs.append(("window", f"{violation.window} of epoch {violation.epoch}: micro-batches {list(members)}"))
     if violation.parameter is not None:
         pairs.append(("parameter", violation.parameter))
-    if violation.error is not None:
-        pairs.append(("error", f"{violation.error:.3g}, where rounding allows {violation.allowed:.3g}"))
+    if violation.error is not None and violation.allowed is not None:
+        pairs.append(("error", error_text(violation.error, violation.allowed)))
     lines += _aligned(pairs)
     lines += violation.details
     return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]

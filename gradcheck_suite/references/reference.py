@@ -14,6 +14,7 @@ from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest, noise_bound, quick_bound
 from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
+from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
 from gradcheck_suite.references.noise import Computation, Part, float64_noise, shared
@@ -257,8 +258,8 @@ class Window:
         worst = worst_difference(self.torch, jax, bound)
         parameter, _ = self._reference.layout.place(worst.index)
         return (
-            f"torch's and JAX's large-batch gradients of {parameter} differ by {worst.error:.3g} "
-            f"(rounding allows {worst.allowed:.3g}) in window {self.index} of case "
+            f"torch's and JAX's large-batch gradients of {parameter} differ by "
+            f"{error_text(worst.error, worst.allowed)}, in window {self.index} of case "
             f"{self._reference.instance.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
         )
 

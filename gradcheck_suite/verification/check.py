@@ -15,6 +15,7 @@ from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT, Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
 from gradcheck_suite.numerics.comparison import Difference, Vector
+from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
@@ -84,8 +85,8 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
     return (
         "the objective is no sum over items, so no accumulation can equal the large batch and no loop is to blame: "
         f"{reason(instance, window.model())}. The gradients of {parameter} in window "
-        f"{window.index}, of the large batch and as the sum of the micro-batches', differ by {difference.error:.3g}, "
-        f"where rounding allows {difference.allowed:.3g}"
+        f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
+        f"{error_text(difference.error, difference.allowed)}"
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.records.description import error_text
 
 CASE = Case(
     ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean")),
@@ -110,7 +111,7 @@ def test_the_numbers_are_those_of_the_worst_element():
     assert violation.error > violation.allowed > 0
     (line,) = violation.details
     assert "4 of 6 elements of the gradient differ; the worst is 0.weight[" in line
-    assert f"off by {violation.error:.3g} where rounding allows {violation.allowed:.3g}" in line
+    assert f"off by {error_text(violation.error, violation.allowed)}" in line
 
 
 def test_the_weights_are_shown_beside_the_right_ones():

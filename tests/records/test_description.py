@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gradcheck_suite
 from gradcheck_suite.records.description import (
@@ -10,6 +14,7 @@ from gradcheck_suite.records.description import (
     describe_plan,
     describe_problem,
     describe_violation,
+    error_text,
     example_text,
     split_text,
 )
@@ -54,7 +59,7 @@ def test_the_split(plan, text):
             Plan((1, 2), 2, masked=(0,)),
             [
                 "[1* 2] items; accumulation_steps = 2, 1 window; 1 epoch",
-                "* counts nothing: all its targets are ignored",
+                "* a micro-batch without valid targets: all of them are ignored",
             ],
         ),
     ],
@@ -101,6 +106,19 @@ def test_a_violation():
         "the case",
         *(f"  {line}" for line in describe_case(case)),
     ]
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-16, 1e-12), st.floats(0.9, 1.1))
+def test_a_bound_far_below_the_error_keeps_no_digit_that_rounding_decides(error, allowed, elsewhere):
+    """A bound that differs by a tenth on another processor moves the last printed digit by one or two at most."""
+    shown, other = (float(error_text(error, bound).split()[-1]) for bound in (allowed, allowed * elsewhere))
+    assert shown == float(f"{allowed:.0e}")
+    assert abs(shown - other) <= 2 * 10.0 ** math.floor(math.log10(max(shown, other)))
+
+
+@given(st.floats(1e-12, 1e3), st.floats(1, 100))
+def test_a_bound_near_the_error_has_three_digits(allowed, ratio):
+    assert float(error_text(ratio * allowed, allowed).split()[-1]) == float(f"{allowed:.2e}")
 
 
 def test_a_violation_of_nothing_but_a_kind():

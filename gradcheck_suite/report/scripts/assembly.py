@@ -8,7 +8,7 @@ import textwrap
 import torch
 
 from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
-from gradcheck_suite.records.description import describe_case
+from gradcheck_suite.records.description import describe_case, error_text
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.report.scripts.checks import AT_A_STEP, large_batch_text, main_text, numbers_text
 from gradcheck_suite.report.scripts.sources import Sources
@@ -101,9 +101,8 @@ def _docstring(name: str, violation: Violation) -> str:
     where = ""
     if violation.window is not None:
         where = f"Window {violation.window} of epoch {violation.epoch}"
-        if violation.parameter is not None and violation.error is not None:
-            where += f", {violation.parameter}: off by {violation.error:.3g}, where rounding allows "
-            where += f"{violation.allowed:.3g}."
+        if violation.parameter is not None and violation.error is not None and violation.allowed is not None:
+            where += f", {violation.parameter}: off by {error_text(violation.error, violation.allowed)}."
     needs = "It needs Python and torch alone"
     if violation.kind != "not-accumulable" and is_imported(name):
         needs += ", and the file of the loop, which may import what it likes (gradcheck_suite too)"
