@@ -49,6 +49,11 @@ def leaves(batch: Batch) -> Iterator[torch.Tensor]:
             yield from leaves(value)
 
 
+def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return a pytree with its floating tensors in a dtype, others as they are."""
+    return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
 class Items(Dataset[Any]):
     """The items of one epoch; a list of indices gives a batch, copied so that a loop may change it."""
 
@@ -63,7 +68,12 @@ class Items(Dataset[Any]):
         return map_leaves(lambda tensor: tensor[chosen.to(tensor.device)], self._data)
 
 
-def _as_it_comes(batch: Batch) -> Batch:
+def loader_over(data: Batch, micro_batches: Iterable[range]) -> DataLoader[Any]:
+    """Return a loader whose passes yield the micro-batches of these items, in order."""
+    return DataLoader(Items(data), batch_sampler=[list(items) for items in micro_batches], collate_fn=_unchanged)
+
+
+def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
@@ -126,7 +136,7 @@ class Instance:
         batch = Items(self.data).__getitems__(items)
         if dtype is None:
             return batch
-        return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        return to_dtype(batch, dtype)
 
     def drawn(self, items: int, dtype: torch.dtype) -> Batch:
         """Return a batch of other items than the epoch's, floating tensors in `dtype`."""
@@ -136,8 +146,7 @@ class Instance:
     def loader(self) -> DataLoader[Any]:
         """Return a loader whose passes yield the plan's micro-batches in order."""
         plan = self.case.plan
-        batches = [list(plan.items(j)) for j in range(len(plan.micro_batches))]
-        return DataLoader(Items(self.data), batch_sampler=batches, collate_fn=_as_it_comes)
+        return loader_over(self.data, [plan.items(j) for j in range(len(plan.micro_batches))])
 
     def run(self) -> TrainingRun:
         """Return what a loop is handed."""

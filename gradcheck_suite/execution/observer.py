@@ -78,7 +78,7 @@ class Observer:
         return run
 
     def _note(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = {name: None if p.grad is None else _copy(p.grad) for name, p in self.parameters.items()}
+        gradients = {name: None if p.grad is None else dense_copy(p.grad) for name, p in self.parameters.items()}
         if not self._trajectory:
             self.observations.append(Observation(gradients))
             return
@@ -91,6 +91,7 @@ class Observer:
         self._handle.remove()
 
 
-def _copy(gradient: torch.Tensor) -> torch.Tensor:
+def dense_copy(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient, dense where it is sparse."""
     dense = gradient.detach()
     return dense.to_dense().clone() if dense.is_sparse else dense.clone()

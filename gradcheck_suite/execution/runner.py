@@ -13,6 +13,7 @@ from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute, NotedLoss
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
+from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint
 from gradcheck_suite.schema.contract import Loop
@@ -56,7 +57,7 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
     observer = Observer(
         run.model, run.optimizer, limit=instance.case.plan.step_limit, trajectory=instance.case.optimizer is not None
     )
-    before = _structure(run.model)
+    before = structure(run.model)
     start = {name: p.detach().clone() for name, p in observer.parameters.items()}
     raised, trace, refused, limit = None, "", None, Limit()
     default_dtype = torch.get_default_dtype()
@@ -87,7 +88,7 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         trace=trace,
         timed_out=timed_out,
         endless=endless,
-        structure=_changes(before, _structure(run.model)),
+        structure=structure_changes(before, structure(run.model)),
         compute=run.loss.compute if isinstance(run.loss, NotedLoss) else None,
         refused=refused,
     )
@@ -104,25 +105,3 @@ def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
     meaning = hint(error)
     text = f"{line}{where}; {meaning}" if meaning else f"{line}{where}"
     return text, "".join(traceback.format_exception(type(error), error, own))
-
-
-_Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
-
-
-def _structure(model: torch.nn.Module) -> _Structure:
-    """Return each parameter, and what a loop must leave as it is beside its values."""
-    return {
-        name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
-        for name, p in model.named_parameters()
-    }
-
-
-def _changes(before: _Structure, after: _Structure) -> str | None:
-    changes = [f"removed {name}" for name in before.keys() - after.keys()]
-    changes += [f"added {name}" for name in after.keys() - before.keys()]
-    for name in before.keys() & after.keys():
-        (old, was), (new, now) = before[name], after[name]
-        if old is not new:
-            changes.append(f"replaced {name} by another parameter")
-        changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
-    return ", ".join(sorted(changes)) or None

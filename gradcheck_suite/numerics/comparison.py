@@ -72,6 +72,20 @@ class Difference:
         return self.error / self.allowed if self.allowed else float("inf")
 
 
+def elementwise_error(observed: Any, expected: Any) -> Any:
+    """Return |observed - expected|: 0 for equal infinities and for two NaN, infinite where one alone is NaN.
+
+    Args:
+        observed: an array of numpy or a tensor of torch, floating.
+        expected: likewise, of the same shape.
+    """
+    error = abs(observed - expected)
+    error[error != error] = float("inf")  # NaN alone differs from itself
+    error[observed == expected] = 0.0
+    error[(observed != observed) & (expected != expected)] = 0.0
+    return error
+
+
 def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Difference:
     """Compare two vectors. Equal values, infinities and NaN at the same place among them, differ by nothing.
 
@@ -83,10 +97,8 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
     if not len(observed):
         return Difference(0, 0.0, 0.0, 0)
     with np.errstate(invalid="ignore"):
-        error = np.abs(observed - expected)
-    same = np.logical_or(observed == expected, np.isnan(observed) & np.isnan(expected))
-    error = np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))
+        error = elementwise_error(observed, expected)
     with np.errstate(divide="ignore"):
-        ratio = np.divide(error, allowed, out=np.zeros_like(error), where=~same)
+        ratio = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
     index = int(np.argmax(ratio))
     return Difference(index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed)))

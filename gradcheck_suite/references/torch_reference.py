@@ -39,6 +39,11 @@ def gradients_of(
     loss = instance.problem.loss(model, batch)
     if summed and instance.problem.reduction == "mean":
         loss = loss * instance.count(batch)
+    return parameter_gradients(loss, model)
+
+
+def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients:
+    """Return trainable parameters' names -> dense gradients of a loss, or None where it does not reach a parameter."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: tuple[Any, ...] = (None,) * len(named)
     if loss.requires_grad:

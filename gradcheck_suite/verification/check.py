@@ -12,6 +12,7 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
+from gradcheck_suite.execution.parameters import drift, replayed
 from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT, Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
 from gradcheck_suite.numerics.comparison import Difference, Vector
@@ -222,15 +223,14 @@ def _gradient_violation(
 def _parameters_violation(reference: Reference, outcome: Outcome) -> Violation | None:
     """Hold the parameters against a replay: the same optimizer, stepped on the gradients that were observed."""
     case = reference.instance.case
-    expected = _replay(case, outcome)
+    expected = outcome.start
+    if case.optimizer is not None:
+        expected = replayed(OPTIMIZERS[case.optimizer], outcome.start, outcome.observations)
     if _diverged(Observation({}, expected if case.optimizer else {})):
         return None
     for name, value in outcome.parameters.items():
-        want = expected[name]
-        error = (value.to(torch.float64) - want.to(torch.float64)).abs()
-        scale = max(1.0, float(want.to(torch.float64).abs().max())) if want.numel() else 1.0
-        allowed = 64 * torch.finfo(value.dtype).eps * scale * case.plan.steps
-        if want.numel() and not bool((error <= allowed).all()):
+        error, allowed = drift(value, expected[name], case.plan.steps)
+        if not error <= allowed:
             explanation = (
                 f"{name} ends up elsewhere than {case.optimizer or 'a step that changes nothing'} takes it "
                 "on the very gradients that were observed: something else than the step changed it"
@@ -241,22 +241,7 @@ def _parameters_violation(reference: Reference, outcome: Outcome) -> Violation |
                 explanation,
                 case,
                 parameter=name,
-                error=float(error.max()),
+                error=error,
                 allowed=allowed,
             )
     return None
-
-
-def _replay(case: Case, outcome: Outcome) -> dict[str, torch.Tensor]:
-    if case.optimizer is None:
-        return outcome.start
-    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in outcome.start.items()}
-    optimizer = OPTIMIZERS[case.optimizer](list(parameters.values()))
-    for observation in outcome.observations:
-        for name, p in parameters.items():
-            seen = observation.gradients[name]
-            p.grad = None if seen is None else seen.clone()
-        for group, settings in zip(optimizer.param_groups, observation.settings, strict=False):
-            group.update(settings)
-        optimizer.step()
-    return {name: p.detach() for name, p in parameters.items()}

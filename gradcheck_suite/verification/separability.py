@@ -23,6 +23,11 @@ TOLERANCE = 1e-5
 """Relative. Losses are computed in float64, but a user's model may hold islands of float32, which round at 1e-7."""
 
 
+def adds_up(whole: float, parts: list[float]) -> bool:
+    """Return whether parts add up to a whole, up to `TOLERANCE` of their sizes' sum. Stand-alone scripts copy this."""
+    return abs(whole - sum(parts)) <= TOLERANCE * max(sum(map(abs, parts)), abs(whole))
+
+
 def objective_fault(instance: Instance) -> str | None:
     """Return why no accumulation can equal the large batch of this problem, or None.
 
@@ -46,40 +51,40 @@ def _objective_fault(instance: Instance) -> str | None:
     everything = instance.batch(range(plan.total_items), torch.float64)
     whole = _loss(instance, model, everything, need_graph=True)
     again = _loss(instance, model, everything)
-    if not _close(whole, again, abs(whole)):
+    if not adds_up(whole, [again]):
         raise UsageError(
             f"{name}: the loss of one and the same batch comes out as {whole:.9g} and then as {again:.9g}; "
             "it must not be random: take out dropout, or pass its mask with the batch"
         )
-    parts, sizes, counts = 0.0, 0.0, 0.0
+    terms, counts = [], []
     total = _weight(instance, everything, positive=True)
     for j in range(len(plan.micro_batches)):
         batch = instance.batch(plan.items(j), torch.float64)
         weight = _weight(instance, batch, positive=False)
         if weight:
             try:
-                part = weight * _loss(instance, model, batch)
+                terms.append(weight * _loss(instance, model, batch))
             except (RuntimeError, ValueError):
                 if (said := refused(model)) is None:
                     raise
                 return f"{name}: {said}"
-            parts, sizes, counts = parts + part, sizes + abs(part), counts + weight
-    if instance.problem.reduction == "mean" and not _close(total, counts, counts):
+            counts.append(weight)
+    if instance.problem.reduction == "mean" and not adds_up(total, counts):
         return (
             f"{name}: Problem.count of all {plan.total_items} items is {total:.9g}, but the counts of the "
-            f"micro-batches {list(plan.micro_batches)} add up to {counts:.9g}; the count must be a sum over items"
+            f"micro-batches {list(plan.micro_batches)} add up to {sum(counts):.9g}; the count must be a sum over items"
         )
-    if not _close(total * whole, parts, sizes):
+    if not adds_up(total * whole, terms):
         if meant := _meant(instance, model, whole):
             return (
                 f"{name}: the loss is no mean over what Problem.count counts, so no loop can be right: the large "
                 f"batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
-                f"{list(plan.micro_batches)} add up to {parts:.9g}; {meant}"
+                f"{list(plan.micro_batches)} add up to {sum(terms):.9g}; {meant}"
             )
         return (
             f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
             f"to blame: {reason(instance, model)}. The large batch's loss times its count is "
-            f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {parts:.9g}"
+            f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.9g}"
         )
     return None
 
@@ -134,7 +139,7 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
         guesses['it is a mean over items: pass reduction="mean"'] = [float(n) for n in plan.micro_batches]
     for text, weights in guesses.items():
         terms = [w * loss for w, loss in zip(weights or [1.0] * len(losses), losses, strict=True)]
-        if _close((sum(weights) or 1.0) * whole, sum(terms), sum(map(abs, terms))):
+        if adds_up((sum(weights) or 1.0) * whole, terms):
             return text
     return _weighed(instance, model)
 
@@ -154,10 +159,6 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
         f"it is a mean in which items weigh unequally, {WEIGHED_ITEMS} of them as {proportion(weights)} (a mean over "
         "tokens, or over targets that are not ignored, does that): let Problem.count return what the mean divides by"
     )
-
-
-def _close(a: float, b: float, scale: float) -> bool:
-    return abs(a - b) <= TOLERANCE * max(abs(scale), abs(a), abs(b))
 
 
 def _loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
