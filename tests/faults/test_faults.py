@@ -1,4 +1,4 @@
-"""Every classic fault is found, named, and shrunk to what a person can follow."""
+"""Every planted fault is found and named on a small case; a search finds it among drawn cases and shrinks it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterable
 import pytest
 
 from gradcheck_suite import Layer, check, verify
-from tests.faults.loops import WANTED, mean_of_means
+from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means
+from tests.faults.loops import WANTED, reset_once_per_epoch, updates_by_hand_as_well
+from tests.faults.small_cases import diagnoses
 
 EXAMPLES = 200
+SEARCHED = (reset_once_per_epoch, updates_by_hand_as_well)
+"""The faults that are searched for in every run of the tests; the others are marked `full`."""
 
 
 def _layers(layers: Iterable[Layer]) -> int:
@@ -17,7 +21,16 @@ def _layers(layers: Iterable[Layer]) -> int:
 
 
 @pytest.mark.parametrize("loop", WANTED, ids=lambda loop: loop.__name__)
-def test_a_classic_fault_is_found_named_and_shrunk(loop):
+def test_a_fault_is_found_and_named_on_a_small_case(loop):
+    assert set(diagnoses(loop)) & WANTED[loop]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, marks=() if loop in SEARCHED else pytest.mark.full) for loop in WANTED],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_fault_is_found_named_and_shrunk(loop):
     result = verify(loop, examples=EXAMPLES)
     violation = result.violation
     assert violation is not None, "not found"

@@ -79,7 +79,7 @@ def asked(monkeypatch, tmp_path, capsys):
     return ask
 
 
-SOUND, FAULTY = _here("sound"), _here("faulty", "gradcheck_suite.evidence.zoo.bugs.a01_mean_of_means:loop")
+SOUND, FAULTY = _here("sound"), _here("faulty", "gradcheck_suite.evidence.zoo.bugs.denominators:mean_of_means")
 GONE = _here("gone", "gradcheck_suite.loops.modes:no_such_loop")
 
 

@@ -1,4 +1,7 @@
-"""The zoo: real accumulation and reset bugs, each in one small file under `bugs/`, by which the suite is judged."""
+"""The zoo: accumulation and reset bugs that were reported in public, a file per family in `bugs/`.
+
+The suite must find each of them and name its fault. To add a bug, write its loop and its `Bug` into its family's file.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,19 @@ from gradcheck_suite.evidence.zoo.record import Bug
 __all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
 
 NOT_EXPRESSED: dict[int, str] = {
-    23: "the gradient's values are right; that it hangs on a graph is held by properties/test_graph_hygiene.py",
-    38: "a scheduler that steps too often changes the next step's size, not the gradient; optimizers are replayed with "
-    "the settings that each step had",
+    23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
+    38: "a scheduler that steps too often changes the size of the next step, not the gradient; optimizers are replayed "
+    "with the settings that each step had",
     43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
-    46: "None and zeros are both right by the contract; properties/test_modes_agree.py holds what differs",
+    46: "None and zeros are both right by the contract; properties/test_modes_agree.py checks where they differ",
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
 
 def _collected() -> dict[str, Bug]:
-    found: dict[str, Bug] = {}
-    for module in sorted(iter_modules(bugs.__path__), key=lambda module: module.name):
-        bug: Bug = import_module(f"{bugs.__name__}.{module.name}").BUG
-        assert bug.name not in found, f"two bugs are called {bug.name}"
-        found[bug.name] = bug
-    return dict(sorted(found.items(), key=lambda item: item[1].number))
+    families = [import_module(f"{bugs.__name__}.{module.name}") for module in iter_modules(bugs.__path__)]
+    found = [bug for family in families for bug in vars(family).values() if isinstance(bug, Bug)]
+    return {bug.name: bug for bug in sorted(found, key=lambda bug: (bug.number, bug.name))}
 
 
 BUGS = _collected()

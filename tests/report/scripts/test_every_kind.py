@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from gradcheck_suite.catalogue import LAYERS, LOSSES
+from gradcheck_suite.evidence.zoo.bugs.denominators import no_divide
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.strategies import cases, plans
 from gradcheck_suite.report.scripts import losses, models, script_text, subjects
@@ -17,7 +18,6 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.verification.check import check
-from tests.faults.loops import no_divide
 from tests.report.scripts.problems import gradients, layer_problems, load, loss_problems, status
 
 PLAN = Plan((1, 2), 2)

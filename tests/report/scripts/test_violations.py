@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from gradcheck_suite import Problem
+from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means, no_divide
+from gradcheck_suite.evidence.zoo.bugs.resets import no_reset
+from gradcheck_suite.evidence.zoo.bugs.window_boundaries import tail_dropped
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.sound import plain
+from gradcheck_suite.loops.windows import windows
 from gradcheck_suite.report.scripts import script_text
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
@@ -40,7 +44,7 @@ def freezes(run):
 
 
 def infinite(run):
-    for window in faults._windows(run):
+    for window in windows(run):
         run.optimizer.zero_grad()
         for batch in window:
             run.loss(run.model, batch).backward()
@@ -59,12 +63,12 @@ def violation_of(loop, case, problem=None):
 @pytest.mark.parametrize(
     ("loop", "kind"),
     [
-        (faults.no_reset, "gradient"),
-        (faults.mean_of_means, "gradient"),
+        (no_reset, "gradient"),
+        (mean_of_means, "gradient"),
         (faults.reset_between_backward_and_step, "none-pattern"),
         (faults.nan_in_the_accumulator, "non-finite"),
         (infinite, "non-finite"),
-        (faults.tail_dropped, "step-count"),
+        (tail_dropped, "step-count"),
         (faults.step_per_micro_batch, "step-count"),
         (faults.updates_by_hand_as_well, "parameters"),
         (freezes, "parameters"),
@@ -86,10 +90,10 @@ def test_every_kind_of_violation(loop, kind, optimizer, tmp_path, capsys):
 
 
 def test_what_was_observed_is_recorded_and_comes_back(tmp_path, capsys):
-    violation = violation_of(faults.no_reset, Case(LINEAR, PLAN, seed=3))
-    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    violation = violation_of(no_reset, Case(LINEAR, PLAN, seed=3))
+    script = load(script_text(no_reset, NAME, violation), tmp_path)
     assert script.OBSERVED.keys() == {"0.weight", "0.bias"}
-    script.load_loop = lambda: faults.no_reset
+    script.load_loop = lambda: no_reset
     assert script.main() == 1
     told = capsys.readouterr().out
     assert "the gradient is off the recorded one by at most 0\n" in told
@@ -101,7 +105,7 @@ def test_what_was_observed_is_recorded_and_comes_back(tmp_path, capsys):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_special_numbers_stand_by_name(value, tmp_path):
     def spoils(run):
-        for window in faults._windows(run):
+        for window in windows(run):
             run.optimizer.zero_grad()
             for batch in window:
                 run.loss(run.model, batch).backward()
@@ -118,19 +122,19 @@ def test_special_numbers_stand_by_name(value, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_low_precision_is_held_to_what_it_allows(dtype, tmp_path):
-    violation = violation_of(faults.no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5))
-    script = load(script_text(faults.no_divide, NAME, violation), tmp_path)
+    violation = violation_of(no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5))
+    script = load(script_text(no_divide, NAME, violation), tmp_path)
     assert next(script.make_model().parameters()).dtype == getattr(torch, dtype)
-    assert status(script, faults.no_divide) == 1
+    assert status(script, no_divide) == 1
     assert status(script) == 0
 
 
 def test_ignored_micro_batches_and_sparse_gradients(tmp_path):
     plan = Plan((2, 1, 2), 2, 2, masked=(1,))
-    violation = violation_of(faults.no_reset, Case(SPARSE, plan, seed=2))
-    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    violation = violation_of(no_reset, Case(SPARSE, plan, seed=2))
+    script = load(script_text(no_reset, NAME, violation), tmp_path)
     assert (script.MICRO_BATCHES[1]["target"] == -100).all()
-    assert status(script, faults.no_reset) == 1
+    assert status(script, no_reset) == 1
     assert status(script) == 0
 
 
@@ -138,7 +142,7 @@ def test_a_loop_may_change_what_it_is_given(tmp_path):
     """Every pass yields fresh copies, as the suite's own loader does."""
 
     def scribbles(run):
-        for window in faults._windows(run):
+        for window in windows(run):
             run.optimizer.zero_grad()
             total = sum(run.count(batch) for batch in window)
             for batch in window:
@@ -146,8 +150,8 @@ def test_a_loop_may_change_what_it_is_given(tmp_path):
                 batch["x"].zero_()
             run.optimizer.step()
 
-    violation = violation_of(faults.no_reset, Case(LINEAR, Plan((1, 1), 2, 3)))
-    script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+    violation = violation_of(no_reset, Case(LINEAR, Plan((1, 1), 2, 3)))
+    script = load(script_text(no_reset, NAME, violation), tmp_path)
     assert status(script, scribbles) == 0
 
 
@@ -205,11 +209,11 @@ def test_a_users_problem_is_imported(name, dtype, optimizer, users_file, tmp_pat
     exec(PROBLEMS, namespace)
     own = namespace[name]() if name == "make" else namespace[name]
     case = Case(f"{users_file}:{name}", Plan((1, 2, 3), 2, 2), dtype=dtype, optimizer=optimizer)
-    violation = violation_of(faults.no_reset, case, own)
-    text = script_text(faults.no_reset, NAME, violation, problem=own)
+    violation = violation_of(no_reset, case, own)
+    text = script_text(no_reset, NAME, violation, problem=own)
     script = load(text, tmp_path)
     assert "EXPECTED" not in text
-    assert status(script, faults.no_reset) == 1
+    assert status(script, no_reset) == 1
     assert status(script) == 0
 
 
@@ -237,8 +241,8 @@ def test_a_generated_objective_that_is_no_sum_over_items(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_cuda_device(tmp_path):
     for spec in (LINEAR, SPARSE):
-        violation = violation_of(faults.no_reset, Case(spec, PLAN, device="cuda"))
-        script = load(script_text(faults.no_reset, NAME, violation), tmp_path)
+        violation = violation_of(no_reset, Case(spec, PLAN, device="cuda"))
+        script = load(script_text(no_reset, NAME, violation), tmp_path)
         assert all(tensor.is_cuda for batch in script.MICRO_BATCHES for tensor in batch.values())
-        assert status(script, faults.no_reset) == 1
+        assert status(script, no_reset) == 1
         assert status(script) == 0

@@ -1,1 +1,1 @@
-"""One known bug a file, each with a `BUG`."""
+"""The known bugs, a file per family; `gradcheck_suite.evidence.zoo.BUGS` collects every `Bug` that a file defines."""

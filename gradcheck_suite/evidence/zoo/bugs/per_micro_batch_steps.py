@@ -1,0 +1,152 @@
+"""Work that belongs to a step, done per micro-batch or at the wrong scale: clipping, unscaling, weight decay."""
+
+from __future__ import annotations
+
+import torch
+
+from gradcheck_suite.evidence.zoo.loops import dense
+from gradcheck_suite.evidence.zoo.record import Bug
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.contract import TrainingRun
+
+
+def clip_per_micro_batch(run: TrainingRun) -> None:
+    """Clip the norm after every micro-batch but the last."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for j, batch in enumerate(window):
+            part_of_window(run, batch, total).backward()
+            if j + 1 < len(window):
+                torch.nn.utils.clip_grad_norm_(dense(run), 1.0)
+        run.optimizer.step()
+
+
+CLIP_PER_MICRO_BATCH = Bug(
+    number=34,
+    name="clip-per-micro-batch",
+    citations=("transformers#1563", "lingua#59", "diffusers#721"),
+    mechanism="The norm is clipped after each backward, not once before the step.",
+    needs="a norm above the threshold before the window's end",
+    loop=clip_per_micro_batch,
+    wanted=frozenset({"gradient/not-linear"}),
+)
+
+
+def clip_before_unscale(run: TrainingRun) -> None:
+    """Clip the scaled gradient at a threshold that is meant for the unscaled one, which never reaches it."""
+    scale, threshold = 2.0**16, 100.0
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            (scale * part_of_window(run, batch, total)).backward()
+        torch.nn.utils.clip_grad_norm_(dense(run), threshold)
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.div_(scale)
+        run.optimizer.step()
+
+
+CLIP_BEFORE_UNSCALE = Bug(
+    number=35,
+    name="clip-before-unscale",
+    citations=("Lightning#9330",),
+    mechanism="The scaled gradient is clipped: the threshold is off by the loss scale.",
+    needs="a dense gradient above threshold / scale",
+    loop=clip_before_unscale,
+    wanted=frozenset({"gradient/not-linear"}),
+)
+
+
+def decay_per_micro_batch(run: TrainingRun) -> None:
+    """Add the decay to the gradient after each backward; the optimizer has its own as well."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+            with torch.no_grad():
+                for p in dense(run):
+                    p.grad.add_(p, alpha=0.01)  # type: ignore[union-attr]
+        run.optimizer.step()
+
+
+DECAY_PER_MICRO_BATCH = Bug(
+    number=36,
+    name="decay-per-micro-batch",
+    citations=("keras#19990",),
+    mechanism="Weight decay belongs to a step, and is added to the gradient at every micro-batch.",
+    needs="any case",
+    loop=decay_per_micro_batch,
+    wanted=frozenset({"gradient/not-linear"}),
+)
+
+
+def optimizer_in_backward(run: TrainingRun) -> None:
+    """Step when a backward ends, to free the gradients at once."""
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+OPTIMIZER_IN_BACKWARD = Bug(
+    number=37,
+    name="optimizer-in-backward",
+    citations=("pytorch#124523",),
+    mechanism="An optimizer that lives in backward hooks steps at every micro-batch: nothing is accumulated.",
+    needs="2 micro-batches in a window",
+    loop=optimizer_in_backward,
+    wanted=frozenset({"step-count/step-per-micro-batch"}),
+)
+
+
+def unscale_per_micro_batch(run: TrainingRun) -> None:
+    """Divide the accumulated gradient by the loss scale after each backward."""
+    scale = 2.0**8
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            (scale * part_of_window(run, batch, total)).backward()
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(scale)
+        run.optimizer.step()
+
+
+UNSCALE_PER_MICRO_BATCH = Bug(
+    number=39,
+    name="unscale-per-micro-batch",
+    citations=("pytorch#36601",),
+    mechanism="The running sum is unscaled at every micro-batch, so earlier ones are divided again and again.",
+    needs="2 micro-batches in a window",
+    loop=unscale_per_micro_batch,
+    wanted=frozenset({"gradient/rescaled-accumulator", "gradient/wrong-scale", "gradient/unrecognised-weights"}),
+)
+
+
+def tensor_hook_clip(run: TrainingRun) -> None:
+    """Clamp each parameter's gradient in a hook, as recipes against exploding gradients do."""
+    clampable = [p for p in run.model.parameters() if p.requires_grad and p.ndim != 2]
+    handles = [p.register_hook(lambda g: g.clamp(-0.1, 0.1)) for p in clampable]
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
+TENSOR_HOOK_CLIP = Bug(
+    number=40,
+    name="tensor-hook-clip",
+    citations=("discuss.pytorch.org: register_hook clip under accumulation",),
+    mechanism="A tensor hook sees each contribution by itself: a clamp at c lets the sum be K times c.",
+    needs="an element above the clamp",
+    loop=tensor_hook_clip,
+    wanted=frozenset({"gradient/not-linear"}),
+)
