@@ -134,7 +134,7 @@ def _found(tree: Path) -> list[Mutant]:
 
 
 def main() -> int:
-    """Run, write `reports/mutation.md`, and say what is not explained."""
+    """Run, write the scores to `mutation/README.md`, and say what is not explained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "targets", nargs="*", metavar="MODULE", help=f"of {', '.join(TARGETS)}; all where none is named"
@@ -149,11 +149,11 @@ def main() -> int:
         _run(target, tree, again=arguments.again)
         print(f"{target}: {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     found, reasons = _found(tree), explained(HERE / "explained.toml")
-    (ROOT / "reports" / "mutation.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
+    (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
     left = unexplained(found, reasons)
     for mutant in left:
         print(f"{mutant.module}: `{mutant.line}` -> `{mutant.changed}` survived and is not explained")
-    print(f"{len(found)} mutants; see reports/mutation.md")
+    print(f"{len(found)} mutants; see mutation/README.md")
     return 1 if left else 0
 
 

@@ -1,4 +1,4 @@
-"""Ask every installed trainer on which plans it holds; print, record and tabulate the answers."""
+"""Ask every installed trainer on which plans it holds; print and record the answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--exit-zero", action="store_true", help="status 0 also where a trainer is violated: that is an answer too"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the answers here as JSON")
-    places.add_reports(parser, "answers are recorded in DIR, and DIR/trainers.md gets their table")
+    places.add_reports(parser, "each answer is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     tell_of_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.output import subjects
     from gradcheck_suite.trainers.study import ask, head_questions, questions_for
-    from gradcheck_suite.trainers.table import closing, line, write_table
+    from gradcheck_suite.trainers.table import closing, line
 
     about = environment.environment()
     print(
@@ -83,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
             write_json(arguments.json, document)
     for text in closing(answers):
         print(text)
-    print(f"table  {write_table(arguments.reports)}", flush=True)
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be put here: what was missing stands above")
     violated = any(a.result is not None and not a.result.holds for a in answers)

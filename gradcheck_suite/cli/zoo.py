@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.files import write_json, write_text
+from gradcheck_suite.records.files import write_json
 from gradcheck_suite.records.store import append_record, this_command
 from gradcheck_suite.schema.case import DTYPES
 from gradcheck_suite.schema.results import Result, json_number
@@ -43,9 +43,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         help=f"of all cases, one of {', '.join(DTYPES)} (default: each bug's own, float64 for most)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
-    places.add_reports(
-        parser, "a run of the whole zoo is recorded in DIR and written to DIR/zoo.md, or to DIR/zoo-DTYPE.md"
-    )
+    places.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     places.expect_places(arguments.reports, json=arguments.json)
     environment.prepare()
     environment.set_precision()
-    from gradcheck_suite.evidence.zoo.table import HEADER, line, markdown, summary
+    from gradcheck_suite.evidence.zoo.table import HEADER, line, summary
 
     about = environment.environment()
     print(
@@ -86,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, {"schema": 1, "environment": about, **data})
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, "zoo", data, environment=about, command=this_command())
-        page = "zoo.md" if arguments.dtype is None else f"zoo-{arguments.dtype}.md"
-        write_text(arguments.reports / page, markdown(rows, sound, about, this_command(), arguments.dtype))
     if not (all(row.passed for row in rows) and all(result.holds for result in sound)):
         return statuses.VIOLATED
     return statuses.INTERRUPTED if interrupted else statuses.HOLDS

@@ -72,10 +72,14 @@ def describe_case(case: Case) -> list[str]:
     return _aligned(pairs)
 
 
+def violation_title(kind: str, diagnosis: str) -> str:
+    """Return `kind: diagnosis`, or the kind alone where the diagnosis says no more."""
+    return kind if kind == diagnosis else f"{kind}: {diagnosis}"
+
+
 def describe_violation(violation: Violation) -> list[str]:
     """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, case."""
-    kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
-    lines = [kind, violation.explanation]
+    lines = [violation_title(violation.kind, violation.diagnosis), violation.explanation]
     pairs = []
     if violation.window is not None:
         members = violation.case.plan.windows[violation.window]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Section, Table, unique
+from gradcheck_suite.report.content import Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "bridge", "Models of one's own in JAX"
@@ -67,5 +67,5 @@ def bridge(records: Sequence[Record]) -> Section:
                 "such operation, and the model is held to 1e-10 with these parts in float64.",
             ),
         ),
-        commands=unique([record.command for record in records]),
+        commands=commands_of(records),
     )

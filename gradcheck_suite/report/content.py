@@ -1,10 +1,12 @@
-"""What a report consists of, whatever it is written as."""
+"""The parts of a report: what is written as HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from gradcheck_suite.records.store import Record
 
 Cell = str | int | float | None
 
@@ -86,7 +88,7 @@ class Report:
     answers: tuple[tuple[str, str, str], ...]
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
-    problems: tuple[str, ...] = field(default_factory=tuple)
+    problems: tuple[str, ...] = ()
 
 
 def shown(value: Cell) -> str:
@@ -108,37 +110,21 @@ def device_name(device: str) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON-ready data, the drawings left out."""
-    return {
-        "schema": 1,
-        "title": report.title,
-        "made": report.made,
-        "answers": [{"question": q, "answer": a, "section": s} for q, a, s in report.answers],
-        "sections": [
-            {
-                "key": section.key,
-                "title": section.title,
-                "text": list(section.text),
-                "tables": [
-                    {
-                        "caption": table.caption,
-                        "columns": list(table.columns),
-                        "rows": [list(row) for row in table.rows],
-                        "note": table.note,
-                    }
-                    for table in section.tables
-                ],
-                "figures": [{"alt": f.alt, "caption": f.caption} for f in section.figures],
-                "commands": list(section.commands),
-                "missing": section.missing,
-            }
-            for section in report.sections
-        ],
-        "environments": [dict(environment) for environment in report.environments],
-        "problems": list(report.problems),
-    }
+    """Return the report as JSON-ready data, without the drawings."""
+    data = asdict(report)
+    for section in data["sections"]:
+        for figure in section["figures"]:
+            del figure["svg"]
+    answers = [dict(zip(("question", "answer", "section"), answer, strict=True)) for answer in report.answers]
+    environments = [dict(environment) for environment in report.environments]
+    return {"schema": 1, **data, "answers": answers, "environments": environments}
 
 
-def unique(values: Sequence[str]) -> tuple[str, ...]:
+def commands_of(records: Iterable[Record]) -> tuple[str, ...]:
+    """Return the commands that made some records, each once, in order."""
+    return tuple(dict.fromkeys(record.command for record in records if record.command))
+
+
+def unique(values: Iterable[str]) -> tuple[str, ...]:
     """Return the values without repetitions, in order."""
     return tuple(dict.fromkeys(v for v in values if v))

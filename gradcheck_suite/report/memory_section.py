@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Section, Table, unique
+from gradcheck_suite.report.content import Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "memory", "What each reset mode costs in memory"
@@ -58,5 +58,5 @@ def memory(records: Sequence[Record]) -> Section:
                 "above what it had before the model; the last three columns are CUDA's allocator.",
             ),
         ),
-        commands=unique([record.command for record in records]),
+        commands=commands_of(records),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sections of the report, each from the records of one kind."""
+"""The sections on verified loops, their counterexamples, and the claims about gradient zeroing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.records.description import violation_title
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 
 CLAIM_COLUMNS = (
@@ -19,14 +20,11 @@ CLAIM_COLUMNS = (
     "how it was tested",
     "smallest case against it",
 )
-
-
-def _commands(records: Sequence[Record]) -> tuple[str, ...]:
-    return unique([record.command for record in records])
+LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
 
 
 def verification(records: Sequence[Record]) -> Section:
-    """Return what was verified: each loop's verdict, and what the cases reached."""
+    """Return what was verified: each loop's verdict, and the layers, losses and splits of its cases."""
     newest = latest(
         records, lambda d: (d.get("loop"), d.get("dtype"), d.get("device"), d.get("optimizer"), d.get("problem"))
     )
@@ -34,43 +32,29 @@ def verification(records: Sequence[Record]) -> Section:
         return Section(
             "verified", "What was verified", missing="Nothing has been verified yet: run `gradcheck-suite verify`."
         )
-    rows = tuple(_verdict_row(record.data) for record in newest)
-    reached = _reached([record.data for record in newest])
     tables = [
         Table(
             "Every loop and its verdict",
-            ("loop", "verdict", "cases judged", "dtype", "device", "optimizer", "worst error / allowed", "found as"),
-            rows,
+            ("loop", "verdict", "cases judged", "dtype", "device", "optimizer", "worst error / allowed", "diagnosis"),
+            tuple(_verdict_row(record.data) for record in newest),
             "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
-            "that "
-            "hold. A loop that is no built-in is somebody's own.",
+            "that hold. A loop that is no built-in is a user's.",
         )
     ]
+    reached = _reached([record.data for record in newest])
+    total = sum(int(record.data.get("judged", 0)) for record in newest)
     for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
-        counts = reached.get(category)
-        if counts:
-            total = sum(int(record.data.get("judged", 0)) for record in newest)
-            tables.append(
-                Table(
-                    f"{title} (cases, of {total:,} judged)",
-                    ("what", "cases"),
-                    tuple((name, count) for name, count in counts.most_common()),
-                )
-            )
-    return Section(
-        "verified",
-        "What was verified",
-        (
-            "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
-            "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
-        ),
-        tuple(tables),
-        commands=_commands(newest),
+        if counts := reached.get(category):
+            caption = f"{title} (cases, of {total:,} judged)"
+            tables.append(Table(caption, ("what", "cases"), tuple(counts.most_common())))
+    text = (
+        "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
+        "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
     )
+    return Section("verified", "What was verified", text, tuple(tables), commands=commands_of(newest))
 
 
 def _verdict_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
-    violation = data.get("violation") or {}
     return (
         str(data.get("loop", "?")),
         str(data.get("verdict", "?")),
@@ -79,8 +63,12 @@ def _verdict_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
         str(data.get("device", "")),
         data.get("optimizer"),
         data.get("worst_error_over_allowed"),
-        f"{violation.get('kind')}: {violation.get('diagnosis')}" if violation else None,
+        _title(data.get("violation")),
     )
+
+
+def _title(violation: Mapping[str, Any] | None) -> str | None:
+    return violation_title(str(violation["kind"]), str(violation["diagnosis"])) if violation else None
 
 
 def _reached(datas: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
@@ -92,24 +80,22 @@ def _reached(datas: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
 
 
 def counterexamples(records: Sequence[Record]) -> Section | None:
-    """Return the violations that are stored, with the commands that show them again."""
+    """Return the stored violations with the commands that run them again, None where there is none."""
     violated = [r for r in latest(records, lambda d: (d.get("loop"), d.get("stored"))) if r.data.get("stored")]
     if not violated:
         return None
-    rows = []
-    for record in violated:
-        violation, stored = record.data["violation"], str(record.data["stored"])
-        rows.append(
-            (
-                str(record.data["loop"]),
-                f"{violation['kind']}: {violation['diagnosis']}",
-                str(violation["explanation"]),
-                f"gradcheck-suite replay reports/counterexamples/{stored}\n"
-                f"python reports/counterexamples/{stored.removesuffix('.json')}.py",
-            )
+    rows = tuple(
+        (
+            str(data["loop"]),
+            _title(data["violation"]),
+            str(data["violation"]["explanation"]),
+            f"gradcheck-suite replay reports/counterexamples/{data['stored']}\n"
+            f"python reports/counterexamples/{str(data['stored']).removesuffix('.json')}.py",
         )
-    table = Table("Violations, and the commands that show them", ("loop", "found as", "why", "again"), tuple(rows))
-    return Section("counterexamples", "Counterexamples", tables=(table,), commands=_commands(violated))
+        for data in (record.data for record in violated)
+    )
+    table = Table("Violations, and the commands that run them again", ("loop", "diagnosis", "why", "commands"), rows)
+    return Section("counterexamples", "Counterexamples", tables=(table,), commands=commands_of(violated))
 
 
 def claims(records: Sequence[Record]) -> Section:
@@ -120,71 +106,50 @@ def claims(records: Sequence[Record]) -> Section:
         return Section(
             "claims", "The claims", missing="The claims have not been tested yet: run `gradcheck-suite claims`."
         )
-    tables = []
-    for source in sorted({str(r.data.get("source", "")) for r in claimed}):
-        mine = sorted(
-            (r for r in claimed if str(r.data.get("source", "")) == source), key=lambda r: _key(r.data["number"])
-        )
-        rows = tuple(
-            (
-                str(r.data["number"]),
-                str(r.data["text"]),
-                str(r.data["verdict"]),
-                "\n".join(filter(None, [str(r.data["sentence"]), _condition(r.data)])),
-                "\n".join(f"{name}: {_value(value)}" for name, value in r.data["figures"].items()),
-                str(r.data["how"]),
-                str(r.data["counterexample"]) or None,
-            )
-            for r in mine
-        )
-        columns = (
-            "",
-            "claim",
-            "verdict",
-            "what holds",
-            "figures of this run",
-            "how it was tested",
-            "smallest case against it",
-        )
-        tables.append(Table(f"Claims of {source}", columns, rows))
+    by_source: dict[str, list[Mapping[str, Any]]] = {}
+    for record in sorted(claimed, key=lambda r: (str(r.data.get("source", "")), _order(r.data["number"]))):
+        by_source.setdefault(str(record.data.get("source", "")), []).append(record.data)
+    tables = [
+        Table(f"Claims of {source}", CLAIM_COLUMNS, tuple(map(_claim_row, datas)))
+        for source, datas in by_source.items()
+    ]
     if loops:
-        tables.append(
-            Table(
-                "The loops that the sources print",
-                ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case"),
-                tuple(
-                    (
-                        str(r.data["loop"]),
-                        str(r.data["says"]),
-                        str(r.data["bare"]),
-                        str(r.data["why"]) if r.data.get("why") else None,
-                        r.data.get("needs"),
-                        str(r.data["within"]),
-                        "\n".join(map(str, r.data.get("smallest", ()))),
-                    )
-                    for r in loops
-                ),
-            )
-        )
-    return Section(
-        "claims",
-        "The claims",
-        (
-            "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, "
-            "`refuted`, or "
-            "`conditional`: true where the condition says.",
-        ),
-        tuple(tables),
-        commands=_commands([*claimed, *loops]),
+        rows = tuple(_loop_row(record.data) for record in loops)
+        tables.append(Table("The loops that the sources print", LOOP_COLUMNS, rows))
+    text = (
+        "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
+        "`conditional`: true under the condition.",
+    )
+    return Section("claims", "The claims", text, tuple(tables), commands=commands_of([*claimed, *loops]))
+
+
+def _claim_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
+    condition = f"\nTrue where: {data['condition']}" if data.get("condition") else ""
+    return (
+        str(data["number"]),
+        str(data["text"]),
+        str(data["verdict"]),
+        f"{data['sentence']}{condition}",
+        "\n".join(f"{name}: {_value(value)}" for name, value in data["figures"].items()),
+        str(data["how"]),
+        str(data["counterexample"]) or None,
     )
 
 
-def _condition(data: Mapping[str, Any]) -> str:
-    return f"True where: {data['condition']}" if data.get("condition") else ""
+def _loop_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
+    return (
+        str(data["loop"]),
+        str(data["says"]),
+        str(data["bare"]),
+        str(data["why"]) if data.get("why") else None,
+        data.get("needs"),
+        str(data["within"]),
+        "\n".join(map(str, data.get("smallest", ()))),
+    )
 
 
-def _key(number: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in number.removeprefix("C").split("."))
+def _order(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in number.removeprefix("C").split("."))
 
 
 def _value(value: object) -> str:

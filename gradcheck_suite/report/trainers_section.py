@@ -1,4 +1,4 @@
-"""Which real trainers hold on which plans."""
+"""Verdicts on real trainers, one column per question."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 from gradcheck_suite.trainers.study import HEAD
 from gradcheck_suite.trainers.table import cut
@@ -15,37 +15,44 @@ KEY, TITLE = "trainers", "Real trainers"
 
 
 def trainers(records: Sequence[Record]) -> Section:
-    """Return the table of trainers and the plans they were asked about, and that of transformers' heads."""
+    """Return a table of trainers and questions, and one of transformers' model heads."""
     if not records:
         return Section(KEY, TITLE, missing="No trainer has been asked yet: run `gradcheck-suite trainers`.")
     newest = [r.data for r in latest(records, lambda d: (d["trainer"], d["version"], d["question"]))]
-    plans = [data for data in newest if not data["question"].startswith(HEAD)]
     heads = [data for data in newest if data["question"].startswith(HEAD)]
-    violated = sorted({_name(data) for data in plans if _violation(data)})
-    asked = sorted({_name(data) for data in plans})
-    tables = [
-        Table(
-            "What each trainer does on which plans",
-            ("trainer", "question", "verdict", "smallest case", "cases"),
-            tuple((_name(data), data["question"], *_cells(data)) for data in plans),
-            "A smallest case is the items of its micro-batches, windows apart, and K. What is wrong, where in the "
-            "trainer's source, and what would mend it is written in trainers.md beside this page.",
-        )
-    ]
-    if heads:
-        rows = tuple((data["question"].removeprefix(HEAD), _version(data), *_cells(data)) for data in heads)
-        tables.append(
-            Table(
-                "Heads of transformers under its Trainer",
-                ("head", "version", "verdict", "smallest case", "cases"),
-                rows,
-            )
-        )
+    answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for data in newest:
+        if data not in heads:
+            answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
+    violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
     text = (
-        f"{len(asked)} trainers and versions ran as they are installed, unpatched; {len(violated)} of them hand their "
-        "optimizer another gradient than the large batch's on some plans.",
+        f"{len(answers)} trainers and versions ran unpatched, as they are installed; {violated} of them hand their "
+        "optimizer a gradient that differs from the large batch's for some question.",
     )
-    return Section(KEY, TITLE, text, tuple(tables), commands=unique([record.command for record in records]))
+    tables = (_questions(answers), _heads(heads)) if heads else (_questions(answers),)
+    return Section(KEY, TITLE, text, tables, commands=commands_of(records))
+
+
+def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) -> Table:
+    questions = list(dict.fromkeys(question for row in answers.values() for question in row))
+    rows = tuple((*name, *(_cell(row.get(question)) for question in questions)) for name, row in answers.items())
+    return Table(
+        "Verdict of each trainer on each question",
+        ("trainer", "version", *questions),
+        rows,
+        "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
+        "and K. A dash stands for a question that was not asked. docs/found-in-trainers.md has the cause of each "
+        "violation and a fix.",
+    )
+
+
+def _heads(heads: Sequence[Mapping[str, Any]]) -> Table:
+    rows = tuple(
+        (data["question"].removeprefix(HEAD), _version(data), _cell(data), _explanation(data)) for data in heads
+    )
+    return Table(
+        "Model heads of transformers under its Trainer", ("head", "version", "verdict", "what its gradient is"), rows
+    )
 
 
 def _violation(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -53,18 +60,17 @@ def _violation(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None if result is None else result["violation"]
 
 
+def _explanation(data: Mapping[str, Any]) -> str | None:
+    violation = _violation(data)
+    return None if violation is None else str(violation["explanation"]).partition(": ")[0]
+
+
 def _version(data: Mapping[str, Any]) -> str:
     return f"{data['package']} {data['version']}"
 
 
-def _name(data: Mapping[str, Any]) -> str:
-    return f"{data['trainer']}, {_version(data)}"
-
-
-def _cells(data: Mapping[str, Any]) -> tuple[Cell, Cell, Cell]:
-    if data["result"] is None:
-        return f"not asked: {data['why']}", None, None
+def _cell(data: Mapping[str, Any] | None) -> Cell:
+    if data is None or data["result"] is None:
+        return None
     violation = data["result"]["violation"]
-    if violation is None:
-        return "holds", None, data["result"]["cases"]
-    return f"{violation['kind']}: {violation['diagnosis']}", cut(violation["case"]["plan"]), data["result"]["cases"]
+    return "holds" if violation is None else f"{violation['diagnosis']} {cut(violation['case']['plan'])}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from gradcheck_suite.evidence.zoo import NOT_EXPRESSED
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 
 ZOO_COLUMNS = (
@@ -18,7 +19,8 @@ ZOO_COLUMNS = (
     "median cases",
     "median s",
     "smallest: windows, micro-batches, layers",
-    "named",
+    "diagnosis",
+    "also found by",
 )
 
 
@@ -47,6 +49,7 @@ def zoo(records: Sequence[Record]) -> Section:
             b["median_seconds"],
             f"{b['windows']}, {b['micro_batches']}, {b['layers']}",
             ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
+            ", ".join(name for name, hit in b["others"].items() if hit) or None,
         )
         for b in bugs
     )
@@ -62,16 +65,16 @@ def zoo(records: Sequence[Record]) -> Section:
         (
             Table("Known bugs", ZOO_COLUMNS, rows),
             Table(
-                "What else would have found them",
+                "Bugs found by other rules and by fixed tests",
                 ("rule or fixed test", f"bugs found, of {len(bugs)}"),
                 (("gradcheck-suite", found), *sorted(others.items(), key=lambda item: -item[1])),
                 "Rules compare the gradients of the case that first showed the bug, so they profit from the suite's "
-                "own "
-                "search; fixed tests are one written-down case each, of the kind that trainers have.",
+                "search; each fixed test is one hand-written case, as trainers have them in their tests.",
             ),
             *([_coarser(coarser)] if coarser else []),
+            Table("Reported bugs that are not in the zoo", ("", "why"), tuple(NOT_EXPRESSED.items())),
         ),
-        commands=unique([record.command for record in (records[-1], *coarser)]),
+        commands=commands_of((records[-1], *coarser)),
     )
 
 

@@ -1,15 +1,11 @@
-"""The scoreboard for a terminal and for `reports/zoo.md`."""
+"""The scoreboard on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
-from gradcheck_suite.evidence.zoo import NOT_EXPRESSED
-from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
-from gradcheck_suite.evidence.zoo.scoreboard import MAX_LAYERS, MAX_MICRO_BATCHES, MAX_WINDOWS, Row
-from gradcheck_suite.numerics.baselines import RIVALS
+from gradcheck_suite.evidence.zoo.scoreboard import Row
 from gradcheck_suite.schema.results import Result
 
 HEADER = f"{'bug':<31} {'found':>7} {'cases':>6} {'seconds':>8}  {'smallest':<9} name"
@@ -53,50 +49,3 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
     if interrupted:
         lines.append(f"interrupted after {len(rows)} of {asked} bugs and {len(sound)} sound loops")
     return "\n".join(lines)
-
-
-def markdown(
-    rows: Sequence[Row], sound: Sequence[Result], about: Mapping[str, Any], command: str, dtype: str | None = None
-) -> str:
-    """Return the scoreboard as a page."""
-    others = [*RIVALS, *FIXED_TESTS]
-    lines = [
-        "# The zoo of known bugs" + (f", in {dtype}" if dtype else ""),
-        "",
-        f"Made by `{command}` with torch {about['versions']['torch']}, jax {about['versions']['jax']} on "
-        f"{about.get('processor', '')} ({about['processor_count']} cores).",
-        "",
-        summary(rows, sound, asked=len(rows), interrupted=False).replace("\n", "  \n"),
-        "",
-        f"A smallest case has at most {MAX_WINDOWS} windows, {MAX_MICRO_BATCHES} micro-batches and {MAX_LAYERS} "
-        "layers, unless the bug itself needs more. Seconds are those of a run, shrinking included.",
-        "",
-        "| | bug | reported as | found | cases | seconds | windows, micro-batches, layers | named |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        names = ", ".join(f"{name} ({count})" for name, count in row.names.most_common())
-        size = ", ".join(map(str, row.largest))
-        cases = "-" if row.cases is None else f"{row.cases:g}"
-        within = f" ({row.within} within rounding)" if row.within else ""
-        lines.append(
-            f"| {row.bug.number} | {row.bug.name} | {', '.join(row.bug.citations)} | {row.found}/{len(row.runs)}"
-            f"{within} | {cases} | {row.seconds:.2f} | {size} | {names} |"
-        )
-    lines += ["", "## Would other rules and fixed tests have found it?", ""]
-    lines += [
-        "The rules compare the gradients of the case that first showed the bug; the fixed tests are of the kind that "
-        "trainers have (one written-down case, compared to 1e-2).",
-        "",
-        f"| bug | {' | '.join(others)} |",
-        f"| --- |{' --- |' * len(others)}",
-    ]
-    for row in rows:
-        lines.append(f"| {row.bug.name} | {' | '.join('yes' if row.others.get(o) else 'no' for o in others)} |")
-    totals = [sum(bool(row.others.get(o)) for row in rows) for o in others]
-    lines.append(f"| **found, of {len(rows)}** | {' | '.join(map(str, totals))} |")
-    lines += ["", "## Sound loops beside them", "", "| loop | cases | blamed |", "| --- | --- | --- |"]
-    lines += [f"| {r.loop} | {r.cases:,} | {'no' if r.holds else 'YES'} |" for r in sound]
-    lines += ["", "## Not in the zoo", ""]
-    lines += [f"- {number}: {reason}" for number, reason in NOT_EXPRESSED.items()]
-    return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ import textwrap
 import torch
 
 from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
-from gradcheck_suite.records.description import describe_case, error_text
+from gradcheck_suite.records.description import describe_case, error_text, violation_title
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.report.scripts.checks import AT_A_STEP, large_batch_text, main_text, numbers_text
 from gradcheck_suite.report.scripts.sources import Sources
@@ -97,7 +97,7 @@ def _joined(texts: list[str]) -> str:
 
 
 def _docstring(name: str, violation: Violation) -> str:
-    kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
+    kind = violation_title(violation.kind, violation.diagnosis)
     where = ""
     if violation.window is not None:
         where = f"Window {violation.window} of epoch {violation.epoch}"
