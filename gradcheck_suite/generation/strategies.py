@@ -125,9 +125,9 @@ def plans(
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]
     masked = {j for j, (_, mask) in enumerate(drawn) if mask}
     plan = Plan(tuple(n for n, _ in drawn), k, epochs)
-    # a window that counts nothing is outside the contract
+    # a window without valid targets is outside the contract
     masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
-    return Plan(plan.micro_batches, k, epochs, tuple(masked))
+    return plan.replace(masked=tuple(masked))
 
 
 @cache

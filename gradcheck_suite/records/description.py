@@ -8,7 +8,7 @@ from typing import Any
 from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
@@ -37,12 +37,16 @@ def split_text(plan: Plan) -> str:
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return the split of a run: one line for its counts, one for the meaning of `*` where it occurs."""
+    """Return the split of a run: one line for its counts and one for the meaning of `*` where it occurs.
+
+    A field of the plan that is not in the split is stated by its name where it differs from its default.
+    """
     windows = _counted(len(plan.windows), "window")
     short = ", the last one short" if plan.has_short_window else ""
     lines = [
         f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
         f"{_counted(plan.epochs, 'epoch')}"
+        + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in ALWAYS_WRITTEN)
     ]
     if plan.masked:
         lines.append("* a micro-batch without valid targets: all of them are ignored")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
+
+ALWAYS_WRITTEN = ("micro_batches", "accumulation_steps", "epochs", "masked")
+"""The fields that JSON and repr state even where they have their default."""
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The cut of one run.
 
@@ -23,10 +26,10 @@ class Plan:
         accumulation_steps: micro-batches in a window (K), at least 1. The last window of an epoch is shorter
             when K does not divide the number of micro-batches.
         epochs: passes over the same items, at least 1.
-        masked: indices of micro-batches that count nothing (all their targets ignored).
+        masked: indices of the micro-batches without valid targets (all of them are ignored).
 
     Raises:
-        UsageError: a value is out of range, or a window would count nothing.
+        UsageError: a value is out of range, or a window has no valid targets.
     """
 
     micro_batches: tuple[int, ...]
@@ -49,7 +52,7 @@ class Plan:
             )
         for w, window in enumerate(self.windows):
             if set(window) <= set(self.masked):
-                raise UsageError(f"Plan: window {w} counts nothing, since all its micro-batches {window} are masked")
+                raise UsageError(f"Plan: window {w} has no valid targets: all its micro-batches {window} are masked")
 
     @cached_property
     def windows(self) -> tuple[tuple[int, ...], ...]:
@@ -95,30 +98,46 @@ class Plan:
         """Whether the last window of an epoch has fewer than `accumulation_steps` micro-batches."""
         return len(self.windows[-1]) < self.accumulation_steps
 
+    def replace(self, **changes: Any) -> Plan:
+        """Return the plan with some fields changed."""
+        return replace(self, **changes)
+
+    def select(self, kept: Iterable[int]) -> Plan:
+        """Return the plan of some of its micro-batches, given by their indices in the order wanted."""
+        kept = tuple(kept)
+        return self.replace(
+            micro_batches=tuple(self.micro_batches[j] for j in kept),
+            masked=tuple(i for i, j in enumerate(kept) if j in self.masked),
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON-ready data."""
+        """Return the plan as JSON-ready data.
+
+        A field that is not among `ALWAYS_WRITTEN` is left out where it has its default, so that a field which is added
+        later changes no stored case and no digest.
+        """
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {
-            "micro_batches": list(self.micro_batches),
-            "accumulation_steps": self.accumulation_steps,
-            "epochs": self.epochs,
-            "masked": list(self.masked),
+            name: list(value) if isinstance(value, tuple) else value
+            for name, (value, default) in values.items()
+            if name in ALWAYS_WRITTEN or value != default
         }
+
+    def __repr__(self) -> str:
+        return f"Plan({', '.join(f'{name}={getattr(self, name)!r}' for name in self.to_json())})"
 
 
 def plan_from_json(data: Any) -> Plan:
     """Read a plan; `UsageError` says what is wrong with it."""
     if not isinstance(data, Mapping):
         raise UsageError(f"plan: expected an object, got {data!r}")
-    missing = {"micro_batches", "accumulation_steps"} - data.keys()
-    unknown = data.keys() - {"micro_batches", "accumulation_steps", "epochs", "masked"}
+    known = {field.name: field for field in fields(Plan)}
+    missing = {name for name, field in known.items() if field.default is MISSING} - data.keys()
+    unknown = data.keys() - known.keys()
     if missing or unknown:
         raise UsageError(f"plan: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    for name in ("micro_batches", "masked"):
-        if not isinstance(data.get(name, []), list):
-            raise UsageError(f"plan: {name} must be a list, got {data[name]!r}")
-    return Plan(
-        micro_batches=tuple(data["micro_batches"]),
-        accumulation_steps=data["accumulation_steps"],
-        epochs=data.get("epochs", 1),
-        masked=tuple(data.get("masked", ())),
-    )
+    for name, value in data.items():
+        if str(known[name].type).startswith("tuple") and not isinstance(value, list):
+            raise UsageError(f"plan: {name} must be a list, got {value!r}")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+    return Plan(**values)

@@ -17,5 +17,4 @@ def probe_case(plan: Plan, reduction: Reduction = "mean", *, device: str = "cpu"
     """
     items = plan.total_items
     spec = ProblemSpec(Input("index", items=items), (Layer("readout"),), Loss("identity", reduction=reduction))
-    open_plan = Plan(plan.micro_batches, plan.accumulation_steps, plan.epochs)
-    return Case(spec, open_plan, dtype="float64", device=device, seed=0)
+    return Case(spec, plan.replace(masked=()), device=device)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+from hypothesis import given
 
 from gradcheck_suite import Plan, UsageError
+from gradcheck_suite.generation.strategies import plans
 from gradcheck_suite.schema.plan import plan_from_json
 
 
@@ -57,7 +60,7 @@ def test_plans_are_frozen():
         (((1, 1), 2, 1, (2,)), "masked must be indices of micro-batches below 2, got (2,)"),
         (((1, 1), 2, 1, (5,)), "masked must be indices of micro-batches below 2, got (5,)"),
         (((1, 1), 2, 1, (-1,)), "masked must be indices of micro-batches below 2, got (-1,)"),
-        (((1, 1, 1), 2, 1, (2,)), "window 1 counts nothing, since all its micro-batches (2,) are masked"),
+        (((1, 1, 1), 2, 1, (2,)), "window 1 has no valid targets: all its micro-batches (2,) are masked"),
     ],
 )
 def test_a_bad_plan_is_refused(arguments, message):
@@ -67,8 +70,19 @@ def test_a_bad_plan_is_refused(arguments, message):
 
 
 def test_a_window_is_masked_whatever_else_is():
-    with pytest.raises(UsageError, match=r"window 0 counts nothing, since all its micro-batches \(0, 1\) are masked"):
+    with pytest.raises(UsageError, match=r"window 0 has no valid targets: all its micro-batches \(0, 1\) are masked"):
         Plan((1, 1, 1, 1), 2, masked=(0, 1, 2))
+
+
+def test_selected_micro_batches_keep_their_masks_and_all_other_fields():
+    plan = Plan((1, 2, 3, 4), 2, 3, masked=(1, 2))
+    assert plan.select((3, 1)) == Plan((4, 2), 2, 3, masked=(1,))
+
+
+@given(plans(maskable=True))
+def test_json_and_repr_give_the_plan_back(plan):
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert eval(repr(plan)) == plan
 
 
 def test_json_without_epochs_and_masks_is_one_epoch_without_masks():

@@ -74,9 +74,7 @@ def _first_and_last(plan: Plan) -> Plan:
     the same numbers: two windows tell a stale one from a fresh one, and the last is the one that may be short.
     """
     windows = plan.windows
-    kept = [*windows[0], *(windows[-1] if len(windows) > 1 else ())]
-    masked = tuple(i for i, j in enumerate(kept) if j in plan.masked)
-    return Plan(tuple(plan.micro_batches[j] for j in kept), plan.accumulation_steps, 1, masked)
+    return plan.select((*windows[0], *(windows[-1] if len(windows) > 1 else ()))).replace(epochs=1)
 
 
 def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
