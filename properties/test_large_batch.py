@@ -95,7 +95,7 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
     for name, gradient in opinions.items():
         difference = worst_difference(gradient, expected, quick_bound(expected, len(window.members)))
         if difference.ratio > 1:
-            difference = window.compare(gradient)
+            difference = window.compare(gradient).worst
         assert difference.ratio <= 1, f"{name} is off by {difference.error:.3g} from torch's large batch\n{case!r}"
 
 
@@ -108,7 +108,7 @@ def test_the_jax_reference_is_the_same_on_every_platform(platform, case):
     there = _jax_gradient(reference, platform)
     difference = worst_difference(there, window.jax, quick_bound(window.jax, len(window.members)))
     if difference.ratio > 1:
-        difference = window.compare(there)
+        difference = window.compare(there).worst
     assert difference.ratio <= 1, f"on the {platform}, JAX is off by {difference.error:.3g}\n{case!r}"
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli.parsers import DEFAULT_TIME_LIMIT
 from gradcheck_suite.records.description import describe_violation, example_text
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Result, Violation
 from gradcheck_suite.trainers import TRAINERS
 

@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from gradcheck_suite.schema.case import MAX_SEED
-
-DEFAULT_TIME_LIMIT = 30.0
-OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
-"""The same as `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 
 class BadUsageError(Exception):

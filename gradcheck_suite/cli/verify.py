@@ -27,6 +27,7 @@ from gradcheck_suite.schema.contract import (
     assumptions_of,
     checked_assumptions,
 )
+from gradcheck_suite.schema.options import OPTIMIZER_NAMES
 from gradcheck_suite.schema.results import Result, Verdict, results_to_json
 from gradcheck_suite.trainers import TRAINERS
 
@@ -75,10 +76,10 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parser.add_argument(
         "--optimizer",
-        type=parsers.one_of(parsers.OPTIMIZER_NAMES),
+        type=parsers.one_of(OPTIMIZER_NAMES),
         metavar="NAME",
         help="a real optimizer, so that parameters move and their path is judged too: "
-        f"{', '.join(parsers.OPTIMIZER_NAMES)} (default: one whose step changes nothing)",
+        f"{', '.join(OPTIMIZER_NAMES)} (default: one whose step changes nothing)",
     )
     parser.add_argument(
         "--assume",

@@ -17,9 +17,7 @@ from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint
 from gradcheck_suite.schema.contract import Loop
-
-DEFAULT_TIME_LIMIT = 30.0
-"""Seconds one case's loop may take; a generated case takes milliseconds."""
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,36 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
         ratio = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
     index = int(np.argmax(ratio))
     return Difference(index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed)))
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A gradient beside the expected one: the evidence that a verdict rests on.
+
+    Attributes:
+        layout: of the three vectors.
+        expected: (P,) float64: the reference gradient, parameters flattened in layout order.
+        observed: (P,) float64: the loop's gradient, zeros where it is None.
+        allowed: (P,) float64: the bound on |observed - expected| that was applied.
+        missing: names of the parameters whose observed gradient is None.
+    """
+
+    layout: Layout
+    expected: Vector
+    observed: Vector
+    allowed: Vector
+    missing: frozenset[str] = frozenset()
+
+    @cached_property
+    def worst(self) -> Difference:
+        """The difference at the element with the largest error over allowed."""
+        return worst_difference(self.observed, self.expected, self.allowed)
+
+    @property
+    def ratio(self) -> float:
+        """The largest error over allowed; above 1 is a difference that rounding does not explain."""
+        return self.worst.ratio
+
+    def seen(self, name: str) -> npt.NDArray[np.float64] | None:
+        """Return a parameter's observed gradient in its shape, or None where it is None."""
+        return None if name in self.missing else self.layout.part(self.observed, name)

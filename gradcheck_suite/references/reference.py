@@ -13,7 +13,7 @@ from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest, noise_bound, quick_bound
-from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
+from gradcheck_suite.numerics.comparison import Comparison, Layout, Vector, worst_difference
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.jax_reference import large_batch_gradient
@@ -147,7 +147,7 @@ class Window:
             return False
         return worst_difference(observed, self.torch, quick_bound(self.torch, len(self.members))).ratio <= 1
 
-    def compare(self, observed: Vector, *, draws: int = DRAWS) -> Difference:
+    def compare(self, observed: Vector, *, draws: int = DRAWS) -> Comparison:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
 
         The dear part of the bound, noise that is drawn, is asked for only where the rest of it does not suffice.
@@ -155,20 +155,20 @@ class Window:
         quick = self.compare_steady(observed)
         if quick.ratio <= 1:
             return quick
-        expected, observed = self.expected, self._alike(observed)
-        allowed = self.allowed(draws)
-        difference = worst_difference(observed, expected, allowed)
-        if difference.ratio <= 1 or self._parameters is None or self.jax is None:
-            return difference
+        layout, allowed = self._reference.layout, self.allowed(draws)
+        comparison = Comparison(layout, self.expected, self._alike(observed), allowed)
+        if comparison.ratio <= 1 or self._parameters is None or self.jax is None:
+            return comparison
         # where a real optimizer has taken a model to saturation, one framework's formula may cancel to exactly 0 and
         # the other's to a rounding of large terms: the loop computes with torch, whose own large batch it may match
-        return min(difference, worst_difference(observed, self.torch, allowed), key=lambda found: found.ratio)
+        by_torch = Comparison(layout, self.torch, comparison.observed, allowed)
+        return min(comparison, by_torch, key=lambda found: found.ratio)
 
-    def compare_steady(self, observed: Vector) -> Difference:
+    def compare_steady(self, observed: Vector) -> Comparison:
         """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
         exact = self._reference.instance.case.dtype == "float64"
         steady = quick_bound(self.expected, len(self.members)) if exact else self._steady
-        return worst_difference(self._alike(observed), self.expected, steady)
+        return Comparison(self._reference.layout, self.expected, self._alike(observed), steady)
 
     def _alike(self, observed: Vector) -> Vector:
         """Let infinity and NaN be one in lower precisions: what overflows first decides which of them comes out."""

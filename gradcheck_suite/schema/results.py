@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradcheck_suite.schema.case import SCHEMA, Case
+
+if TYPE_CHECKING:
+    from gradcheck_suite.numerics.comparison import Comparison
 
 ViolationKind = Literal[
     "gradient", "step-count", "none-pattern", "non-finite", "parameters", "not-accumulable", "raised"
@@ -28,6 +31,8 @@ class Violation:
         error: `|observed - expected|` of the worst element.
         allowed: what rounding allows there.
         details: lines for a reader: expected and observed values, a traceback.
+        evidence: the gradient at that step beside the expected one, for violations that show in a gradient: of kinds
+            `gradient`, `none-pattern` and `non-finite`. No part of the JSON, of the repr or of equality.
     """
 
     kind: ViolationKind
@@ -40,6 +45,7 @@ class Violation:
     error: float | None = None
     allowed: float | None = None
     details: tuple[str, ...] = ()
+    evidence: Comparison | None = field(default=None, repr=False, compare=False)
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -13,13 +15,14 @@ from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.execution.parameters import drift, replayed
-from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT, Outcome, run_loop
+from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
-from gradcheck_suite.numerics.comparison import Difference, Vector
+from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.verification.coupling import reason
@@ -78,7 +81,7 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
     The check looks at one value and leaves room for float32 inside a model. Before a loop is blamed, torch's own
     accumulation in float64 has to give the large batch's gradient.
     """
-    difference = window.compare(window.accumulated())
+    difference = window.compare(window.accumulated()).worst
     if difference.ratio <= 1:
         return None
     parameter, _ = reference.layout.place(difference.index)
@@ -158,17 +161,17 @@ def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: boo
             continue
         if observation.parameters and not np.isfinite(window.expected).all():
             return Verdict(case, ratio=ratio)
-        difference = _compare(window, seen, shrinking=shrinking)
-        if difference.ratio > 1:
+        comparison = _compare(window, seen, shrinking=shrinking)
+        if comparison.ratio > 1:
             if isinstance(case.problem, str) and (fault := _gradient_fault(reference, window)):
                 return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
-            return Verdict(case, _gradient_violation(loop, reference, window, observation, difference, epoch))
-        ratio = max(ratio, difference.ratio)
+            return Verdict(case, _gradient_violation(loop, reference, window, observation, comparison, epoch))
+        ratio = max(ratio, comparison.ratio)
     violation = _parameters_violation(reference, outcome)
     return Verdict(case, violation, ratio=ratio)
 
 
-def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Difference:
+def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Comparison:
     if shrinking and (roughly := window.compare(observed, draws=FEW_DRAWS)).ratio > 1:
         return roughly
     return window.compare(observed)
@@ -188,9 +191,10 @@ def _gradient_violation(
     reference: Reference,
     window: Window,
     observation: Observation,
-    difference: Difference,
+    comparison: Comparison,
     epoch: int,
 ) -> Violation:
+    difference = comparison.worst
     parameter, _ = reference.layout.place(difference.index)
     seen = observation.gradients[parameter]
     if seen is None:
@@ -217,6 +221,7 @@ def _gradient_violation(
         error=difference.error,
         allowed=difference.allowed,
         details=details,
+        evidence=replace(comparison, missing=frozenset(n for n, g in observation.gradients.items() if g is None)),
     )
 
 

@@ -21,9 +21,8 @@ from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference, Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Problem
+from gradcheck_suite.schema.options import SECOND_OPINION_S
 
-BUDGET = 60.0
-"""Seconds that one verification spends on it."""
 Shapes = tuple[Any, ...]
 
 
@@ -32,20 +31,20 @@ class SecondOpinion:
     """What JAX says of a problem's windows.
 
     Attributes:
-        windows: how many there are.
-        answered: of how many JAX has a gradient.
-        shapes: how many sets of shapes these have.
-        findings: where it differs from torch's by more than rounding.
+        budget_s: seconds after which JAX was asked about no further window.
+        windows: number of windows.
+        answered: number of windows that JAX has a gradient of.
+        shapes: number of sets of shapes that these windows have.
+        findings: where JAX's gradient differs from torch's by more than rounding.
         refusal: why the problem cannot be carried over to JAX, or None.
-        budget_s: seconds after which it was asked about no further window.
     """
 
+    budget_s: float = SECOND_OPINION_S
     windows: int = 0
     answered: int = 0
     shapes: int = 0
     findings: list[str] = field(default_factory=list)
     refusal: str | None = None
-    budget_s: float = BUDGET
 
     def summary(self) -> str:
         """Say in a sentence what JAX had a say in."""
@@ -60,13 +59,13 @@ class SecondOpinion:
         return text
 
 
-def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = BUDGET) -> SecondOpinion:
+def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = SECOND_OPINION_S) -> SecondOpinion:
     """Ask JAX for the large-batch gradient of every window of some cases of a user's problem.
 
     A loop is held to torch's gradient all the same: where JAX differs, that is a finding about the problem, torch, JAX
     or the bridge.
     """
-    opinion, started = SecondOpinion(budget_s=budget_s), time.perf_counter()
+    opinion, started = SecondOpinion(budget_s), time.perf_counter()
     groups: dict[Shapes, list[tuple[Reference, Window]]] = defaultdict(list)
     for case in cases:
         reference = REFERENCES.get(case, problem)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from hypothesis.errors import HypothesisException
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
-from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
 from gradcheck_suite.generation.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
@@ -23,16 +23,15 @@ from gradcheck_suite.schema.contract import (
     Loop,
     Problem,
     assumptions_of,
-    checked_assumptions,
 )
+from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.schema.weight_probe import probe_case
 from gradcheck_suite.verification.check import check
-from gradcheck_suite.verification.second_opinion import BUDGET, SecondOpinion, second_opinion
+from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
-DEFAULT_EXAMPLES = 200
 SHRINK_SECONDS = 30.0
 """Of computing, or four times as many of waiting: on a busy machine a case is made as small as on an idle one."""
 LARGE_MODEL = 1_000_000
@@ -200,91 +199,79 @@ def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
         yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
 
 
-def whole_windows_case(problem_name: str, assumes: frozenset[str], dtype: str, device: str) -> Case:
+def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
     """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
 
     A fault in whole windows is the one that most training meets; what a short last window shows comes after it.
     """
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
-    return Case(problem_name, Plan(micro_batches, 2), dtype=dtype, device=device)
+    return Case(problem_name, Plan(micro_batches, 2), dtype=options.dtype, device=options.device)
 
 
 def verify(
     loop: Loop,
+    options: VerifyOptions | None = None,
     *,
     name: str | None = None,
     problem: Problem | None = None,
     problem_name: str = "problem",
-    examples: int = DEFAULT_EXAMPLES,
-    seed_value: int = 0,
-    dtype: str = "float64",
-    device: str = "cpu",
-    optimizer: str | None = None,
-    assumes: Iterable[str] = (),
-    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
-    second_opinion_s: float = BUDGET,
     plan: st.SearchStrategy[Plan] | None = None,
     progress: Progress | None = None,
+    **fields: Any,
 ) -> Result:
     """Verify a loop on drawn cases.
 
     Args:
         loop: the subject, a callable that takes a `TrainingRun`.
-        name: how the result calls it.
-        problem: in place of random ones; then only plans are drawn.
+        options: how many cases are drawn, in which dtype, and so on; the defaults of `VerifyOptions` if None.
+        name: how the result calls the loop.
+        problem: the user's problem that is trained in place of random ones; then only plans are drawn.
         problem_name: what cases call that problem, such as `"model.py:PROBLEM"`.
-        examples: how many cases to draw.
-        seed_value: same seed and versions, same cases.
-        dtype: of parameters and data.
-        device: `"cpu"` or `"cuda"`.
-        optimizer: None for one whose step changes nothing, else a name from `optimizers.OPTIMIZERS`.
-        assumes: what the loop relies on, beside what it states itself.
-        time_limit_s: seconds per case.
-        second_opinion_s: seconds after which JAX is asked about no further window of the problem; one it is asked about
-            in any case.
-        plan: in place of `strategies.plans()`; the cases that are tried first, whose plans are their own, are left out.
+        plan: the strategy in place of `strategies.plans()`; the cases that are tried first, whose plans are their own,
+            are then left out.
         progress: called with every verdict.
+        fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is another name of
+            `seed`.
 
     Raises:
         UsageError: an argument is wrong, or the problem breaks its contract.
     """
-    if not isinstance(examples, int) or examples < 1:
-        raise UsageError(f"examples must be a positive integer, got {examples!r}")
-    if not isinstance(second_opinion_s, int | float) or not second_opinion_s >= 0:
-        raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {second_opinion_s!r}")
+    if "seed_value" in fields:
+        fields["seed"] = fields.pop("seed_value")
+    options = (options or VerifyOptions()).replace(**fields)
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
-    chosen = checked_assumptions(assumes) | assumptions_of(loop)
+    chosen = frozenset(options.assumes) | assumptions_of(loop)
     if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
         raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
     drawn, small = (
         cases(
             problem=None if problem is None else problem_name,
             plan=plan,
-            dtype=dtype,
-            device=device,
-            optimizer=optimizer,
+            dtype=options.dtype,
+            device=options.device,
+            optimizer=options.optimizer,
             assumes=tuple(sorted(chosen)),
             small=few,
         )
         for few in (False, True)
     )
-    search = _Search(loop, problem, time_limit_s, progress)
+    search = _Search(loop, problem, options.time_limit_s, progress)
     started = time.perf_counter()
     interrupted = False
     try:
         with _threads(problem):
             if problem is None and plan is None:
-                search.probe(probe_cases(chosen, device))
+                search.probe(probe_cases(chosen, options.device))
             elif plan is None:
-                search.probe([whole_windows_case(problem_name, chosen, dtype, device)])
+                search.probe([whole_windows_case(problem_name, chosen, options)])
             if not search.hangs:
-                _run(search, drawn, examples, seed_value)
+                _run(search, drawn, options.examples, options.seed)
             if search.turn_to_other_fault():
-                _run(search, drawn, examples, seed_value)
+                _run(search, drawn, options.examples, options.seed)
             if not search.is_small():
                 search.start_anew()
-                _run(search, small, SMALL_EXAMPLES, seed_value)
+                _run(search, small, SMALL_EXAMPLES, options.seed)
             search.settle()
     except KeyboardInterrupt:
         interrupted = True
@@ -293,7 +280,7 @@ def verify(
     opinion = None
     if problem is not None and not interrupted:
         try:
-            opinion = search.second_opinion(problem, second_opinion_s)
+            opinion = search.second_opinion(problem, options.second_opinion_s)
         except KeyboardInterrupt:
             # what was found out about the loop stands
             interrupted = True

@@ -70,6 +70,11 @@ def test_a_wrong_gradient_is_placed_and_measured(step, optimizer):
     assert violation.error == pytest.approx(2 * right, rel=1e-12)
     assert 0 < violation.allowed < 1e-12
     assert f"expected {right}, observed {3 * right}, off by {2 * right:.3g}" in violation.details[0]
+    evidence = violation.evidence
+    assert evidence.layout.part(evidence.expected, "weight") == pytest.approx([right], rel=1e-12)
+    assert evidence.seen("weight") == pytest.approx([3 * right], rel=1e-12)
+    assert evidence.seen("idle") is None
+    assert evidence.allowed[evidence.worst.index] == violation.allowed
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -82,6 +87,8 @@ def test_a_missing_gradient_is_placed(step):
     assert (violation.epoch, violation.window) == divmod(step, 2)
     assert violation.explanation == "0.bias.grad is None at the step, but the window's items reach 0.bias"
     assert violation.details == ()
+    assert violation.evidence.seen("0.bias") is None
+    assert violation.evidence.seen("0.weight") is not None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -7,7 +7,6 @@ import textwrap
 
 import torch
 
-from gradcheck_suite.execution.runner import DEFAULT_TIME_LIMIT
 from gradcheck_suite.records.description import describe_case, error_text, violation_title
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.report.scripts.checks import AT_A_STEP, large_batch_text, main_text, numbers_text
@@ -21,6 +20,7 @@ from gradcheck_suite.report.scripts.subjects import (
     problem_text,
 )
 from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import ProblemSpec
 

@@ -65,7 +65,7 @@ def _allowed(window: Window) -> Vector:
     for i in range(len(expected)):
         off = expected.copy()
         off[i] = np.inf if expected[i] != np.inf else 0.0
-        allowed[i] = window.compare(off).allowed
+        allowed[i] = window.compare(off).worst.allowed
     return allowed
 
 

@@ -1,0 +1,71 @@
+"""How a loop is verified: the options that the command line, the pytest plugin and Python share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.schema.case import DEVICES, DTYPES
+from gradcheck_suite.schema.contract import checked_assumptions
+
+OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+"""The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
+DEFAULT_TIME_LIMIT = 30.0
+"""Seconds that the loop may take on one case; a generated case takes milliseconds."""
+SECOND_OPINION_S = 60.0
+"""Seconds that one verification spends on JAX's second opinion."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What one verification draws, and how long it may take.
+
+    Attributes:
+        examples: number of cases to draw, at least 1.
+        seed: of the draws; the same seed and versions draw the same cases.
+        dtype: of parameters and data, one of `DTYPES`.
+        device: `"cpu"` or `"cuda"`.
+        optimizer: None for an optimizer whose step changes nothing, else one of `OPTIMIZER_NAMES`.
+        assumes: names from `ASSUMPTIONS`, added to those that the loop states itself.
+        time_limit_s: seconds that the loop may take on one case; None for no limit.
+        second_opinion_s: seconds after which JAX is asked about no further window of a user's problem. It is asked
+            about one window in any case.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    examples: int = 200
+    seed: int = 0
+    dtype: str = "float64"
+    device: str = "cpu"
+    optimizer: str | None = None
+    assumes: tuple[str, ...] = ()
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT
+    second_opinion_s: float = SECOND_OPINION_S
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
+        if not isinstance(self.examples, int) or self.examples < 1:
+            raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed must be an integer, got {self.seed!r}")
+        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("optimizer", (None, *OPTIMIZER_NAMES))):
+            if (value := getattr(self, name)) not in allowed:
+                raise UsageError(f"{name} must be one of {', '.join(filter(None, allowed))}; got {value!r}")
+        if self.time_limit_s is not None and not (_is_number(self.time_limit_s) and self.time_limit_s > 0):
+            raise UsageError(f"time_limit_s must be a positive number of seconds or None, got {self.time_limit_s!r}")
+        if not (_is_number(self.second_opinion_s) and self.second_opinion_s >= 0):
+            raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {self.second_opinion_s!r}")
+
+    def replace(self, **changes: Any) -> VerifyOptions:
+        """Return the options with some fields changed; `UsageError` names a field that does not exist."""
+        names = [field.name for field in fields(self)]
+        if unknown := sorted(changes.keys() - set(names)):
+            raise UsageError(f"expected some of {', '.join(names)}; got {', '.join(unknown)}")
+        return replace(self, **changes)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
