@@ -1,4 +1,4 @@
-"""What the properties share: how many examples to draw, on which devices, and running a loop for its gradients."""
+"""What the properties share beside assertions: numbers of examples, devices, and running a loop for its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Verdict
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.runner import run_loop
@@ -21,9 +21,14 @@ from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, wors
 from gradcheck_suite.references.noise import Computation, float64_noise
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
-from properties.tally import TALLY
+from properties.assertions import Gradients
 
-Gradients = dict[str, torch.Tensor | None]
+REGRESSION = ProblemSpec(
+    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
+)
+"""Linear regression on two features."""
+TWO_WINDOWS = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
+"""Two epochs of two windows with unequal micro-batches; the last window is short."""
 
 DEVICES = (
     "cpu",
@@ -64,50 +69,14 @@ def scaled(divisor: int) -> hypothesis.settings:
 
 
 def observe(loop: Loop, instance: Instance) -> list[Observation]:
-    """Run a loop and return what reached each of its steps; a loop that raises or steps wrongly fails the test."""
+    """Run a loop and return the gradients at each of its steps; fail where it raises or miscounts steps."""
     __tracebackhide__ = True
     outcome = run_loop(loop, instance)
     if outcome.raised is not None:
-        pytest.fail(f"the loop failed on {instance.case!r}: {outcome.raised}\n{outcome.trace}")
+        pytest.fail(f"the loop raised {outcome.raised}, but should train [{instance.case!r}]\n{outcome.trace}")
     taken, due = len(outcome.observations), instance.case.plan.steps
-    assert taken == due, f"the loop took {taken} steps, should be {due}, on {instance.case!r}"
+    assert taken == due, f"steps={taken}, but should be {due} [{instance.case!r}]"
     return outcome.observations
-
-
-def assert_holds(verdict: Verdict, name: str = "the loop") -> None:
-    """Fail where a loop is violated or the references disagree; leave out what this machine cannot judge."""
-    __tracebackhide__ = True
-    if verdict.skipped:
-        hypothesis.event(f"skipped: {verdict.skipped[:60]}")
-        # every operation of the catalogue exists in float64
-        assert verdict.case.dtype != "float64", f"{verdict.skipped}\n{verdict.case!r}"
-        hypothesis.reject()
-    assert verdict.finding is None, f"{verdict.finding}\n{verdict.case!r}"
-    if (violation := verdict.violation) is not None:
-        lines = (f"{name}: {violation.kind} ({violation.diagnosis}): {violation.explanation}", *violation.details)
-        pytest.fail("\n".join((*lines, repr(verdict.case))))
-    TALLY.judge(name, verdict.ratio)
-
-
-def unequal(a: Gradients, b: Gradients) -> list[str]:
-    """Return the parameters whose gradients differ by `==`, None standing for zeros and NaN equal to NaN."""
-    return [name for name in a if not _same(a[name], b[name])]
-
-
-def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        present = b if a is None else a
-        return present is None or not bool(present.count_nonzero())
-    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
-
-
-def bit_unequal(a: Gradients, b: Gradients) -> list[str]:
-    """Return the parameters whose gradients differ in any bit, or of which just one is None."""
-    return [name for name in a if _bits(a[name]) != _bits(b[name])]
-
-
-def _bits(gradient: torch.Tensor | None) -> bytes | None:
-    return None if gradient is None else gradient.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def flat(gradients: Gradients, layout: Layout) -> Vector:
@@ -123,12 +92,12 @@ def apart(instance: Instance, window: int, a: Gradients, b: Gradients, *, terms:
     """Compare two float64 accumulations of a window's gradient, within what rounding allows each; torch alone.
 
     Args:
-        instance: whose window.
-        window: which one.
-        a: one accumulation.
-        b: another.
-        terms: micro-batches added up by the one with the most.
-        scale: a factor that both carry.
+        instance: the instance.
+        window: index of the window.
+        a: gradients of one accumulation.
+        b: gradients of another accumulation.
+        terms: the greater number of micro-batches that one of them adds up.
+        scale: a factor on both accumulations.
     """
     model, items = instance.model(), instance.case.plan.window_items(window)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

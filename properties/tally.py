@@ -1,7 +1,7 @@
-"""What a run of the properties has seen of each reset mode, for the table under it.
+"""Figures of each reset mode, collected while the properties run, for the table at the end of the run.
 
-Errors are those of every judged case. Times and bytes compare the modes on the same cases, and are given as ratios to
-`set_to_none`: of a run on small models, which a busy machine slows as it likes, no more can be said.
+Errors are those of every judged case. Times and bytes compare the modes on the same cases. They are ratios to
+`set_to_none`, since absolute times on small models and a busy machine mean little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tally:
         self._sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def judge(self, mode: str, ratio: float) -> None:
-        """Count a case that holds."""
+        """Count a case on which the mode holds."""
         if mode in MODES:
             self._sums[mode]["cases"] += 1
             self._sums[mode]["worst"] = max(self._sums[mode]["worst"], ratio)
@@ -40,13 +40,12 @@ class Tally:
             self._sums[mode]["seconds"] += time.perf_counter() - started
 
     def weigh(self, mode: str, ledger: Ledger) -> None:
-        """Add what a loop's resets and accumulations moved, and its peak."""
-        traffic = ledger.total("reset", "accumulate")
-        self._sums[mode]["moved"] += traffic.read + traffic.written
+        """Add the bytes that a loop's resets and accumulations moved, and its peak."""
+        self._sums[mode]["moved"] += ledger.total("reset", "accumulate").moved
         self._sums[mode]["peak"] += ledger.peak().bytes
 
     def add(self, other: Mapping[str, Mapping[str, float]]) -> None:
-        """Add what another process has seen."""
+        """Add the sums of another process."""
         for mode, sums in other.items():
             for name, value in sums.items():
                 own = self._sums[mode][name]
@@ -57,7 +56,7 @@ class Tally:
         return {mode: dict(sums) for mode, sums in self._sums.items()}
 
     def table(self) -> list[str]:
-        """Return the lines of the table, none where no mode was seen."""
+        """Return the lines of the table; none where no mode was counted."""
         if not self._sums:
             return []
         width = max(map(len, MODES))

@@ -1,4 +1,4 @@
-"""Gradients lie in memory of their own; and where a backward gives away a buffer it reuses, the suite finds it."""
+"""Gradients have storages of their own; where a backward returns a buffer that it reuses, the suite finds it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import event, given
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
 from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops import MODES
-from properties.helpers import DEVICES, assert_holds, scaled
+from gradcheck_suite.loops import MODES, RESET_MODES
+from properties.assertions import assert_equal, assert_holds
+from properties.helpers import DEVICES, scaled
 
 
 class _Reusing(torch.autograd.Function):
@@ -90,13 +91,14 @@ def _case(micro_batches: tuple[int, ...], k: int) -> Case:
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(case=cases(plan=plans(max_epochs=1, max_windows=1, min_accumulation_steps=2, max_items=3)))
-def test_drawn_models_keep_their_gradients_to_themselves(device, case):
+def test_no_drawn_model_shares_its_gradients_storages(device, case):
     instance = generated_instance(case.replace(device=device))
     batches = list(instance.loader())
     event(f"micro-batches: {min(len(batches), 3)} (3 stands for more)")
-    # a window of one micro-batch, looked at twice: what is reused is written again all the same
+    # a window of one micro-batch runs twice, since a reused buffer is written in every backward
     found = find_stolen_buffers(instance.model(), instance.problem.loss, batches if len(batches) > 1 else 2 * batches)
-    assert not found, f"{[each.explanation for each in found]} [{case!r}]"
+    explanations = [each.explanation for each in found]
+    assert_equal(what="stolen buffers", observed=explanations, expected=[], case=case)
 
 
 @scaled(2)
@@ -108,7 +110,7 @@ def test_gradients_share_no_storage_with_parameters_buffers_or_each_other(case):
     tensors = [*run.model.parameters(), *run.model.buffers()]
     tensors += [p.grad for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse]
     storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
-    assert len(storages) == len(set(storages)), f"some gradient shares a storage, should have its own [{case!r}]"
+    assert_equal(what="number of storages", observed=len(set(storages)), expected=len(storages), case=case)
 
 
 @pytest.mark.parametrize(("zeros", "total"), [(False, 8.0), (True, 10.0)])
@@ -133,11 +135,11 @@ def test_set_to_none_and_zeros_differ_on_the_canary():
     violation = check(MODES["set_to_none"], case, problem=CANARY).violation
     assert violation is not None
     assert (violation.parameter, violation.error) == ("weight", 2.0)
-    assert_holds(check(preallocated, case, problem=CANARY))
+    assert_holds(verdict=check(preallocated, case, problem=CANARY))
 
 
-# a first window that starts from None has given the buffer away, and no later `zero_` takes it back
-@pytest.mark.parametrize("name", [name for name in MODES if name != "flat_buffer"])
+# from None, autograd takes the buffer itself as the gradient, and a later `zero_` does not undo that
+@pytest.mark.parametrize("name", [name for name in MODES if RESET_MODES[name].preallocate is None])
 def test_a_first_window_that_starts_from_none_is_caught_in_every_mode(name):
     violation = check(MODES[name], _case((1, 1), 2), problem=CANARY).violation
     assert violation is not None
@@ -148,7 +150,7 @@ def test_a_first_window_that_starts_from_none_is_caught_in_every_mode(name):
 @scaled(5)
 @given(plan=plans(max_epochs=2))
 def test_gradients_allocated_beforehand_are_safe(loop, plan):
-    assert_holds(check(loop, Case("properties/test_aliasing.py:CANARY", plan), problem=CANARY))
+    assert_holds(verdict=check(loop, Case("properties/test_aliasing.py:CANARY", plan), problem=CANARY))
 
 
 def test_the_canary_is_explained():
@@ -169,7 +171,7 @@ def test_twins_are_caught():
 @given(plan=plans(max_epochs=2))
 def test_a_backward_that_copies_is_never_blamed(name, plan):
     case = Case("properties/test_aliasing.py:MENDED", plan)
-    assert_holds(check(MODES[name], case, problem=MENDED))
+    assert_holds(verdict=check(MODES[name], case, problem=MENDED))
     assert not find_stolen_buffers(Canary(copies=True), _total, FOUR_ITEMS)
 
 

@@ -1,4 +1,4 @@
-"""What must not matter, and what must scale: order, split, padding, a factor on the loss. No reference is needed."""
+"""Metamorphic properties, which need no reference: order, split and padding change nothing, a factor scales."""
 
 from __future__ import annotations
 
@@ -10,36 +10,32 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
 from gradcheck_suite.catalogue import loss_definition
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.schema.contract import Loop
-from properties import faults
-from properties.helpers import DEVICES, Gradients, apart, observe, scaled, unequal, with_items, with_loss
+from properties.assertions import Gradients, assert_gradients_equal, assert_within_rounding, differing
+from properties.helpers import DEVICES, REGRESSION, apart, observe, scaled, with_items, with_loss
 
 LOOPS = {name: BUILT_IN[name] for name in ("zero_", "set_to_none", "flat_buffer", "rescale_at_the_end")}
-REGRESSION = ProblemSpec(
-    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
-)
 ONE_WINDOW = Case(REGRESSION, Plan((1, 3, 2), 3), seed=1)
 one_window = plans(max_epochs=1, max_windows=1, min_accumulation_steps=2)
 one_window_cases = cases(plan=one_window)
 
 
 def gradients(loop: Loop, instance: Instance) -> Gradients:
-    """Return what a loop hands over at its only step."""
+    """Return the gradients at a loop's only step."""
     (observation,) = observe(loop, instance)
     return observation.gradients
 
 
 def assert_same(loop: Loop, instance: Instance, other: Instance, what: str) -> None:
-    """Assert that two cuts of the same items give gradients which rounding alone sets apart."""
+    """Fail where two cuts of the same items give gradients that differ by more than rounding."""
     __tracebackhide__ = True
     terms = max(len(t.case.plan.micro_batches) for t in (instance, other))
     difference = apart(instance, 0, gradients(loop, instance), gradients(loop, other), terms=terms)
-    assert difference.ratio <= 1, (
-        f"{what} changes the gradient by {difference.error:.3g}, where rounding allows {difference.allowed:.3g} "
-        f"[{instance.case!r} against {other.case.plan!r}]"
-    )
+    case = (instance.case, other.case.plan)
+    assert_within_rounding(what=f"change of the gradient by {what}", difference=difference, case=case)
 
 
 def reordered(instance: Instance, order: list[int]) -> Instance:
@@ -57,7 +53,7 @@ def recut(instance: Instance, sizes: list[int]) -> Instance:
 
 
 def without_padding(instance: Instance) -> Instance:
-    """Return the instance of one window without the micro-batches that count nothing."""
+    """Return the instance of one window without the micro-batches that have no valid targets."""
     plan = instance.case.plan
     kept = [j for j in range(len(plan.micro_batches)) if j not in plan.masked]
     return with_items(
@@ -73,7 +69,7 @@ def _maskable(problem: ProblemSpec) -> bool:
 
 @st.composite
 def padded_cases(draw: st.DrawFn) -> Case:
-    """Draw one window with one to three fully masked micro-batches somewhere in it."""
+    """Draw one window with one to three micro-batches without valid targets somewhere in it."""
     plan = draw(one_window)
     sizes, masked = list(plan.micro_batches), [False] * len(plan.micro_batches)
     for _ in range(draw(st.integers(1, 3))):
@@ -115,31 +111,30 @@ def test_splitting_a_split_does_not_matter(name, device, case, data):
 @pytest.mark.parametrize("name", LOOPS)
 @scaled(3)
 @given(case=padded_cases())
-def test_micro_batches_that_count_nothing_change_nothing(name, device, case):
+def test_micro_batches_without_valid_targets_change_nothing(name, device, case):
     padded = generated_instance(case.replace(device=device))
-    wrong = unequal(gradients(LOOPS[name], padded), gradients(LOOPS[name], without_padding(padded)))
-    assert not wrong, f"a fully masked micro-batch changes the gradients of {wrong}, should change nothing [{case!r}]"
+    assert_gradients_equal(
+        what="with and without micro-batches that have no valid targets",
+        observed=gradients(LOOPS[name], padded),
+        expected=gradients(LOOPS[name], without_padding(padded)),
+        case=case,
+    )
 
 
 def assert_homogeneous(loop: Loop, instance: Instance, factor: float, *, exact: bool) -> None:
-    """Assert that `factor` times the loss gives `factor` times the gradient."""
+    """Fail unless `factor` times the loss gives `factor` times the gradient."""
     __tracebackhide__ = True
     loss = instance.problem.loss
     times = with_loss(instance, lambda model, batch: factor * loss(model, batch))
     once, scaled_up = gradients(loop, instance), gradients(loop, times)
     expected = {name: None if g is None else factor * g for name, g in once.items()}
+    what = f"{factor:g} times the loss against {factor:g} times the gradient"
     if exact:
-        wrong = unequal(scaled_up, expected)
-        assert not wrong, (
-            f"{factor:g} times the loss is not {factor:g} times the gradient of {wrong} [{instance.case!r}]"
-        )
+        assert_gradients_equal(what=what, observed=scaled_up, expected=expected, case=instance.case)
         return
     terms = len(instance.case.plan.micro_batches)
     difference = apart(instance, 0, scaled_up, expected, terms=terms, scale=factor)
-    assert difference.ratio <= 1, (
-        f"{factor:g} times the loss is off by {difference.error:.3g} from {factor:g} times the gradient, "
-        f"where rounding allows {difference.allowed:.3g} [{instance.case!r}]"
-    )
+    assert_within_rounding(what=what, difference=difference, case=instance.case)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -161,37 +156,37 @@ def test_any_factor_on_the_loss_scales_the_gradient(name, case, factor):
     assert_homogeneous(LOOPS[name], generated_instance(case), factor, exact=False)
 
 
-@pytest.mark.parametrize("loop", [faults.running_sum_rescaled, faults.first_only, faults.reset_per_micro_batch])
-def test_a_fault_that_depends_on_the_order_is_caught(loop):
+@pytest.mark.parametrize("name", ["rescaled-accumulator", "first-only", "reset-per-micro-batch"])
+def test_a_fault_that_depends_on_the_order_is_caught(name):
     instance = generated_instance(ONE_WINDOW)
-    with pytest.raises(AssertionError, match="the order of micro-batches changes"):
-        assert_same(loop, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
+    with pytest.raises(AssertionError, match="change of the gradient by the order"):
+        assert_same(BUGS[name].loop, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
 
 
-@pytest.mark.parametrize("loop", [faults.mean_of_means, faults.no_divide, faults.double_divide])
-def test_a_fault_that_depends_on_the_split_is_caught(loop):
+@pytest.mark.parametrize("name", ["mean-of-means", "no-divide", "double-divide"])
+def test_a_fault_that_depends_on_the_split_is_caught(name):
     instance = generated_instance(ONE_WINDOW)
-    with pytest.raises(AssertionError, match="a finer split changes"):
-        assert_same(loop, instance, recut(instance, [1, 1, 2, 2]), "a finer split")
+    with pytest.raises(AssertionError, match="change of the gradient by a finer split"):
+        assert_same(BUGS[name].loop, instance, recut(instance, [1, 1, 2, 2]), "a finer split")
 
 
 def test_the_order_alone_does_not_show_a_mean_of_means():
     instance = generated_instance(ONE_WINDOW)
-    assert_same(faults.mean_of_means, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
+    assert_same(BUGS["mean-of-means"].loop, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
 
 
-def test_counting_a_micro_batch_that_counts_nothing_is_caught():
+def test_counting_a_micro_batch_without_valid_targets_is_caught():
     classes = ProblemSpec(
         Input("vector", size=2),
         (Layer("linear", features=3, bias=True),),
         Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
     )
     padded = generated_instance(Case(classes, Plan((2, 1), 2, masked=(1,)), seed=1))
-    assert unequal(gradients(MODES["zero_"], padded), gradients(MODES["zero_"], without_padding(padded))) == []
-    wrong = unequal(gradients(faults.mean_of_means, padded), gradients(faults.mean_of_means, without_padding(padded)))
-    assert wrong == ["0.weight", "0.bias"]
+    for loop, wrong in ((MODES["zero_"], []), (BUGS["mean-of-means"].loop, ["0.weight", "0.bias"])):
+        observed, expected = (gradients(loop, each) for each in (padded, without_padding(padded)))
+        assert differing(observed=observed, expected=expected) == wrong
 
 
 def test_clipping_per_micro_batch_is_caught():
-    with pytest.raises(AssertionError, match="8 times the loss is not"):
-        assert_homogeneous(faults.clip_per_micro_batch, generated_instance(ONE_WINDOW), 8.0, exact=True)
+    with pytest.raises(pytest.fail.Exception, match="8 times the loss against"):
+        assert_homogeneous(BUGS["clip-per-micro-batch"].loop, generated_instance(ONE_WINDOW), 8.0, exact=True)

@@ -1,29 +1,24 @@
-"""The reset modes hand over equal gradients; where they may differ is None against zeros, and exactly there."""
+"""The reset modes give equal gradients. They differ in None against zeros, exactly where their records say."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, problems
+from gradcheck_suite import TrainingRun, cases, problems
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.loops import MODES
+from gradcheck_suite.execution.observer import Observation
+from gradcheck_suite.loops import MODES, RESET_MODES, ResetMode
+from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
-from properties import faults
-from properties.helpers import DEVICES, observe, scaled, unequal
+from properties.assertions import assert_equal, assert_gradients_equal
+from properties.helpers import DEVICES, TWO_WINDOWS, observe, scaled
 from properties.routed import EXPERTS, routed_instance
 from properties.tally import TALLY
-
-TO_NONE = ("set_to_none", "grad_none")
-TO_ZEROS = ("zero_", "zero_grad", "zero_grad_foreach", "zero_before_forward", "zero_between")
-REGRESSION = ProblemSpec(
-    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
-)
-TWO_WINDOWS = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
 
 routes = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=8)
 
@@ -38,98 +33,84 @@ def reached(instance: Instance) -> list[set[str]]:
     return [set().union(*(names[j] for j in window)) for window in plan.windows]
 
 
-def assert_modes_agree(instance: Instance, loops: dict[str, Loop]) -> None:
-    """Assert that every loop hands over what the first one does, step by step, by `==`."""
+def assert_none_pattern(mode: ResetMode, instance: Instance, observations: list[Observation]) -> None:
+    """Fail unless gradients are None exactly where the mode's record says, and zeros where the window does not reach.
+
+    Every parameter has a gradient from the start where the mode preallocates them. Otherwise a parameter has one from
+    the first window that reaches it, and under a release only in windows that reach it.
+    """
     __tracebackhide__ = True
-    first, *others = loops
-    expected = observe(loops[first], instance)  # warms up what the others would find warm
-    with TALLY.timed(first):
-        observe(loops[first], instance)
-    for name in others:
+    per_window, case = reached(instance), instance.case
+    trainable = {name for name, p in instance.model().named_parameters() if p.requires_grad}
+    present = set(trainable) if mode.preallocate is not None else set[str]()
+    for step, observation in enumerate(observations):
+        now = per_window[step % len(per_window)]
+        present = set(now) if mode.releases else present | now
+        gradients = {name: g for name, g in observation.gradients.items() if g is not None}
+        what = f"{mode.name}, step {step}, parameters"
+        assert_equal(what=f"{what} with a gradient", observed=set(gradients), expected=present, case=case)
+        leaked = {name for name in present - now if gradients[name].count_nonzero()}
+        assert_equal(what=f"{what} with a stale gradient", observed=leaked, expected=set(), case=case)
+
+
+def assert_modes_agree(instance: Instance, loops: dict[str, Loop], *, check_none: bool = False) -> None:
+    """Fail unless all loops give equal gradients at every step, by `==`; with `check_none`, check None as well."""
+    __tracebackhide__ = True
+    first = next(iter(loops))
+    expected = observe(loops[first], instance)  # the other loops are timed on warm caches, so this one is run again
+    for name, loop in loops.items():
         with TALLY.timed(name):
-            seen = observe(loops[name], instance)
+            seen = observe(loop, instance)
         for step, (a, b) in enumerate(zip(expected, seen, strict=True)):
-            wrong = unequal(a.gradients, b.gradients)
-            assert not wrong, f"step {step}: {first} and {name} differ on {wrong}, should be equal [{instance.case!r}]"
-
-
-def assert_none_pattern(instance: Instance, loop: Loop) -> None:
-    """Assert that a gradient is None exactly where no micro-batch of the window reaches its parameter."""
-    __tracebackhide__ = True
-    windows = reached(instance)
-    for step, observation in enumerate(observe(loop, instance)):
-        present = {name for name, g in observation.gradients.items() if g is not None}
-        due = windows[step % len(windows)]
-        assert present == due, f"step {step}: gradients on {sorted(present)}, should be on {sorted(due)}"
-
-
-def assert_zeros_pattern(instance: Instance, loop: Loop) -> None:
-    """Assert that a parameter keeps a gradient once it was reached, zeros in windows that do not reach it."""
-    __tracebackhide__ = True
-    windows, so_far = reached(instance), set[str]()
-    for step, observation in enumerate(observe(loop, instance)):
-        now = windows[step % len(windows)]
-        so_far |= now
-        present: dict[str, Any] = {name: g for name, g in observation.gradients.items() if g is not None}
-        assert present.keys() == so_far, f"step {step}: gradients on {sorted(present)}, should be on {sorted(so_far)}"
-        leaked = [name for name in so_far - now if present[name].count_nonzero()]
-        assert not leaked, f"step {step}: {leaked} were not reached, their gradients should be zeros"
+            what = f"step {step}, {name} against {first}"
+            assert_gradients_equal(what=what, observed=b.gradients, expected=a.gradients, case=instance.case)
+        if check_none:
+            assert_none_pattern(RESET_MODES[name], instance, seen)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@scaled(3)
 @given(case=cases(problem=problems(sparse=False)))
 def test_all_modes_agree(device, case):
     event(f"windows: {min(case.plan.steps, 2)} (2 stands for more)")
-    assert_modes_agree(generated_instance(case.replace(device=device)), MODES)
+    assert_modes_agree(generated_instance(case.replace(device=device)), MODES, check_none=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(2)
+@scaled(3)
 @given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
 def test_all_modes_agree_where_parameters_are_missed(device, routes, k, epochs):
     instance = routed_instance(routes, k, epochs=epochs, device=device)
     event(f"some window misses a parameter: {any(len(names) < 2 * EXPERTS for names in reached(instance))}")
-    assert_modes_agree(instance, MODES)
-
-
-@pytest.mark.parametrize("name", TO_NONE)
-@given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
-def test_none_exactly_where_no_micro_batch_reaches(name, routes, k, epochs):
-    assert_none_pattern(routed_instance(routes, k, epochs=epochs), MODES[name])
-
-
-@pytest.mark.parametrize("name", TO_NONE)
-@scaled(2)
-@given(case=cases())
-def test_none_pattern_of_drawn_models(name, case):
-    instance = generated_instance(case)
-    trainable = sum(p.requires_grad for p in instance.model().parameters())
-    event(f"some window misses a parameter: {any(len(names) < trainable for names in reached(instance))}")
-    assert_none_pattern(instance, MODES[name])
-
-
-@pytest.mark.parametrize("name", TO_ZEROS)
-@scaled(2)
-@given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
-def test_once_reached_stays_zeros(name, routes, k, epochs):
-    assert_zeros_pattern(routed_instance(routes, k, epochs=epochs), MODES[name])
+    assert_modes_agree(instance, MODES, check_none=True)
 
 
 def test_a_forgotten_reset_is_caught():
-    with pytest.raises(AssertionError, match="differ on"):
-        assert_modes_agree(generated_instance(TWO_WINDOWS), {**MODES, "fault": faults.reset_all_but_the_last})
+    with pytest.raises(pytest.fail.Exception, match=r"step 1, fault against zero_: the gradients of .* differ"):
+        assert_modes_agree(
+            generated_instance(TWO_WINDOWS), {"zero_": MODES["zero_"], "fault": BUGS["own-groups-only"].loop}
+        )
 
 
-def test_zeros_in_place_of_none_are_caught():
-    with pytest.raises(AssertionError, match="should be on"):
-        assert_none_pattern(routed_instance([[0], [1]], 1), faults.zeros_for_none)
+def zeros_for_none(run: TrainingRun) -> None:
+    """Reset to zeros where None was promised."""
+    for window in windows(run):
+        for p in run.model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        backward_window(run, window)
+        run.optimizer.step()
 
 
-def test_none_in_place_of_zeros_is_caught():
-    with pytest.raises(AssertionError, match="should be on"):
-        assert_zeros_pattern(routed_instance([[0], [1]], 1), MODES["set_to_none"])
-
-
-def test_a_leak_into_an_unreached_parameter_is_caught():
-    with pytest.raises(AssertionError, match="should be zeros"):
-        assert_zeros_pattern(routed_instance([[0], [1]], 1), faults.no_reset)
+@pytest.mark.parametrize(
+    ("promised", "loop", "message"),
+    [
+        ("set_to_none", zeros_for_none, "with a gradient"),
+        ("zero_", MODES["set_to_none"], "with a gradient"),
+        ("flat_buffer", MODES["zero_"], "with a gradient"),
+        ("zero_", BUGS["no-reset"].loop, "with a stale gradient"),
+    ],
+)
+def test_a_wrong_none_pattern_is_caught(promised, loop, message):
+    instance = routed_instance([[0], [1]], 1)
+    with pytest.raises(AssertionError, match=message):
+        assert_none_pattern(RESET_MODES[promised], instance, observe(loop, instance))

@@ -13,11 +13,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Plan
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.weight_probe import probe_case
-from properties import faults
+from properties.assertions import assert_equal
 from properties.helpers import DEVICES, observe, scaled
 
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
@@ -31,10 +32,9 @@ def weights(loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu"
 
 
 def assert_weights(loop: Loop, plan: Plan, expected: list[list[float]], reduction: str = "mean") -> None:
-    """Assert that a loop gives exactly these weights, bit for bit."""
+    """Fail unless a loop gives exactly these weights."""
     __tracebackhide__ = True
-    got = weights(loop, plan, reduction)
-    assert got == expected, f"weights {got}, should be {expected} [{plan!r}, {reduction}]"
+    assert_equal(what=f"weights ({reduction})", observed=weights(loop, plan, reduction), expected=expected, case=plan)
 
 
 @st.composite
@@ -65,12 +65,12 @@ def test_every_item_weighs_exactly_one_over_the_count(name, reduction, device, p
         items = plan.window_items(step % len(plan.windows))
         due = 1.0 if reduction == "sum" else 1.0 / len(items)
         expected = [due if i in items else 0.0 for i in range(plan.total_items)]
-        assert got == expected, f"step {step}: weights {got}, should be {expected} [{plan!r}]"
+        assert_equal(what=f"step {step}, weights", observed=got, expected=expected, case=plan)
 
 
 # two windows of K = 2 and a short one: items 0 | 1 2 3 // 4 5 | 6 7 // 8 9
 PLAN = Plan((1, 3, 2, 2, 2), 2)
-THIRD = 1 / 3
+LAST = [*[0.0] * 8, 1 / 2, 1 / 2]
 
 
 def test_sound_weights_by_hand():
@@ -80,56 +80,52 @@ def test_sound_weights_by_hand():
     )
 
 
-def test_mean_of_means_weighs_one_over_k_times_its_own_size():
-    expected = [[1 / 2, *[(1 / 2) / 3] * 3, *[0.0] * 6], [*[0.0] * 4, *[1 / 4] * 4, 0, 0], [*[0.0] * 8, 1 / 2, 1 / 2]]
-    assert_weights(faults.mean_of_means, PLAN, expected)
+ZEROS = [0.0] * 10
+WEIGHTS = {
+    # 1/(K n_j)
+    "mean-of-means": (PLAN, [[1 / 2, *[1 / 2 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 4] * 4, 0, 0], LAST]),
+    # 1/n_j
+    "no-divide": (PLAN, [[1.0, *[1 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 2] * 4, 0, 0], LAST]),
+    # 1/(K N), with N the count of the window
+    "double-divide": (
+        PLAN,
+        [[*[1 / 8] * 4, *ZEROS[4:]], [*ZEROS[:4], *[1 / 8] * 4, 0, 0], [*ZEROS[:8], 1 / 4, 1 / 4]],
+    ),
+    # 1/(K n_j) in the last window too, whose single micro-batch of two items should weigh 1/2 each
+    "tail-divided-by-steps": (
+        PLAN,
+        [[1 / 2, *[1 / 2 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 4] * 4, 0, 0], [*ZEROS[:8], 1 / 4, 1 / 4]],
+    ),
+    # 1/N, for the last micro-batch alone
+    "reset-per-micro-batch": (
+        PLAN,
+        [[0.0, *[1 / 4] * 3, *ZEROS[4:]], [*ZEROS[:6], 1 / 4, 1 / 4, 0, 0], LAST],
+    ),
+    # 1/N, for the first micro-batch alone
+    "first-only": (PLAN, [[1 / 4, *ZEROS[1:]], [*ZEROS[:4], 1 / 4, 1 / 4, *ZEROS[6:]], LAST]),
+    # every earlier window's weights remain
+    "no-reset": (PLAN, [[*[1 / 4] * 4, *ZEROS[4:]], [*[1 / 4] * 8, 0, 0], [*[1 / 4] * 8, 1 / 2, 1 / 2]]),
+    # divided by K after each backward: the first micro-batch K times
+    "rescaled-accumulator": (Plan((1, 1, 1, 1), 4), [[1 / 256, 1 / 64, 1 / 16, 1 / 4]]),
+}
 
 
-def test_no_divide_weighs_one_over_its_own_size():
-    expected = [[1.0, *[THIRD] * 3, *[0.0] * 6], [*[0.0] * 4, *[1 / 2] * 4, 0, 0], [*[0.0] * 8, 1 / 2, 1 / 2]]
-    assert_weights(faults.no_divide, PLAN, expected)
-
-
-def test_double_divide_weighs_one_over_k_squared_times_its_own_size():
-    expected = [[1 / 4, *[(1 / 4) / 3] * 3, *[0.0] * 6], [*[0.0] * 4, *[1 / 8] * 4, 0, 0], [*[0.0] * 8, 1 / 2, 1 / 2]]
-    assert_weights(faults.double_divide, PLAN, expected)
-
-
-def test_a_tail_divided_by_k_weighs_r_over_k_too_little():
-    # one micro-batch of two items in the last window: 1/(K * 2) where 1/2 is right
-    expected = [[1 / 2, *[(1 / 2) / 3] * 3, *[0.0] * 6], [*[0.0] * 4, *[1 / 4] * 4, 0, 0], [*[0.0] * 8, 1 / 4, 1 / 4]]
-    assert_weights(faults.tail_over_steps, PLAN, expected)
-
-
-def test_reset_per_micro_batch_keeps_the_last_one_only():
-    expected = [[0.0, *[THIRD] * 3, *[0.0] * 6], [*[0.0] * 6, 1 / 2, 1 / 2, 0, 0], [*[0.0] * 8, 1 / 2, 1 / 2]]
-    assert_weights(faults.reset_per_micro_batch, PLAN, expected)
-
-
-def test_no_reset_keeps_every_earlier_window():
-    first = [*[0.25] * 4, *[0.0] * 6]
-    assert_weights(faults.no_reset, PLAN, [first, [*[0.25] * 8, 0, 0], [*[0.25] * 8, 0.5, 0.5]])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_a_known_bug_by_hand(name):
+    plan, expected = WEIGHTS[name]
+    assert_weights(BUGS[name].loop, plan, expected)
 
 
 def test_no_reset_counts_a_second_epoch_twice():
-    assert_weights(faults.no_reset, Plan((1, 1), 2, 2), [[0.5, 0.5], [1.0, 1.0]])
-
-
-def test_first_only_keeps_the_first_mean():
-    expected = [[1.0, *[0.0] * 9], [*[0.0] * 4, 1 / 2, 1 / 2, *[0.0] * 4], [*[0.0] * 8, 1 / 2, 1 / 2]]
-    assert_weights(faults.first_only, PLAN, expected)
-
-
-def test_a_rescaled_running_sum_weighs_geometrically():
-    assert_weights(faults.running_sum_rescaled, Plan((1, 1, 1, 1), 4), [[1 / 16, 1 / 8, 1 / 4, 1 / 2]])
+    assert_weights(BUGS["no-reset"].loop, Plan((1, 1), 2, 2), [[0.5, 0.5], [1.0, 1.0]])
 
 
 def test_sums_need_no_division():
-    assert_weights(faults.no_divide, PLAN, weights(BUILT_IN["summed"], PLAN, "sum"), "sum")
+    assert_weights(BUGS["no-divide"].loop, PLAN, weights(BUILT_IN["summed"], PLAN, "sum"), "sum")
     assert_weights(BUILT_IN["summed"], Plan((1, 3), 2), [[1.0] * 4], "sum")
 
 
-@pytest.mark.parametrize("loop", [faults.mean_of_means, faults.no_divide, faults.no_reset, faults.first_only])
-def test_a_fault_is_caught(loop):
-    with pytest.raises(AssertionError, match="should be"):
-        assert_weights(loop, Plan((1, 3, 4), 2), [[0.25] * 4 + [0.0] * 4, [0.0] * 4 + [0.25] * 4])
+@pytest.mark.parametrize("name", ["mean-of-means", "no-divide", "no-reset", "first-only"])
+def test_a_fault_is_caught(name):
+    with pytest.raises(AssertionError, match="but should be"):
+        assert_weights(BUGS[name].loop, Plan((1, 3, 4), 2), [[0.25] * 4 + [0.0] * 4, [0.0] * 4 + [0.25] * 4])

@@ -1,7 +1,7 @@
-"""How torch accumulates and resets: what is held, taken, cloned, kept, detached, each a property of drawn shapes.
+"""How torch accumulates and resets gradients: what it holds, takes, clones, keeps and detaches, on drawn shapes.
 
-These are rules of torch, not of the suite: one that fails on a new version is a change to be understood, and loops
-that lean on it to be looked at again.
+These are rules of torch, not of the suite. If one fails on a new version of torch, find out what changed, and check the
+loops that rely on the rule.
 """
 
 from __future__ import annotations

@@ -1,55 +1,126 @@
-"""The reset modes: what stands between one window's step and the next window's first backward."""
+"""The reset modes, one record each: everything else that concerns reset modes iterates over `RESET_MODES`.
+
+A new mode is one record here, with a law from `laws.py` or a new one there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from gradcheck_suite.loops import laws
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Loop, TrainingRun
 
-Reset = Callable[[TrainingRun], None]
+Parameters = Sequence[torch.nn.Parameter]
+Reset = Callable[[Parameters, torch.optim.Optimizer], None]
 
 
-def zero_by_hand(run: TrainingRun) -> None:
+@dataclass(frozen=True)
+class ResetMode:
+    """One way to reset gradients between a window's step and the next window's first backward.
+
+    Attributes:
+        name: the mode's name on the command line, in records and in the report.
+        loop: the training loop that resets in this way; sound under the loop contract if `steps`.
+        law: what one window does to gradients in memory.
+        reset: resets the gradients of the given parameters; None where the loop resets in some other way.
+        releases: whether the reset leaves None. Otherwise it leaves zeros.
+        preallocate: gives every parameter the gradient, of zeros, that the loop allocates at its start; None where
+            autograd makes the gradients.
+        built_in: whether `verify` offers the loop by the mode's name. The other modes are measured for comparison only.
+        steps: whether the loop calls `run.optimizer.step()`; if not, no observer sees its gradients together.
+        benchmarked: whether the benchmarks time the reset; False where another mode runs the same kernels.
+    """
+
+    name: str
+    loop: Loop
+    law: laws.Law
+    reset: Reset | None = None
+    releases: bool = False
+    preallocate: Callable[[Parameters], None] | None = None
+    built_in: bool = True
+    steps: bool = True
+    benchmarked: bool = False
+
+
+# --- resets
+
+
+def zero_by_hand(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Zero every gradient in place: `p.grad.zero_()`."""
-    for p in run.model.parameters():
+    for p in parameters:
         if p.grad is not None:
             p.grad.detach_()
             p.grad.zero_()
 
 
-def none_by_hand(run: TrainingRun) -> None:
+def none_by_hand(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Release every gradient: `p.grad = None`."""
-    for p in run.model.parameters():
+    for p in parameters:
         p.grad = None
 
 
-def zero_grad_false(run: TrainingRun) -> None:
+def zero_grad_false(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=False)`, which zeroes tensor by tensor."""
-    run.optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)
 
 
-def zero_grad_foreach(run: TrainingRun) -> None:
+def zero_grad_foreach(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=False)` of an optimizer with `foreach`, which zeroes all at once."""
-    run.optimizer.defaults["foreach"] = True
-    run.optimizer.zero_grad(set_to_none=False)
+    optimizer.defaults["foreach"] = True
+    optimizer.zero_grad(set_to_none=False)
 
 
-def zero_grad_none(run: TrainingRun) -> None:
+def zero_grad_none(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=True)`, torch's default since 2.0."""
-    run.optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def foreach_zero(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Zero all dense gradients in one call to `torch._foreach_zero_`."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
+        gradient.detach_()
+    if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+        torch._foreach_zero_(dense)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.zero_()
+
+
+def allocate_flat(parameters: Parameters) -> None:
+    """Make every gradient a view of one flat buffer of zeros per dtype and device."""
+    for dtype, device in dict.fromkeys((p.dtype, p.device) for p in parameters):
+        members = [p for p in parameters if (p.dtype, p.device) == (dtype, device)]
+        flat = torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
+        for p, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            p.grad = part.view_as(p)
+
+
+def zero_flat(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Zero the flat buffers whose views the gradients are."""
+    bases = {id(base): base for p in parameters if p.grad is not None and (base := p.grad._base) is not None}
+    for flat in bases.values():
+        flat.zero_()
+
+
+# --- loops
 
 
 def after_step(reset: Reset) -> Loop:
     """Return the loop that resets once after each step."""
 
     def loop(run: TrainingRun) -> None:
+        parameters = list(run.model.parameters())
         for window in windows(run):
             backward_window(run, window)
             run.optimizer.step()
-            reset(run)
+            reset(parameters, run.optimizer)
 
     loop.__doc__ = f"{(reset.__doc__ or '').splitlines()[0]} After each step."
     return loop
@@ -58,7 +129,7 @@ def after_step(reset: Reset) -> Loop:
 def before_forward(run: TrainingRun) -> None:
     """Zero every gradient in place, before each window's first forward."""
     for window in windows(run):
-        zero_by_hand(run)
+        zero_by_hand(list(run.model.parameters()), run.optimizer)
         backward_window(run, window)
         run.optimizer.step()
 
@@ -70,7 +141,7 @@ def between_forward_and_backward(run: TrainingRun) -> None:
         for j, batch in enumerate(window):
             loss = part_of_window(run, batch, total)
             if j == 0:
-                zero_by_hand(run)
+                zero_by_hand(list(run.model.parameters()), run.optimizer)
             loss.backward()
         run.optimizer.step()
 
@@ -78,27 +149,100 @@ def between_forward_and_backward(run: TrainingRun) -> None:
 def flat_buffer(run: TrainingRun) -> None:
     """Hold all gradients as views of one flat buffer per dtype and device, zeroed at once after each step."""
     trainable = [p for p in run.model.parameters() if p.requires_grad]
-    buffers = []
-    for dtype, device in dict.fromkeys((p.dtype, p.device) for p in trainable):
-        members = [p for p in trainable if (p.dtype, p.device) == (dtype, device)]
-        flat = torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
-        for p, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
-            p.grad = part.view_as(p)
-        buffers.append(flat)
+    allocate_flat(trainable)
     for window in windows(run):
         backward_window(run, window)
         run.optimizer.step()
-        for flat in buffers:
-            flat.zero_()
+        zero_flat(trainable, run.optimizer)
 
 
-MODES: dict[str, Loop] = {
-    "zero_": after_step(zero_by_hand),
-    "zero_grad": after_step(zero_grad_false),
-    "zero_grad_foreach": after_step(zero_grad_foreach),
-    "set_to_none": after_step(zero_grad_none),
-    "grad_none": after_step(none_by_hand),
-    "flat_buffer": flat_buffer,
-    "zero_before_forward": before_forward,
-    "zero_between": between_forward_and_backward,
+def main_gradients(run: TrainingRun) -> None:
+    """Keep each sum in float32 or wider, round it to the parameter's dtype for the step, then zero it."""
+    trainable = [p for p in run.model.parameters() if p.requires_grad]
+    mains = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trainable}
+    reached: dict[torch.nn.Parameter, None] = {}
+
+    def add(p: torch.Tensor) -> None:
+        assert isinstance(p, torch.nn.Parameter)
+        assert p.grad is not None
+        mains[p].add_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        reached[p] = None
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(add) for p in trainable]
+    for window in windows(run):
+        backward_window(run, window)
+        for p in reached:
+            p.grad = mains[p].to(p.dtype)
+        run.optimizer.step()
+        for p in reached:
+            p.grad = None
+            mains[p].zero_()
+        reached.clear()
+    for hook in hooks:
+        hook.remove()
+
+
+def optimizer_in_backward(run: TrainingRun) -> None:
+    """Step on each parameter as soon as its gradient of the window's last micro-batch is there, and release it."""
+    optimizers = {p: _optimizer_like(run.optimizer, p) for group in run.optimizer.param_groups for p in group["params"]}
+    last = False
+
+    def step(p: torch.Tensor) -> None:
+        if last:
+            assert isinstance(p, torch.nn.Parameter)
+            optimizers[p].step()
+            p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+    for window in windows(run):
+        total = window_count(run, window)
+        for j, batch in enumerate(window):
+            last = j == len(window) - 1
+            part_of_window(run, batch, total).backward()
+        for p in optimizers:
+            if p.grad is not None:  # an earlier micro-batch reached it, the last one did not
+                step(p)
+    for hook in hooks:
+        hook.remove()
+
+
+def _optimizer_like(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """Return an optimizer of the same type and settings over one parameter."""
+    takes = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    return type(optimizer)([p], **settings)
+
+
+# --- records
+
+
+def _after_step(name: str, reset: Reset, law: laws.Law, **about: Any) -> ResetMode:
+    return ResetMode(name, after_step(reset), law, reset, **about)
+
+
+RESET_MODES: dict[str, ResetMode] = {
+    mode.name: mode
+    for mode in (
+        _after_step("zero_", zero_by_hand, laws.zeroed, benchmarked=True),
+        _after_step("zero_grad", zero_grad_false, laws.zeroed),
+        _after_step("zero_grad_foreach", zero_grad_foreach, laws.zeroed_at_once, benchmarked=True),
+        _after_step("set_to_none", zero_grad_none, laws.released, releases=True, benchmarked=True),
+        _after_step("grad_none", none_by_hand, laws.released, releases=True),
+        ResetMode("flat_buffer", flat_buffer, laws.flat_buffer, zero_flat, preallocate=allocate_flat, benchmarked=True),
+        ResetMode("zero_before_forward", before_forward, laws.zeroed, zero_by_hand),
+        ResetMode("zero_between", between_forward_and_backward, laws.zeroed, zero_by_hand),
+        _after_step("foreach_zero", foreach_zero, laws.zeroed_at_once, built_in=False),
+        ResetMode("main_gradients", main_gradients, laws.main_gradients, built_in=False),
+        ResetMode(
+            "optimizer_in_backward", optimizer_in_backward, laws.stepped_in_backward, built_in=False, steps=False
+        ),
+    )
 }
+"""Every reset mode by name, those included that are only measured."""
+
+MODES: dict[str, Loop] = {mode.name: mode.loop for mode in RESET_MODES.values() if mode.built_in}
+"""The loops of the built-in reset modes by name: what `verify` runs when it is given no loop."""
+
+BENCHMARKED: tuple[ResetMode, ...] = tuple(mode for mode in RESET_MODES.values() if mode.benchmarked)
+"""The reset modes that the benchmarks time."""

@@ -1,4 +1,4 @@
-"""What a reset mode costs: operations and bytes, time, memory.
+"""What a reset mode costs: operations and bytes (the ledger), time, and memory.
 
-Judges no gradient: does not import verification.
+This package judges no gradient and does not import `verification`.
 """

@@ -1,7 +1,7 @@
-"""Timers for pytest-benchmark: the host's clock, and one that lets the device finish or asks its own events.
+"""Timers for pytest-benchmark: the host's clock, the host's clock after the device has finished, and CUDA events.
 
-pytest-benchmark takes any callable whose results subtract to seconds as its `timer`, so a CUDA event whose difference
-is the elapsed device time needs no private patching.
+pytest-benchmark accepts as `timer` any callable whose results subtract to seconds, so CUDA events can time the device
+without patching pytest-benchmark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class DeviceStamp:
-    """A moment on the current CUDA stream; the difference of two is the device's time between them, in seconds."""
+    """A CUDA event on the current stream; the difference of two is the device's time between them, in seconds."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -26,7 +26,7 @@ class DeviceStamp:
 
 
 def host_seconds_after_device() -> float:
-    """Return the host's clock once the device has nothing left to do."""
+    """Wait for the device to finish; return the host's clock."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -36,8 +36,8 @@ def timer(device: str, clock: str = "device") -> Callable[[], Any]:
 
     Args:
         device: `"cpu"` or `"cuda"`.
-        clock: `"device"` for CUDA events, `"host"` for the host's clock with the device waited for. On the CPU both
-            are the host's.
+        clock: `"device"` for CUDA events, `"host"` for the host's clock after the device has finished. On the CPU
+            both are the host's clock.
     """
     if device == "cpu":
         return time.perf_counter

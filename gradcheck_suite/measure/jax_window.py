@@ -1,6 +1,6 @@
-"""The same window in JAX: micro-batches accumulated by `lax.scan` under `jit`, the gradient's buffers donated.
+"""The same window in JAX: `lax.scan` under `jit` accumulates micro-batches, the gradients' buffers are donated.
 
-There is no reset to choose: the sum starts from zeros inside the program, and XLA decides what that costs.
+JAX has no reset mode: the sum starts from zeros inside the program.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcheck_suite.measure.models import BATCH, Size
+from gradcheck_suite.measure.workload import BATCH, Size
 
 
 def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
     """Compile one window.
 
     Returns:
-        The compiled program, and its arguments: the weights, the batches (micro_batches, BATCH, width), and the last
-        window's gradients, whose buffers it may reuse.
+        The compiled program, and its arguments: the weights, the batches (micro_batches, BATCH, width), and the
+        gradients of the window before, whose buffers it may reuse.
     """
     kind = jnp.dtype(dtype)
 
@@ -46,7 +46,7 @@ def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Devi
 
 
 def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
-    """Return a function that runs one window and waits for it; each run donates the gradients of the one before."""
+    """Return a function that runs one window and waits for it; each run donates the gradients of the run before."""
     weights, batches, old = arguments
     kept = [old]
 
@@ -57,7 +57,7 @@ def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
 
 
 def memory_bytes(program: Any) -> dict[str, int]:
-    """Return what XLA says the program needs, in bytes, beside the code itself."""
+    """Return the bytes that XLA reports for the program's arguments, outputs, aliases and temporaries."""
     analysis = program.memory_analysis()
     return {
         name: int(getattr(analysis, f"{name}_size_in_bytes"))

@@ -1,10 +1,10 @@
-"""What a reset mode costs in memory, measured in a process of its own: what others allocated before cannot hide it.
+"""What a reset mode costs in memory, measured in a process of its own, where no earlier allocation can hide it.
 
     python -m gradcheck_suite.measure.memory '{"mode": "zero_", "parameters": 1000000, "layout": "few",
                                              "micro_batches": 4, "dtype": "float32", "device": "cpu"}'
 
-prints one JSON object. On CUDA the allocator counts: allocated and reserved peak, what is alive between steps, calls.
-On the CPU the system counts resident pages, where it can (Linux); the ledger counts bytes exactly on both.
+prints one JSON object. On CUDA, torch's allocator counts: the allocated and the reserved peak, and its calls. On the
+CPU the system counts resident pages, where it can (Linux). The ledger counts bytes exactly on both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.models import Size, build, micro_batch
-from gradcheck_suite.measure.resets import MODES, Mode, prepare, window
+from gradcheck_suite.measure.workload import Size, sized_workload
 
 WARM, MEASURED = 2, 3
-"""Windows before the measurement, so that every buffer exists that a mode keeps, and windows measured."""
+"""Windows before the measurement, after which every buffer that a mode keeps exists, and windows measured."""
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -34,14 +33,14 @@ class Memory:
     """Bytes of one training process, parameters included.
 
     Attributes:
-        peak: most that was alive in a window, in bytes that tensors asked for (the ledger).
-        between: alive between a reset and the next forward, likewise.
-        gradients_between: gradients' share of that.
-        resident_peak: most resident pages of the process above those before the model was built, code already paged
-            in by a model of a few parameters; None where unknown.
-        allocated_peak: CUDA's allocator, most allocated; None on the CPU.
-        reserved_peak: CUDA's allocator, most reserved from the device; None on the CPU.
-        allocations: CUDA's allocator, calls per window; None on the CPU.
+        peak: the most bytes alive in a window, as tensors asked for them (counted by the ledger).
+        between: bytes alive between a reset and the next forward (counted by the ledger).
+        gradients_between: bytes of gradients in `between`.
+        resident_peak: the most resident bytes of the process above those before the model was built; the process has
+            run a model of a few parameters before, so that the code is paged in; None where unknown.
+        allocated_peak: the most bytes that CUDA's allocator had allocated; None on the CPU.
+        reserved_peak: the most bytes that CUDA's allocator had reserved from the device; None on the CPU.
+        allocations: calls of CUDA's allocator per window; None on the CPU.
     """
 
     peak: int
@@ -57,23 +56,25 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     """Measure one mode in this process, which should have done nothing else.
 
     Args:
-        mode: a name from `costs.resets.MODES`.
-        size: of the model.
-        micro_batches: in a window.
-        dtype: of parameters and data.
+        mode: the name of a reset mode that has a reset.
+        size: size of the model.
+        micro_batches: number of micro-batches in a window.
+        dtype: dtype of parameters and data.
         device: `"cpu"` or `"cuda"`.
+
+    Raises:
+        UsageError: the mode is unknown.
     """
-    if mode not in MODES:
-        raise UsageError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    modes = {name: mode for name, mode in RESET_MODES.items() if mode.reset is not None}
+    if mode not in modes:
+        raise UsageError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
     kind = getattr(torch, dtype)
-    few = Size(100, size.layout)
-    _runner(MODES[mode], build(few, device, kind), [micro_batch(few, device, kind)])()
+    sized_workload(modes[mode], Size(100, size.layout), 1, device=device, dtype=kind).window()
     before = _resident("VmRSS")
-    model = build(size, device, kind)
-    batches = [micro_batch(size, device, kind, j) for j in range(micro_batches)]
-    run = _runner(MODES[mode], model, batches)
+    work = sized_workload(modes[mode], size, micro_batches, device=device, dtype=kind)
+    work.reset()
     for _ in range(WARM):
-        run()
+        work.window()
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -81,7 +82,7 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
         calls = torch.cuda.memory_stats()["allocation.all.allocated"]
     _forget_peak()
     for _ in range(MEASURED):
-        run()
+        work.window()
     resident = _resident("VmHWM")
     found: dict[str, Any] = {}
     if on_gpu:
@@ -93,22 +94,15 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
         }
     elif before is not None and resident is not None:
         found = {"resident_peak": resident - before}
-    with Ledger(model) as ledger:
-        run()
+    with Ledger(work.model) as ledger:
+        work.window()
         ledger.end_window()
         live = ledger.live
     return Memory(ledger.peak().bytes, sum(live.values()), live["gradients"], **found)
 
 
-def _runner(mode: Mode, model: torch.nn.Module, batches: list[torch.Tensor]) -> Callable[[], None]:
-    parameters = list(model.parameters())
-    prepare(mode, parameters)
-    mode.reset(parameters)
-    return lambda: window(mode, model, parameters, batches)
-
-
 def _resident(name: str) -> int | None:
-    """Return a figure of this process's memory in bytes, or None where the system does not tell."""
+    """Return a figure of this process's memory in bytes, or None where the system does not report it."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -117,13 +111,13 @@ def _resident(name: str) -> int | None:
 
 
 def _forget_peak() -> None:
-    """Let the peak of resident pages begin anew, where the system allows it."""
+    """Reset the peak of resident pages, where the system allows it."""
     with contextlib.suppress(OSError):
         _CLEAR.write_text("5")
 
 
 def main(argument: str) -> str:
-    """Measure what the JSON object asks for; return it with the figures."""
+    """Measure what a JSON object asks for; return that object with the figures added."""
     asked = json.loads(argument)
     size = Size(asked["parameters"], asked["layout"])
     found = measure(asked["mode"], size, asked["micro_batches"], asked["dtype"], asked["device"])

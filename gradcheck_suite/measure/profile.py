@@ -1,4 +1,4 @@
-"""What a reset is made of, by torch's own profiler: which operations, how often, and whose time it is."""
+"""The operations that a reset consists of, by torch's profiler: their calls and their time on host and device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def profiled(run: Callable[[], Any], device: str) -> list[dict[str, Any]]:
     """Run once under the profiler.
 
     Args:
-        run: what to profile.
+        run: the function to profile.
         device: `"cpu"` or `"cuda"`.
 
     Returns:
-        The operations with the most time of their own: name, calls, microseconds on the host and on the device.
+        The operations with the most self time: name, calls, microseconds on the host and on the device.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities, acc_events=True) as found:

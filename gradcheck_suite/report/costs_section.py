@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name, unique
@@ -13,7 +14,7 @@ from gradcheck_suite.report.records_view import latest
 
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
 MEASURES = ("reset", "backward", "window")
-MODES = ("zero_", "zero_grad_foreach", "flat_buffer", "set_to_none", "jax_scan")
+MODES = (*(mode.name for mode in BENCHMARKED), "jax_scan")
 NO_GPU = (
     "No record of a CUDA device is here: nothing below was run on a GPU. On a machine with one, "
     "`pytest properties/benchmarks/bench_modes.py --bench-device cuda --bench-records reports` makes them."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, device_name, unique
 from gradcheck_suite.report.records_view import latest
@@ -12,8 +13,6 @@ from gradcheck_suite.report.records_view import latest
 KEY, TITLE = "decision", "When does releasing pay?"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
 MIB = 2**20
-TRAFFIC = 4
-"""Times the gradients' bytes that zero_ moves in a step beyond a release: one write, and one more addition."""
 _WHAT = ("device", "parameters", "items", "micro_batches")
 _BETTER = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
 
@@ -67,7 +66,7 @@ def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -
                 int(row["items"]),
                 int(row["micro_batches"]),
                 1000 * float(row["zero"]),
-                None if bandwidth is None else 1000 * TRAFFIC * float(row["bytes_between"]) / bandwidth,
+                None if bandwidth is None else 1000 * bytes_saved_by_releasing(int(row["bytes_between"])) / bandwidth,
                 1000 * float(row["saved"]),
                 100 * float(row["saved"]) / float(row["zero"]),
                 f"{row['faster']} of {row['pairs']}",

@@ -1,4 +1,4 @@
-"""What compiling and capturing change: how many graphs each reset mode needs, and where gradients cannot be None.
+"""The reset modes under `torch.compile` and in CUDA graphs: number of graphs, time, and gradients after a replay.
 
     pytest properties/benchmarks/bench_compiled.py [--bench-records DIR] [--bench-device cpu|cuda]
 
@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from gradcheck_suite.measure.captured import PLACES, CapturedWindow
+from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.clock import timer
 from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
-from gradcheck_suite.measure.models import Size
-from gradcheck_suite.measure.resets import MODES, Mode
+from gradcheck_suite.measure.cuda_graphs import PLACES, CapturedWindow
+from gradcheck_suite.measure.workload import Size
 
 SIZE = Size(10**6, "few")
 ABOUT = {"dtype": "float32", "parameters": SIZE.total, "tensors": SIZE.tensors, "layout": SIZE.layout}
 MICRO_BATCHES = 4
 ROUNDS = 15
+NEVER = replace(RESET_MODES["zero_"], name="never", reset=lambda parameters, optimizer: None)
 WARM = 2 * EXPERTS
-"""Windows before timing: every expert twice, so that nothing is compiled any more."""
+"""Windows before timing: every expert runs twice, so that nothing is compiled during timing."""
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None,
@@ -34,13 +36,13 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, about its imports and the device
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own imports and about the device
 @pytest.mark.benchmark(group="compiled")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("part", PARTS)
 def test_compiled(
-    benchmark: Any, keep: Callable[..., None], part: str, mode: Mode, compiled: bool, pytestconfig: pytest.Config
+    benchmark: Any, keep: Callable[..., None], part: str, mode: ResetMode, compiled: bool, pytestconfig: pytest.Config
 ) -> None:
     device = pytestconfig.getoption("--bench-device")
     forget()
@@ -66,10 +68,15 @@ def test_compiled(
 
 @pytest.mark.benchmark(group="captured")
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("micro_batches", [1, MICRO_BATCHES])
 def test_captured(
-    benchmark: Any, keep: Callable[..., None], mode: Mode, place: str, micro_batches: int, pytestconfig: pytest.Config
+    benchmark: Any,
+    keep: Callable[..., None],
+    mode: ResetMode,
+    place: str,
+    micro_batches: int,
+    pytestconfig: pytest.Config,
 ) -> None:
     if pytestconfig.getoption("--bench-device") != "cuda":
         pytest.skip("CUDA graphs need --bench-device cuda")
@@ -87,13 +94,13 @@ def test_captured(
         device="cuda",
     )
     keep(benchmark)
-    assert found == ("None" if not mode.keeps and place == PLACES[1] else "right")
+    assert found == ("None" if mode.releases and place == PLACES[1] else "right")
 
 
-def test_a_release_between_replays_is_what_the_finding_tells(pytestconfig: pytest.Config) -> None:
-    """Planted: a graph that adds and is never reset sums its replays, and that is not called right."""
+def test_a_graph_that_is_never_reset_is_found_wrong(pytestconfig: pytest.Config) -> None:
+    """Planted fault: without a reset the gradients of both replays are summed."""
     if pytestconfig.getoption("--bench-device") != "cuda":
         pytest.skip("CUDA graphs need --bench-device cuda")
-    captured = CapturedWindow(Mode("none", lambda parameters: None), PLACES[1], SIZE, 1)
+    captured = CapturedWindow(NEVER, PLACES[1], SIZE, 1)
     assert torch.cuda.is_available()
     assert captured.finding() == "wrong"

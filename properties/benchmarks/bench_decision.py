@@ -12,8 +12,8 @@ from dataclasses import asdict
 
 import pytest
 
-from gradcheck_suite.measure.decision import decide
-from gradcheck_suite.measure.models import Size
+from gradcheck_suite.measure.paired_steps import time_paired_steps
+from gradcheck_suite.measure.workload import Size
 
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 PAIRS = 21
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 8])
 @pytest.mark.parametrize("items", [1, 64])
 def test_step(keep: Callable[..., None], size: Size, items: int, micro_batches: int, device: str) -> None:
-    found = decide(size, items, micro_batches, pairs=PAIRS, device=device)
+    found = time_paired_steps(size, items, micro_batches, pairs=PAIRS, device=device)
     keep(
         {
             **asdict(found),

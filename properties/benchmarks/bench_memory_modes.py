@@ -1,8 +1,8 @@
-"""What each reset mode costs in memory, each measured in a fresh process, beside what the ledger predicts.
+"""What each reset mode costs in memory, each measured in a fresh process, beside what the ledger counts.
 
     pytest properties/benchmarks/bench_memory_modes.py [--bench-device cpu|cuda] [--bench-records reports]
 
-Time is measured elsewhere (`bench_modes.py`): a pass that weighs is no pass that times.
+Time is measured separately (`bench_modes.py`), since measuring memory slows a run down.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.measure.models import Size
-from gradcheck_suite.measure.resets import MODES
+from gradcheck_suite.loops.modes import BENCHMARKED
+from gradcheck_suite.measure.workload import Size
 
 PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 SLACK = 48 * 2**20
-"""Bytes of resident pages that a process may need beside its tensors: code that is paged in, the allocator's slack."""
+"""Bytes of resident pages that a process may need beside its tensors, for code and for the allocator."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,12 +48,12 @@ def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[st
 
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 def test_memory(keep: Callable[..., None], size: Size, micro_batches: int, device: str) -> None:
-    """Gradients alive between steps are all or none, and the process's peak is not below what the ledger counts."""
+    """Between steps all gradients or none are alive, and the process's peak is not below the ledger's."""
     gradients = 4 * size.total
-    for mode in MODES.values():
+    for mode in BENCHMARKED:
         found = _measured(mode.name, size, micro_batches, device)
         keep(found, kind="memory")
-        assert found["gradients_between"] == (gradients if mode.keeps else 0)
+        assert found["gradients_between"] == (0 if mode.releases else gradients)
         for measured in ("allocated_peak", "resident_peak"):
             if found[measured] is not None:
                 slack = SLACK if measured == "resident_peak" else 0

@@ -1,10 +1,10 @@
-"""What each reset mode costs in time: the reset by itself, one backward, one whole window.
+"""What each reset mode costs in time: the reset alone, the first backward, one whole window.
 
     pytest properties/benchmarks/bench_modes.py [--bench-records DIR] [--bench-device cpu|cuda]
 
-Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run as the
-floor. A reset is timed with a fresh set of non-zero gradients for every round, since the second reset in a row does
-nothing, and with the caches flushed. `set_to_none` moves its cost into the next backward: look at the window.
+Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run. Every
+round of a reset starts with new gradients of ones, since a second reset would find zeros or None, and with flushed
+caches. `set_to_none` moves its cost into the next backward, so modes are compared by their windows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import jax
 import pytest
 import torch
 
+from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
+from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
 from gradcheck_suite.measure.clock import timer
-from gradcheck_suite.measure.floors import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
 from gradcheck_suite.measure.jax_window import compiled_window, memory_bytes, runner
-from gradcheck_suite.measure.models import Size, build, micro_batch
 from gradcheck_suite.measure.profile import profiled
-from gradcheck_suite.measure.resets import MODES, Mode, prepare, window
+from gradcheck_suite.measure.workload import Size, sized_workload
+from gradcheck_suite.schema.costs import Cost, uniform_window
 
 ROUNDS = {"cpu": 15, "cuda": 50}
 HOST_ROUNDS = 9
@@ -73,7 +74,7 @@ def _measure(
     benchmark._timer = timer(device)
     benchmark.extra_info.update(about, device=device, **_bandwidths(device))
     benchmark.pedantic(run, setup=prepared, rounds=ROUNDS[device], warmup_rounds=3)
-    if device == "cuda":  # where the host is busier than the device, the device's own events do not show it
+    if device == "cuda":  # the device's events do not show time that only the host spends
         benchmark.extra_info["host_seconds"] = _host_seconds(run, prepared)
     keep(benchmark)
 
@@ -89,98 +90,65 @@ def _host_seconds(run: Callable[[], Any], setup: Callable[[], Any]) -> float:
     return median(seconds)
 
 
+def _about(size: Size, dtype: str) -> dict[str, Any]:
+    return {"dtype": dtype, "parameters": size.total, "tensors": size.tensors, "layout": size.layout}
+
+
+def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> Cost:
+    """Return what the mode's law predicts for a window that is not the first."""
+    return mode.law(uniform_window(size.tensors, size.total, getattr(torch, dtype).itemsize, micro_batches))
+
+
 @pytest.mark.benchmark(group="reset")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
-def test_reset(benchmark: Any, keep: Callable[..., None], mode: Mode, size: Size, dtype: str, device: str) -> None:
-    kind = getattr(torch, dtype)
-    parameters = list(build(size, device, kind).parameters())
-    prepare(mode, parameters)
-    benchmark.extra_info["profile"] = profiled(lambda: mode.reset(parameters), device)
-    _measure(
-        benchmark,
-        keep,
-        device,
-        run=lambda: mode.reset(parameters),
-        setup=lambda: prepare(mode, parameters),
-        measures="reset",
-        mode=mode.name,
-        dtype=dtype,
-        parameters=size.total,
-        tensors=size.tensors,
-        layout=size.layout,
-        micro_batches=0,
-        predicted_bytes=size.bytes(kind) if mode.keeps else 0,
-    )
+@pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
+def test_reset(benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str) -> None:
+    work = sized_workload(mode, size, 0, device=device, dtype=getattr(torch, dtype))
+    benchmark.extra_info["profile"] = profiled(work.reset, device)
+    about = {"measures": "reset", "mode": mode.name, "micro_batches": 0}
+    predicted = _predicted(mode, size, dtype, 1).reset.moved
+    _measure(benchmark, keep, device, work.reset, work.fill_gradients, **about, **_about(size, dtype),
+             predicted_bytes=predicted)  # fmt: skip
 
 
 @pytest.mark.benchmark(group="backward")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", [MODES["zero_"], MODES["set_to_none"]], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", [RESET_MODES["zero_"], RESET_MODES["set_to_none"]], ids=lambda mode: mode.name)
 def test_first_backward(
-    benchmark: Any, keep: Callable[..., None], mode: Mode, size: Size, dtype: str, device: str
+    benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str
 ) -> None:
-    kind = getattr(torch, dtype)
-    model = build(size, device, kind)
-    parameters, batch = list(model.parameters()), micro_batch(size, device, kind)
+    work = sized_workload(mode, size, 1, device=device, dtype=getattr(torch, dtype))
     losses: list[torch.Tensor] = []
 
     def setup() -> None:
-        prepare(mode, parameters)
-        mode.reset(parameters)
-        losses[:] = [model(batch).sum()]
+        work.fill_gradients()
+        work.reset()
+        losses[:] = [work.model(work.batches[0]).sum()]
 
-    _measure(
-        benchmark,
-        keep,
-        device,
-        run=lambda: losses[0].backward(),
-        setup=setup,
-        measures="backward",
-        mode=mode.name,
-        dtype=dtype,
-        parameters=size.total,
-        tensors=size.tensors,
-        layout=size.layout,
-        micro_batches=1,
-        predicted_bytes=3 * size.bytes(kind) if mode.keeps else 0,
-    )
+    about = {"measures": "backward", "mode": mode.name, "micro_batches": 1}
+    predicted = _predicted(mode, size, dtype, 1).accumulate.moved
+    _measure(benchmark, keep, device, lambda: losses[0].backward(), setup, **about, **_about(size, dtype),
+             predicted_bytes=predicted)  # fmt: skip
 
 
 @pytest.mark.benchmark(group="window")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 def test_window(
     benchmark: Any,
     keep: Callable[..., None],
-    mode: Mode,
+    mode: ResetMode,
     size: Size,
     micro_batches: int,
     dtype: str,
     device: str,
 ) -> None:
-    kind = getattr(torch, dtype)
-    model = build(size, device, kind)
-    parameters = list(model.parameters())
-    batches = [micro_batch(size, device, kind, j) for j in range(micro_batches)]
-    prepare(mode, parameters)
-    additions = micro_batches if mode.keeps else micro_batches - 1
-    _measure(
-        benchmark,
-        keep,
-        device,
-        run=lambda: window(mode, model, parameters, batches),
-        setup=lambda: None,
-        measures="window",
-        mode=mode.name,
-        dtype=dtype,
-        parameters=size.total,
-        tensors=size.tensors,
-        layout=size.layout,
-        micro_batches=micro_batches,
-        predicted_bytes=(3 * additions + (1 if mode.keeps else 0)) * size.bytes(kind),
-    )
+    work = sized_workload(mode, size, micro_batches, device=device, dtype=getattr(torch, dtype))
+    about = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
+    predicted = _predicted(mode, size, dtype, micro_batches).moved
+    _measure(benchmark, keep, device, work.window, lambda: None, **about, **_about(size, dtype),
+             predicted_bytes=predicted)  # fmt: skip
 
 
 @pytest.mark.benchmark(group="window")
@@ -194,10 +162,7 @@ def test_window_in_jax(
     benchmark.extra_info.update(
         measures="window",
         mode="jax_scan",
-        dtype=dtype,
-        parameters=size.total,
-        tensors=size.tensors,
-        layout=size.layout,
+        **_about(size, dtype),
         micro_batches=micro_batches,
         device=device,
         **_bandwidths(device),

@@ -1,19 +1,17 @@
-"""A plain model trained for a few windows under the ledger: what the claims about memory and traffic are counted on."""
+"""A plain model trained for a few windows under the ledger, for the claims about memory and traffic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.resets import Parameters
 
 DEPTH = 4
 
 
 def train(
-    reset: Callable[[Parameters], None],
+    mode: str,
     *,
     width: int,
     items: int,
@@ -23,15 +21,17 @@ def train(
     """Train `DEPTH` linear layers with tanh between them, float32, plain SGD, a reset after each step.
 
     Args:
-        reset: of the gradients.
-        width: of the layers.
-        items: in each micro-batch.
-        micro_batches: in each window.
-        windows: how many; the ledger's window 1 is the first that starts after a reset.
+        mode: name of the reset mode.
+        width: inputs and outputs of each layer.
+        items: number of items in each micro-batch.
+        micro_batches: number of micro-batches in each window.
+        windows: number of windows; the ledger's window 1 is the first that starts after a reset.
 
     Returns:
         The closed ledger, and the bytes of one gradient of all parameters.
     """
+    reset = RESET_MODES[mode].reset
+    assert reset is not None
     layers: list[torch.nn.Module] = []
     for _ in range(DEPTH):
         layers += [torch.nn.Linear(width, width, bias=False), torch.nn.Tanh()]
@@ -48,5 +48,5 @@ def train(
                 loss.backward()
                 del loss
             optimizer.step()
-            reset(parameters)
+            reset(parameters, optimizer)
     return ledger, sum(p.numel() * p.element_size() for p in parameters)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gradcheck_suite.evidence.claims.ledgered import train
 from gradcheck_suite.evidence.claims.record import Claim, Finding
+from gradcheck_suite.loops.laws import bytes_saved_by_releasing
+from gradcheck_suite.measure.bandwidth import copy_bandwidth
 from gradcheck_suite.measure.clock import timer
-from gradcheck_suite.measure.decision import decide
-from gradcheck_suite.measure.floors import copy_bandwidth
-from gradcheck_suite.measure.models import Size
-from gradcheck_suite.measure.resets import set_to_none
+from gradcheck_suite.measure.paired_steps import time_paired_steps
+from gradcheck_suite.measure.workload import Size
 
 PARAMETERS = 405e9
 STATED_BANDWIDTH = 2e12
@@ -18,8 +18,8 @@ FLOPS = 4e14
 bfloat16 (data sheet, dense)."""
 OPERATIONS_PER_PARAMETER = 6
 """Of one token's forward and backward (Kaplan et al. 2020, Scaling Laws for Neural Language Models, section 2.1)."""
-MOVED = 4
-"""Times the gradients' bytes that zero mode moves per step beyond a release; see C1.6."""
+PASSES = bytes_saved_by_releasing(1)
+"""Number of times that zero mode moves the gradients' bytes per step beyond a release; see C1.6."""
 
 
 def _very_large() -> Finding:
@@ -29,11 +29,11 @@ def _very_large() -> Finding:
         size = PARAMETERS * itemsize
         figures[f"{name}: one gradient of 405e9 parameters"] = f"{size / 1e12:.2f} TB"
         figures[f"{name}: moved once at 2 TB/s"] = f"{size / STATED_BANDWIDTH:.2f} s"
-        figures[f"{name}: zero mode's {MOVED} passes at 2 TB/s"] = f"{MOVED * size / STATED_BANDWIDTH:.2f} s"
+        figures[f"{name}: zero mode's {PASSES} passes at 2 TB/s"] = f"{PASSES * size / STATED_BANDWIDTH:.2f} s"
         figures[f"{name}: moved once at this machine's measured {here / 1e9:.1f} GB/s"] = f"{size / here:.0f} s"
     shares = {}
     for tokens in (1024, 16384, 131072, 1048576):
-        traffic = MOVED * PARAMETERS * 4 / STATED_BANDWIDTH
+        traffic = PASSES * PARAMETERS * 4 / STATED_BANDWIDTH
         compute = OPERATIONS_PER_PARAMETER * PARAMETERS * tokens / FLOPS
         shares[tokens] = traffic / (traffic + compute)
         figures[f"share of a step of {tokens:,} tokens per replica (float32, 2 TB/s, 4e14 op/s)"] = (
@@ -59,7 +59,7 @@ def _decision() -> Finding:
     for parameters in (10**5, 10**6, 10**7):
         for items in (1, 64):
             for k in (1, 8):
-                found = decide(Size(parameters, "few"), items, k, pairs=11)
+                found = time_paired_steps(Size(parameters, "few"), items, k, pairs=11)
                 setting = f"{parameters:.0e} parameters, {items} items, K = {k}"
                 better[found.better].append(setting)
                 figures[f"{setting}: saved by releasing"] = (
@@ -83,7 +83,7 @@ def _limited_memory() -> Finding:
     total = 1024
     peaks = {}
     for k in (1, 2, 4, 8, 16):
-        ledger, size = train(set_to_none, width=32, items=total // k, micro_batches=k)
+        ledger, size = train("set_to_none", width=32, items=total // k, micro_batches=k)
         peaks[k] = ledger.peak(window=1).bytes
     ordered = [peaks[k] for k in sorted(peaks)]
     assert ordered == sorted(ordered, reverse=True)

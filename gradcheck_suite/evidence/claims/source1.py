@@ -7,13 +7,12 @@ import torch
 from gradcheck_suite.evidence.claims import sizes
 from gradcheck_suite.evidence.claims.ledgered import DEPTH, train
 from gradcheck_suite.evidence.claims.record import Claim, Finding
-from gradcheck_suite.measure.resets import set_to_none, zero_
 
 _SMALL = {"width": 32, "items": 8, "micro_batches": 1}
 
 
 def _kept() -> Finding:
-    (zeroed, size), (released, _) = train(zero_, **_SMALL), train(set_to_none, **_SMALL)
+    (zeroed, size), (released, _) = train("zero_", **_SMALL), train("set_to_none", **_SMALL)
     alive = {name: ledger.starts[1]["gradients"] for name, ledger in (("zero_", zeroed), ("None", released))}
     freed = {name: ledger.total("reset", window=1).freed for name, ledger in (("zero_", zeroed), ("None", released))}
     assert alive == {"zero_": size, "None": 0}
@@ -31,7 +30,7 @@ def _kept() -> Finding:
 
 def _additions(micro_batches: int) -> tuple[int, int]:
     arguments = {**_SMALL, "micro_batches": micro_batches}
-    found = [train(reset, **arguments)[0].operations("accumulate", window=1) for reset in (zero_, set_to_none)]
+    found = [train(mode, **arguments)[0].operations("accumulate", window=1) for mode in ("zero_", "set_to_none")]
     return found[0].get("add_", 0), found[1].get("add_", 0)
 
 
@@ -88,7 +87,7 @@ def _frees_for_others() -> Finding:
         ("many activations", {"width": 16, "items": 2048, "micro_batches": 1}),
         ("few activations", {"width": 256, "items": 4, "micro_batches": 1}),
     ):
-        (zeroed, size), (released, _) = train(zero_, **arguments), train(set_to_none, **arguments)
+        (zeroed, size), (released, _) = train("zero_", **arguments), train("set_to_none", **arguments)
         peaks = zeroed.peak(window=1), released.peak(window=1)
         savings[what] = (peaks[0].bytes - peaks[1].bytes) / size
         figures[f"{what}: peak under zero_ / None, bytes"] = f"{peaks[0].bytes:,} / {peaks[1].bytes:,}"
@@ -108,7 +107,7 @@ def _frees_for_others() -> Finding:
 
 
 def _more_allocations() -> Finding:
-    (zeroed, size), (released, _) = train(zero_, **_SMALL), train(set_to_none, **_SMALL)
+    (zeroed, size), (released, _) = train("zero_", **_SMALL), train("set_to_none", **_SMALL)
     freed = [ledger.total("reset", "accumulate", window=1).freed for ledger in (zeroed, released)]
     peaks = [ledger.peak(window=1).bytes for ledger in (zeroed, released)]
     assert freed[0] == freed[1] == size
@@ -130,7 +129,7 @@ def _more_allocations() -> Finding:
 
 
 def _traffic() -> Finding:
-    (zeroed, size), (released, _) = train(zero_, **_SMALL), train(set_to_none, **_SMALL)
+    (zeroed, size), (released, _) = train("zero_", **_SMALL), train("set_to_none", **_SMALL)
     figures: dict[str, object] = {"bytes of all gradients (G)": size}
     moved = {}
     for name, ledger in (("zero_", zeroed), ("None", released)):

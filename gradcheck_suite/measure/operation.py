@@ -1,14 +1,14 @@
 """The bytes that one operation reads and writes, from its schema and its tensors alone.
 
-An operation reads every tensor it is handed once, at elements x itemsize, and writes every tensor that it makes or
-changes once. No cache is modelled, and a broadcast (expanded) operand counts at its expanded size. Operations that only
-make a view or change metadata move nothing.
+An operation reads every tensor argument once, at elements x itemsize, and writes every tensor that it makes or changes
+once. No cache is modelled, and a broadcast (expanded) operand counts at its expanded size. Operations that only make a
+view or change metadata move nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,61 +22,32 @@ OVERWRITES = frozenset(
         *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
     }
 )
-"""In-place operations that do not read what they change."""
+"""In-place operations that do not read the tensor that they change."""
 METADATA = frozenset(
     {
         *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
         *("transpose_", "unsqueeze_"),
     }
 )
-"""In-place operations that change a tensor's description, not its elements."""
+"""In-place operations that change a tensor's metadata, not its elements."""
 UNFILLED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 """Operations that allocate and write nothing."""
 FRESH = frozenset({"lift_fresh"})
-"""Operations whose operand was allocated just before, where no dispatch mode could see it (`torch.tensor(...)`)."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Operations and the bytes they moved.
-
-    Attributes:
-        operations: how many, views left out.
-        views: how many operations only made a view or changed metadata.
-        read: bytes of the tensors that the operations were handed.
-        written: bytes of the tensors that they made or changed.
-        allocated: bytes of the storages that came into being.
-        freed: bytes of the storages that ceased to be.
-    """
-
-    operations: int = 0
-    views: int = 0
-    read: int = 0
-    written: int = 0
-    allocated: int = 0
-    freed: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def moved(self) -> int:
-        """Bytes read plus bytes written."""
-        return self.read + self.written
+"""Operations whose operand was allocated just before, invisible to dispatch modes (`torch.tensor(...)`)."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """One operation, as far as memory goes.
+    """What one operation did to memory.
 
     Attributes:
-        name: of the operation, without `aten.` and its overload: `"add_"`, `"_foreach_zero_"`.
+        name: the operation's name without `aten.` and overload, such as `"add_"` and `"_foreach_zero_"`.
         view: whether it only made a view or changed metadata.
-        read: bytes.
-        written: bytes.
-        operands: storages of the tensors that it was handed.
+        read: bytes read.
+        written: bytes written.
+        operands: storages of its tensor arguments.
         changed: storages that it wrote to in place.
-        made: storages of its results that are none of its operands'; no storage twice.
+        made: storages of its results that no argument has; no storage twice.
     """
 
     name: str
@@ -92,7 +63,7 @@ def access(func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> Acc
     """Return what an operation that has just run did to memory.
 
     Raises:
-        UsageError: it has a tensor without a storage of its own to count (sparse, nested).
+        UsageError: one of its tensors is not dense (sparse, nested), and so has no storage to count.
     """
     name = _name(func)
     handed, changed = _operands(func, args, kwargs)
@@ -121,12 +92,12 @@ def _name(func: torch._ops.OpOverload) -> str:
 
 
 def _reads_nothing(name: str) -> bool:
-    """Whether an operation takes of its operand nothing but shape, dtype and device."""
+    """Return whether an operation uses only shape, dtype and device of its operand."""
     return name.startswith("new_") or name.endswith("_like") or name in UNFILLED
 
 
 def _operands(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operation reads, and those that it changes; the two overlap."""
+    """Return the tensors that an operation reads and the tensors that it changes; the two overlap."""
     overwrites = _name(func) in OVERWRITES
     read: list[torch.Tensor] = []
     changed: list[torch.Tensor] = []
@@ -175,6 +146,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return elements x itemsize; what stands at one and the same place in memory counts once."""
+    """Return elements x itemsize; tensors with the same storage, offset, shape and strides count once."""
     places = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors}
     return sum(t.numel() * t.itemsize for t in places.values())

@@ -1,7 +1,7 @@
-"""Which storages are alive, what they are, and when they go.
+"""The storages that are alive, each with a category, until torch frees them.
 
-A storage is counted once, however many views it has, from the moment that an operation returns it until torch frees it:
-a weak reference to it is called back then. Nothing here keeps a storage alive.
+A storage counts once, however many views it has, from the moment that an operation returns it until torch frees it,
+when the callback of a weak reference runs. This module keeps no storage alive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 OTHER = "other"
 CATEGORIES = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES, OTHER)
-"""What a storage is: parameters and buffers; gradients and accumulators; optimizer state; what a forward allocates;
-what a backward, a reset or a step allocates; what the loop itself allocates: batches, counts, weighted losses."""
+"""The categories of storages: parameters and buffers; gradients and accumulators; optimizer state; storages that a
+forward allocates; storages that a backward, a reset or a step allocates; storages that the loop itself allocates, such
+as batches, counts and weighted losses."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Peak:
     """The most bytes that were alive at once.
 
     Attributes:
-        bytes: in all categories together.
-        by_category: at that moment.
-        phase: in which it came.
-        window: in which it came.
+        bytes: bytes alive in all categories together.
+        by_category: bytes alive by category at that moment.
+        phase: the phase of that moment.
+        window: the index of the window of that moment.
     """
 
     bytes: int
@@ -48,13 +49,13 @@ class _Entry:
 
 
 class Storages:
-    """The storages that are alive, by category."""
+    """The storages that are alive, and their bytes by category."""
 
     def __init__(self, on_free: Callable[[str, int], None]) -> None:
-        """Start with none.
+        """Start with no storage.
 
         Args:
-            on_free: called with the category and the bytes of every storage that torch frees, after it was taken off.
+            on_free: called with the category and the bytes of every storage that torch frees, after it was removed.
         """
         self.live = dict.fromkeys(CATEGORIES, 0)
         self._entries: dict[int, _Entry] = {}
@@ -66,20 +67,20 @@ class Storages:
         return sum(self.live.values())
 
     def category(self, storage: torch.UntypedStorage) -> str | None:
-        """Return what a storage is, or None where it is not known."""
+        """Return the category of a storage, or None for a storage that was not added."""
         entry = self._entries.get(storage._cdata)
         return None if entry is None else entry.category
 
     def add(self, storage: torch.UntypedStorage, category: str) -> int:
-        """Count a storage that may be known already; return the bytes that are new."""
+        """Add a storage unless it was added before; return the bytes added."""
         if storage._cdata in self._entries:
             return 0
         key, size = storage._cdata, storage.nbytes()
-        # bound to the book weakly: a storage that outlives it must not keep it
-        book = weakref.ref(self)
+        # a weak reference, since a storage that outlives this object must not keep it alive
+        owner = weakref.ref(self)
 
         def gone(_: object) -> None:
-            if (alive := book()) is not None:
+            if (alive := owner()) is not None:
                 alive._remove(key)
 
         self._entries[key] = _Entry(weakref.ref(storage, gone), size, category)
@@ -87,7 +88,7 @@ class Storages:
         return size
 
     def move(self, storage: torch.UntypedStorage, category: str) -> None:
-        """Say what a known storage has become."""
+        """Change the category of a storage that was added."""
         entry = self._entries.get(storage._cdata)
         if entry is not None:
             self.live[entry.category] -= entry.bytes
@@ -95,7 +96,7 @@ class Storages:
             entry.category = category
 
     def measure(self, storage: torch.UntypedStorage) -> int:
-        """Return by how many bytes a known storage has grown since it was last measured."""
+        """Return by how many bytes a storage has grown since it was added or last measured."""
         entry = self._entries.get(storage._cdata)
         if entry is None:
             return 0
@@ -105,7 +106,7 @@ class Storages:
         return growth
 
     def close(self) -> None:
-        """Stop watching; the figures stay as they are."""
+        """Stop watching storages; the figures stay as they are."""
         self._entries.clear()
 
     def _remove(self, key: int) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite.measure.ledger import Ledger, Traffic
-from gradcheck_suite.measure.ledger.memory import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
+from gradcheck_suite.measure.ledger import Ledger
+from gradcheck_suite.measure.storages import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
+from gradcheck_suite.schema.costs import Traffic
 
 WEIGHT, BIAS, INPUT, OUTPUT, SCALAR = 24, 12, 32, 48, 4
 G = WEIGHT + BIAS
@@ -139,7 +140,7 @@ def test_state_is_told_from_temporaries():
 V = 40
 
 
-def _booked(operation):
+def _recorded(operation):
     with Ledger() as ledger:
         operation()
     return ledger
@@ -176,7 +177,7 @@ def _booked(operation):
 )
 def test_one_operation(operation, expected):
     a, b = torch.arange(5.0, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
-    assert _booked(lambda: operation(a, b)).total() == expected
+    assert _recorded(lambda: operation(a, b)).total() == expected
 
 
 def test_a_storage_counts_once_and_until_its_last_view_goes():

@@ -1,13 +1,15 @@
-"""The ledger: a dispatch mode that books every operation of a training loop under the phase it happens in.
+"""The ledger: a dispatch mode that records every operation of a training loop under the phase in which it runs.
 
-What it sees: every operation that autograd or the loop asks torch for, on any device, and the life of every storage
-that such an operation returns. What it does not see: buffers that a kernel allocates and frees inside one operation
-(a workspace, the copy that a matrix product makes of an operand without the right strides), what an allocator rounds
-up, and `UntypedStorage.resize_` until the next operation on that storage.
+It uses no clock and needs no GPU: sizes are the same on every device.
 
-What it changes: under any dispatch mode autograd sums the gradients that reach a tensor used several times in one
+The ledger sees every operation that autograd or the loop calls, on any device, and the lifetime of every storage that
+such an operation returns. It does not see buffers that a kernel allocates and frees inside one operation (a workspace,
+the copy that a matrix product makes of an operand with unsuitable strides), the allocator's rounding, and
+`UntypedStorage.resize_` until the next operation on that storage.
+
+The ledger changes one thing: under any dispatch mode, autograd sums the gradients of a tensor used several times in one
 forward out of place (`add`), where it otherwise sums them in place (`add_`). torch's own memory tracker is a dispatch
-mode too and shares this. Adding a micro-batch's gradient to `.grad`, taking it and cloning it are not affected.
+mode too and has the same effect. Adding a micro-batch's gradient to `.grad`, taking it and cloning it are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.measure.ledger.memory import (
+from gradcheck_suite.measure.operation import Access, access
+from gradcheck_suite.measure.storages import (
     ACTIVATIONS,
     GRADIENTS,
     OTHER,
@@ -34,19 +37,19 @@ from gradcheck_suite.measure.ledger.memory import (
     Peak,
     Storages,
 )
-from gradcheck_suite.measure.ledger.traffic import Access, Traffic, access
+from gradcheck_suite.schema.costs import Traffic
 
 PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "other")
-"""What a loop does, told apart without patching anything:
+"""The phases of a loop, distinguished without patching anything:
 
 - reset: gradients are zeroed or released;
 - forward: inside the loss;
 - backward: autograd runs;
-- accumulate: the part of the backward in which a gradient is added to `.grad`, or is taken or cloned as `.grad`, with
-  the hooks that hang there;
+- accumulate: the part of the backward in which a gradient is added to `.grad`, or is taken or cloned as `.grad`,
+  including the hooks that run there;
 - handling: the loop itself reads or changes gradients (clipping, scaling, copying);
 - step: inside an optimizer's step;
-- other: all else, the loader and the loop's own arithmetic among it.
+- other: everything else, such as the loader and the loop's own arithmetic.
 """
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NOT_IN_BACKWARD = -1
@@ -56,7 +59,7 @@ _CATEGORY = {"forward": ACTIVATIONS, "other": OTHER, "handling": OTHER}
 
 @dataclass
 class _Line:
-    """One line of the book: a window, a phase, an operation."""
+    """The sums of one operation in one phase of one window."""
 
     operations: int = 0
     views: int = 0
@@ -68,7 +71,13 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase that was entered: by name, in which autograd task (a later one is a backward in it), at which mark."""
+    """A phase that was entered.
+
+    Attributes:
+        name: the phase's name.
+        task: the autograd task in which it was entered; a later task is a backward inside the phase.
+        marks: the number of profiler marks that were open.
+    """
 
     name: str
     task: int
@@ -77,7 +86,7 @@ class _Phase:
 
 @dataclass
 class _Recording:
-    """What a ledger holds only while it records, so that nothing is kept alive afterwards."""
+    """What a ledger refers to only while it records, so that it keeps nothing alive afterwards."""
 
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None
@@ -85,42 +94,42 @@ class _Recording:
     phases: list[_Phase] = field(default_factory=list)
     in_forward: bool = False
     marks: int = 0
-    """How many of the profiler's marks are open: torch wraps every step in one, which closes when the step raises."""
+    """Number of open profiler marks: torch wraps every step in a mark, which closes even when the step raises."""
 
 
 class Ledger(TorchDispatchMode):
-    """Books what happens inside `with ledger:`, once.
+    """Records what happens inside `with ledger:`; a ledger records one such block.
 
-    A window is what happens up to and including the end of an optimizer's step outside a backward; what follows the
-    last step is a window of its own. So the reset after a step belongs to the window that it prepares.
+    A window ends with an optimizer's step outside a backward; what follows the last step is a window of its own. The
+    reset after a step therefore belongs to the next window.
 
     Attributes:
-        window: the index of the window that is being booked.
+        window: index of the window that is being recorded.
         starts: for each window, the bytes alive by category when its first forward began.
-        live: bytes alive by category, now or at the end. Parameters, buffers, gradients and optimizer state that were
-            there at the start count from then on; other tensors from before do not.
+        live: bytes alive by category, now or at the end. Parameters, buffers, gradients and optimizer state that
+            existed at the start count from then on; other tensors that existed at the start do not.
     """
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make a ledger.
 
         Args:
-            model: whose parameters and buffers, and their gradients, are told from other tensors.
-            optimizer: whose state is told from other tensors, and whose steps end a window. Without one, the steps of
-                any optimizer do.
+            model: the model whose parameters, buffers and gradients have categories of their own.
+            optimizer: the optimizer whose state has a category of its own, and whose steps end a window. Without one,
+                the steps of any optimizer end a window.
         """
         super().__init__()
         self.window = 0
         self.starts: list[dict[str, int]] = []
-        self._book: defaultdict[tuple[int, str, str], _Line] = defaultdict(_Line)
+        self._lines: defaultdict[tuple[int, str, str], _Line] = defaultdict(_Line)
         self._peaks: dict[tuple[int, str], Peak] = {}
-        book = weakref.ref(self)
-        self._storages = Storages(lambda category, size: _freed(book(), category, size))
+        ledger = weakref.ref(self)
+        self._storages = Storages(lambda category, size: _freed(ledger(), category, size))
         self._model, self._optimizer = model, optimizer
         self._recording: _Recording | None = None
         self._done = False
 
-    # --- what was booked
+    # --- figures
 
     @property
     def live(self) -> dict[str, int]:
@@ -128,40 +137,40 @@ class Ledger(TorchDispatchMode):
         return dict(self._storages.live)
 
     def total(self, *phases: str, window: int | None = None, operation: str | None = None) -> Traffic:
-        """Return the sum over some phases (all without any), over one window or all, of one operation or all."""
+        """Return the sum over the named phases (default all), one window or all, and one operation or all."""
         _check_phases(phases)
         found = Traffic()
-        for (w, phase, name), line in self._book.items():
+        for (w, phase, name), line in self._lines.items():
             if (not phases or phase in phases) and window in (None, w) and operation in (None, name):
                 found += Traffic(**vars(line))
         return found
 
     def operations(self, *phases: str, window: int | None = None) -> dict[str, int]:
-        """Return how often each operation ran in some phases (all without any), views left out."""
+        """Return how often each operation ran in the named phases (default all), views left out."""
         _check_phases(phases)
         found: Counter[str] = Counter()
-        for (w, phase, name), line in self._book.items():
+        for (w, phase, name), line in self._lines.items():
             if line.operations and (not phases or phase in phases) and window in (None, w):
                 found[name] += line.operations
         return dict(found)
 
     def peak(self, *phases: str, window: int | None = None) -> Peak:
-        """Return the peak over some phases (all without any), in one window or all.
+        """Return the peak over the named phases (default all), in one window or all.
 
         Raises:
-            UsageError: nothing happened there.
+            UsageError: no operation ran there.
         """
         _check_phases(phases)
         found = [p for (w, phase), p in self._peaks.items() if (not phases or phase in phases) and window in (None, w)]
         if not found:
-            raise UsageError(f"ledger: no operation was booked in phases {phases or PHASES} of window {window}")
+            raise UsageError(f"ledger: no operation was recorded in phases {phases or PHASES} of window {window}")
         return max(found, key=lambda peak: peak.bytes)
 
-    # --- booking
+    # --- recording
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book what happens inside under a phase; a backward inside is still a backward."""
+        """Record what happens inside under a phase; a backward inside is still recorded as a backward."""
         _check_phases((name,))
         if (now := self._recording) is None:
             raise UsageError(f"ledger: phase({name!r}) outside `with ledger:`; enter the ledger first")
@@ -175,14 +184,14 @@ class Ledger(TorchDispatchMode):
             del now.phases[depth:]
 
     def end_window(self) -> None:
-        """Begin the next window, as the end of a step does: for loops that step without an optimizer."""
+        """Begin the next window, as the end of a step does; for loops without an optimizer."""
         self.window += 1
         if self._recording is not None:
             self._recording.in_forward = False
 
     def __enter__(self) -> Ledger:
         if self._done or self._recording is not None:
-            raise UsageError("ledger: a ledger books one `with` block; make another Ledger")
+            raise UsageError("ledger: a ledger records one `with` block; make another Ledger")
         model, optimizer = self._model, self._optimizer
         parameters = [] if model is None else list(model.parameters())
         if model is not None:
@@ -191,13 +200,13 @@ class Ledger(TorchDispatchMode):
         for tensor in _state(optimizer):
             self._storages.add(tensor.untyped_storage(), STATE)
         self._recording = _Recording(parameters, optimizer)
-        # held while recording and no longer
+        # a closed ledger must not keep model and optimizer alive
         self._model = self._optimizer = None
         self._find_gradients(adopt=True)
-        book = weakref.ref(self)
+        ledger = weakref.ref(self)
         self._recording.hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepping(book(), optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _stepped(book(), optimizer)),
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _before_step(ledger(), optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(ledger(), optimizer)),
         ]
         super().__enter__()
         return self
@@ -212,7 +221,7 @@ class Ledger(TorchDispatchMode):
         self._recording, self._done = None, True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and book it."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         found = access(func, args, kwargs, out)
@@ -220,7 +229,7 @@ class Ledger(TorchDispatchMode):
             self._note_mark(found.name)
             return out
         phase = self._phase_of(found)
-        line = self._book[self.window, phase, found.name]
+        line = self._lines[self.window, phase, found.name]
         if found.view:
             line.views += 1
         else:
@@ -245,19 +254,19 @@ class Ledger(TorchDispatchMode):
         elif name == _UNMARK:
             self._recording.marks -= 1
             phases = self._recording.phases
-            # a step that raised is over with its mark, though nobody said so
+            # torch calls no post hook after a step that raised, but it closes the step's mark
             while phases and phases[-1].marks > self._recording.marks:
                 phases.pop()
 
     def _note_gradients(self, found: Access, out: Any) -> None:
-        """What accumulation writes to, takes over or makes is a gradient from now on."""
+        """Give the category of gradients to what accumulation writes to, takes over or makes."""
         taken = [out.untyped_storage()] if isinstance(out, torch.Tensor) else []
         for storage in (*found.changed, *found.made, *taken):
             if self._storages.category(storage) not in (PARAMETERS, STATE):
                 self._storages.move(storage, GRADIENTS)
 
     def _phase(self) -> str:
-        """Return the phase as far as it does not depend on what an operation touches."""
+        """Return the phase as far as it is known without the operation's tensors."""
         task = torch._C._current_graph_task_id()
         if self._recording is not None and self._recording.phases:
             entered = self._recording.phases[-1]
@@ -273,14 +282,14 @@ class Ledger(TorchDispatchMode):
         if phase != "other":
             return phase
         if found.name in _ZEROING:
-            # a gradient that the loop has only just assigned is not known as one yet
+            # the loop may have assigned a gradient since the last look
             self._find_gradients()
         if any(self._storages.category(storage) == GRADIENTS for storage in found.operands):
             return "reset" if found.name in _ZEROING else "handling"
         return phase
 
     def _find_gradients(self, *, adopt: bool = False) -> None:
-        """Look which storages are gradients now; with `adopt`, count those that were there before."""
+        """Find the storages that are gradients now; with `adopt`, add those that existed before the recording."""
         assert self._recording is not None
         for p in self._recording.parameters:
             if p.grad is not None and p.grad.layout is torch.strided:
@@ -320,17 +329,17 @@ def _freed(ledger: Ledger | None, category: str, size: int) -> None:
     phase = ledger._phase()
     if phase == "other" and category == GRADIENTS:
         phase = "reset"
-    ledger._book[ledger.window, phase, ""].freed += size
+    ledger._lines[ledger.window, phase, ""].freed += size
 
 
-def _stepping(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
     ledger._find_gradients()
     now.phases.append(_Phase("step", torch._C._current_graph_task_id(), now.marks))
 
 
-def _stepped(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
+def _after_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
     now.phases.pop()

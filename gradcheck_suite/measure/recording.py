@@ -1,4 +1,4 @@
-"""A training loop under the ledger."""
+"""Run a training loop under a ledger."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import replace
 import torch
 
 from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.measure.ledger.mode import Ledger
+from gradcheck_suite.measure.ledger import Ledger
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Loop, TrainingRun
 
 
 def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:
-    """Run a loop under a ledger of its own and return that, closed.
+    """Run a loop under a new ledger and return the closed ledger.
 
-    The loop is handed the run as it is but for `run.loss`, which says when a forward begins and ends.
+    The loop receives the run unchanged except for `run.loss`, which marks the forward phase.
 
     Args:
-        loop: any loop under the loop contract; what it raises is raised.
-        subject: what to run it on: a generated case, an instance, or a run.
+        loop: any loop under the loop contract; its exceptions propagate.
+        subject: a generated case, an instance, or a run.
 
     Raises:
-        UsageError: a tensor without a storage of its own to count turned up, such as a sparse gradient.
+        UsageError: the loop used a tensor that is not dense, such as a sparse gradient.
     """
     seed = 0
     if isinstance(subject, Case):
@@ -36,7 +36,7 @@ def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:
         with ledger.phase("forward"):
             return run.loss(model, batch)
 
-    # restoring the random state allocates: outside the ledger
+    # restoring the random state allocates, so it stays outside the ledger
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(seed)
         with ledger:

@@ -1,4 +1,4 @@
-"""What the device can do at best, measured in the same run: how fast it copies, and how fast it fills."""
+"""The device's own bandwidth, measured in the same run as the resets: of a large copy and of a large fill."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-"""Of one copy: well beyond every cache."""
+"""Bytes of one copy, far beyond every cache."""
 REPEATS = 7
 
 
 def copy_bandwidth(device: str, timer: Callable[[], Any]) -> float:
-    """Return bytes per second read and written by a device-to-device copy, the median of several."""
+    """Return bytes per second, read and written, of a device-to-device copy: the median of several."""
     elements = COPY_BYTES[device] // 4
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
@@ -24,13 +24,13 @@ def copy_bandwidth(device: str, timer: Callable[[], Any]) -> float:
 
 
 def fill_bandwidth(device: str, timer: Callable[[], Any]) -> float:
-    """Return bytes per second written by one `zero_` of one large tensor, the median of several."""
+    """Return bytes per second that `zero_` of one large tensor writes: the median of several."""
     target = torch.ones(COPY_BYTES[device] // 4, device=device)
     return COPY_BYTES[device] / _median_seconds(target.zero_, timer)
 
 
 def memset_bandwidth() -> float:
-    """Return bytes per second that the C library's `memset` writes into the same memory, on one thread of the CPU."""
+    """Return bytes per second that the C library's `memset` writes, on one thread of the CPU."""
     target = torch.ones(COPY_BYTES["cpu"] // 4)
     return COPY_BYTES["cpu"] / _median_seconds(
         lambda: ctypes.memset(target.data_ptr(), 0, COPY_BYTES["cpu"]), time.perf_counter
@@ -47,7 +47,7 @@ def _median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
 
 
 def flush(device: str) -> Callable[[], None]:
-    """Return a function that pushes everything else out of the caches."""
+    """Return a function that evicts everything else from the caches."""
     scratch = torch.empty(COPY_BYTES[device] // 8, device=device)
 
     def run() -> None:

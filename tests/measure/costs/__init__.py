@@ -1,1 +1,0 @@
-"""Tests of what the benchmarks measure with."""

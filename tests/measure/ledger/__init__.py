@@ -1,1 +1,0 @@
-"""The ledger: by hand, against torch's own instruments, and what it leaves behind."""
