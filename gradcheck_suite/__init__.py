@@ -1,6 +1,7 @@
 """gradcheck-suite: does this training loop hand its optimizer the gradient it should?
 
-Importing this package imports neither torch nor jax: the names that need them are loaded at first use.
+This module re-exports the public names and must import neither torch nor JAX: modules that need them are imported when
+one of their names is first used.
 """
 
 from __future__ import annotations

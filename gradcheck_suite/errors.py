@@ -1,13 +1,13 @@
-"""The errors a user can meet. Each message says what was expected, what came, and what to do."""
+"""Errors for users. Each message states what was expected, what was received, and what to do."""
 
 
 class GradcheckSuiteError(Exception):
-    """Base of every error the suite raises on purpose."""
+    """Base class of the errors that the suite raises for its users."""
 
 
 class UsageError(GradcheckSuiteError, ValueError):
-    """Bad usage or bad input: the command line prints it as one line and exits with status 2."""
+    """Bad usage or bad input. The command line prints the message as one line and exits with status 2."""
 
 
 class CannotRunHere(UsageError):
-    """What was asked for is sound but this machine or installation cannot run it."""
+    """A valid request that this machine or installation cannot run."""

@@ -1,7 +1,8 @@
-"""The bridge: a user's loss, carried over from torch to JAX, operation by operation.
+"""The bridge: a user's torch loss as a JAX function, so that JAX differentiates it.
 
-`torch.export` writes the loss down as a graph of ATen operations; a table says what each is in `jax.numpy`; the
-derivative is JAX's alone. Nothing of torch's automatic differentiation is used.
+`torch.export` turns the loss into a graph of ATen operations, and a table maps each operation to a function of
+`jax.numpy`. The bridge must not use torch's automatic differentiation, and must not import `verification`, `diagnosis`
+or anything above them: it knows losses, not loops.
 """
 
 from gradcheck_suite.bridge.errors import (

@@ -1,8 +1,8 @@
-"""What `torch.export` forgets: backwards that are not the derivative of their forward.
+"""Detection of custom backwards and gradient hooks, which `torch.export` drops.
 
 A custom `autograd.Function` or a gradient hook changes the gradient and leaves no trace in the exported graph. JAX
-would differentiate the forward and disagree with torch, and nobody would know why: so the loss is run once in torch,
-and such things are refused by name.
+would differentiate the forward alone and rightly disagree with torch. The loss is therefore run once in torch, and a
+custom backward or hook is reported by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradcheck_suite.execution.instance import map_leaves
 from gradcheck_suite.schema.contract import Batch
 
 ALLOWED = ("CheckpointFunctionBackward", "GeneratedBackwardFor_")
-"""Beginnings of names: functions that recompute their forward, and custom operations, which have lowerings."""
+"""Prefixes of permitted functions: checkpointing, which recomputes the forward, and custom operations."""
 _ADVICE = (
     "torch.export keeps only the forward, so JAX would differentiate that and rightly disagree. "
     "Check this loop without JAX, or write the operation so that its gradient follows from its forward "
@@ -29,8 +29,8 @@ _ADVICE = (
 )
 
 
-class _Watch(TorchFunctionMode):
-    """Notes whether the forward hangs a hook on a tensor."""
+class _HookRecorder(TorchFunctionMode):
+    """Records whether the forward registers a hook on a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, and torch's random numbers, as they were."""
+    """Restore the buffers and torch's random state afterwards."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -55,18 +55,24 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
-    """Run the loss once in torch, and refuse it if its gradient is not the derivative of its forward.
+    """Run the loss once in torch and reject custom backwards and gradient hooks.
+
+    Args:
+        model: the model; its buffers and torch's random state are restored.
+        loss: (model, batch) -> scalar tensor.
+        batch: a tree of dicts, lists and tuples of tensors.
 
     Raises:
-        BridgeError: there is a custom backward or a gradient hook; the message names it.
+        BridgeError: the loss is not a floating-point scalar, or has a custom backward or a gradient hook, which the
+            message names.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks:
             raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
-    watch = _Watch()
-    with _restored(model), watch, torch.enable_grad():
+    recorder = _HookRecorder()
+    with _restored(model), recorder, torch.enable_grad():
         value = loss(model, map_leaves(torch.clone, batch))
-    if watch.hooked:
+    if recorder.hooked:
         raise BridgeError(f"the forward registers a gradient hook on a tensor: {_ADVICE}")
     if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
         got = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

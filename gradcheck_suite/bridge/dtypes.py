@@ -1,8 +1,9 @@
-"""torch's dtype rules in JAX.
+"""torch's type promotion in JAX.
 
-JAX promotes by its own lattice and lets Python numbers be weakly typed; torch looks at three priorities (tensors with
-dimensions, tensors without, Python numbers) and lets a lower one raise the category only. Every lowered operation
-goes through `promote`, so that no weak type ever reaches a result.
+JAX promotes by its own lattice and treats Python numbers as weakly typed. torch has three priorities (tensors with
+dimensions, zero-dimensional tensors, Python numbers), and an operand of a lower priority changes the dtype only if its
+category (boolean, integer, float, complex) is higher. Every lowered operation calls `promote`, so that no result is
+weakly typed.
 Source: "Tensor attributes, type promotion" of torch's documentation.
 """
 
@@ -44,7 +45,7 @@ _JAX = {
 
 @contextmanager
 def default_float_is(dtype: torch.dtype) -> Iterator[None]:
-    """Hold torch's default dtype at what it was when a program was exported."""
+    """Fix torch's default dtype to the one at the time of the export."""
     token = _DEFAULT_FLOAT.set(dtype)
     try:
         yield
@@ -53,12 +54,12 @@ def default_float_is(dtype: torch.dtype) -> Iterator[None]:
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """Return JAX's dtype of a torch dtype."""
+    """Return the JAX dtype of a torch dtype."""
     return jnp.dtype(_JAX[dtype])
 
 
 def default_float() -> Any:
-    """Return the dtype that integers become where torch computes in floating point."""
+    """Return the dtype to which torch converts integers for floating-point operations."""
     return jax_dtype(_DEFAULT_FLOAT.get() or torch.get_default_dtype())
 
 
@@ -67,17 +68,17 @@ def _default_complex() -> Any:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array or a dtype is of real floating point."""
+    """Return whether an array or a dtype is real floating-point."""
     return bool(jnp.issubdtype(getattr(x, "dtype", x), jnp.floating))
 
 
 def is_complex(x: Any) -> bool:
-    """Whether an array or a dtype is complex."""
+    """Return whether an array or a dtype is complex."""
     return bool(jnp.issubdtype(getattr(x, "dtype", x), jnp.complexfloating))
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array or a dtype has derivatives."""
+    """Return whether an array or a dtype is floating-point or complex, so that it has derivatives."""
     return bool(jnp.issubdtype(getattr(x, "dtype", x), jnp.inexact))
 
 
@@ -97,7 +98,7 @@ def _joined(dtypes: list[Any]) -> Any:
 
 
 def _over(high: Any, low: Any) -> Any:
-    """Return the dtype where operands of a higher priority have `high` and those of a lower one `low`."""
+    """Return the result dtype of operands of dtype `high` and of lower-priority operands of dtype `low`."""
     if high is None or low is None:
         return low if high is None else high
     if is_complex(high):
@@ -110,7 +111,7 @@ def _over(high: Any, low: Any) -> Any:
 
 
 def result_dtype(*operands: Any) -> Any:
-    """Return the dtype that torch computes these operands in: arrays, or Python numbers."""
+    """Return the dtype in which torch computes with these operands: arrays or Python numbers."""
     arrays = [x for x in operands if hasattr(x, "dtype")]
     numbers = _joined([_number_dtype(x) for x in operands if not hasattr(x, "dtype")])
     sized = _joined([jnp.dtype(x.dtype) for x in arrays if x.ndim])
@@ -119,11 +120,11 @@ def result_dtype(*operands: Any) -> Any:
 
 
 def promote(*operands: Any, floating: bool = False) -> list[Array]:
-    """Return the operands as arrays of one dtype, the one that torch computes in.
+    """Return the operands as arrays of the dtype in which torch computes with them.
 
     Args:
         operands: arrays or Python numbers.
-        floating: whether integers become torch's default floating dtype.
+        floating: whether integers are converted to torch's default floating dtype.
     """
     dtype = result_dtype(*operands)
     if floating and not is_inexact(dtype):
@@ -132,18 +133,21 @@ def promote(*operands: Any, floating: bool = False) -> list[Array]:
 
 
 def promote_some(*operands: Any, floating: bool = False) -> list[Array | None]:
-    """Return `promote` of the operands that are there, None in the place of the others."""
+    """Return `promote` of the operands that are not None, and None for the others."""
     present = iter(promote(*(x for x in operands if x is not None), floating=floating))
     return [None if x is None else next(present) for x in operands]
 
 
 def absolute(x: Array) -> Array:
-    """|x|, of a real array, with gradient 0 at 0 as in torch; JAX has 1 there."""
-    return x * lax.stop_gradient(jnp.sign(x))
+    """Return |x| with gradient 0 at 0, as in torch; JAX's gradient is 1 there for real and NaN for complex numbers."""
+    if is_float(x):
+        return x * lax.stop_gradient(jnp.sign(x))
+    zero = x == 0
+    return jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, x))) if is_complex(x) else jnp.abs(x)
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """Return a torch tensor's values as a JAX array of the same dtype, which shares no memory with it."""
+    """Return a copy of a torch tensor's values as a JAX array of the same dtype."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype is torch.bfloat16:
         return jnp.asarray(tensor.to(torch.float32).numpy()).astype(jnp.bfloat16)

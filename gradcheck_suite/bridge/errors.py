@@ -1,4 +1,4 @@
-"""What the bridge says when it cannot carry a model over to JAX. Each message says what to do."""
+"""Errors of the bridge. Each message names the operation, the line that uses it, and what to do."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from gradcheck_suite.errors import UsageError
 
 
 class BridgeError(UsageError):
-    """The loss cannot be carried over to JAX."""
+    """The loss cannot be translated to JAX."""
 
 
 class UnknownOperation(BridgeError):
-    """The loss uses an operation that is not in the table."""
+    """The loss uses an operation that has no JAX implementation."""
 
 
 class NotExportable(BridgeError):
-    """`torch.export` does not take the loss."""
+    """`torch.export` cannot export the loss."""
 
 
 class RandomnessError(BridgeError):
-    """The loss draws random numbers: torch's and JAX's would never be the same."""
+    """The loss draws random numbers, which differ between torch and JAX."""
 
 
 class WrongLowering(BridgeError):
-    """A lowering returned another shape or dtype than torch does."""
+    """A registered JAX function failed, or returned another shape or dtype than torch."""

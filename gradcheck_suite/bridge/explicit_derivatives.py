@@ -1,4 +1,4 @@
-"""Functions whose derivative is said outright, where torch's is a convention and not a limit."""
+"""JAX functions with given derivatives, for points where torch's derivative is a convention and not a limit."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from gradcheck_suite.bridge.dtypes import Array
 
 
 @jax.custom_jvp
-def _sloped(value: Array, inputs: tuple[Array, ...], slopes: tuple[Array, ...]) -> Array:
-    del inputs, slopes
+def _with_derivatives(value: Array, inputs: tuple[Array, ...], derivatives: tuple[Array, ...]) -> Array:
+    del inputs, derivatives
     return value
 
 
 def _jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    value, _, slopes = primals
-    _, moves, _ = tangents
+    value, _, derivatives = primals
+    _, tangents_in, _ = tangents
     total = jnp.zeros_like(value)
-    for move, slope in zip(moves, slopes, strict=True):
-        # an input that does not move contributes nothing, were its slope infinite
-        if not isinstance(move, SymbolicZero):
-            total = total + move * slope.astype(value.dtype)
+    for tangent, derivative in zip(tangents_in, derivatives, strict=True):
+        # skipped, not multiplied by 0: the derivative may be infinite
+        if not isinstance(tangent, SymbolicZero):
+            total = total + tangent * derivative.astype(value.dtype)
     return value, total
 
 
-_sloped.defjvp(_jvp, symbolic_zeros=True)
+_with_derivatives.defjvp(_jvp, symbolic_zeros=True)
 
 
-def with_derivatives(value: Array, *inputs_and_slopes: tuple[Array, Array]) -> Array:
-    """Return `value` as a function of some inputs whose slopes are given.
+def with_derivatives(value: Array, *inputs_and_derivatives: tuple[Array, Array]) -> Array:
+    """Return `value` as a function of some inputs with given partial derivatives. Second derivatives are wrong.
 
     Args:
         value: the function's value.
-        inputs_and_slopes: pairs of an input and the partial derivative in it, each of the value's shape or one that
-            broadcasts to it. Slopes may be infinite or NaN. Second derivatives are not those of the function.
+        inputs_and_derivatives: pairs of an input and the partial derivative with respect to it, each broadcastable to
+            the value's shape. Derivatives may be infinite or NaN.
     """
-    pairs = [(jnp.broadcast_to(x, value.shape), jnp.broadcast_to(s, value.shape)) for x, s in inputs_and_slopes]
-    still = jax.lax.stop_gradient
-    return _sloped(still(value), tuple(x for x, _ in pairs), tuple(still(s) for _, s in pairs))
+    pairs = [(jnp.broadcast_to(x, value.shape), jnp.broadcast_to(s, value.shape)) for x, s in inputs_and_derivatives]
+    detach = jax.lax.stop_gradient
+    return _with_derivatives(detach(value), tuple(x for x, _ in pairs), tuple(detach(s) for _, s in pairs))

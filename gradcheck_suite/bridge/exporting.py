@@ -1,7 +1,7 @@
-"""A loss as a graph of ATen operations, by `torch.export`.
+"""Export of a loss to a graph of ATen operations, by `torch.export`.
 
-The graph is decomposed until every operation is in the table, and no further: where torch has a derivative formula of
-its own for an operation, the table's entry follows that formula's conventions, which a decomposition would lose.
+Only operations that are missing from the table are decomposed. Where torch has its own derivative formula for an
+operation, the table's entry follows that formula's conventions; a decomposition would lose them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRAD_MODE = "wrap_with_set_grad_enabled"
 
 
 class _LossModule(nn.Module):
-    """The loss as a module whose inputs are the batch's tensors, in order."""
+    """The loss as a module whose inputs are the batch's tensors, in the order of `leaves`."""
 
     def __init__(self, model: nn.Module, loss: LossFunction, batch: Batch) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class _LossModule(nn.Module):
         self._loss, self._batch = _named_forward(loss), batch
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the batch that the tensors make."""
+        """Return the loss of the batch made of these tensors."""
         remaining = iter(tensors)
         return self._loss(self.model, map_leaves(lambda _: next(remaining), self._batch))
 
 
 def _named_forward(function: Any) -> Any:
-    """Return a function whose frames are called `forward`: of others export records no lines."""
+    """Return a copy of a function named `forward`: export records source lines for frames of that name only."""
     if not isinstance(function, FunctionType):
         return function
     code = function.__code__.replace(co_name="forward")
@@ -64,8 +64,8 @@ class Exported:
     """An exported loss.
 
     Attributes:
-        program: torch's program, decomposed.
-        default_float: torch's default dtype when it was exported, which integers become in some operations.
+        program: the exported and decomposed program.
+        default_float: torch's default dtype at export, to which some operations convert integers.
     """
 
     program: ExportedProgram
@@ -76,10 +76,10 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
     """Export `loss(model, batch)` at this batch's shapes.
 
     Raises:
-        BridgeError: it has a backward of its own, or is no scalar.
-        NotExportable: torch cannot export it; the message says what to do.
+        BridgeError: the loss has a custom backward or gradient hook, or is not a scalar.
+        NotExportable: `torch.export` cannot export the loss; the message says what to do.
         UnknownOperation: an operation is not in the table.
-        RandomnessError: it draws random numbers.
+        RandomnessError: the loss draws random numbers.
     """
     refuse_custom_gradients(model, loss, batch)
     tensors = tuple(leaves(batch))
@@ -99,13 +99,13 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep export's own deprecations, and the graphs that it logs and prints when it fails, from the user."""
+    """Suppress export's deprecation warnings, and the graphs that it logs and prints when it fails."""
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         before, trace = logging.root.manager.disable, logging.getLogger("torch.__trace")
         traced = trace.disabled
         logging.disable(logging.CRITICAL)
-        # torch keeps this one from being silenced so, and pytest shows what it says under a test that fails
+        # `logging.disable` does not reach this logger, and pytest prints its output under a failing test
         trace.disabled = True
         try:
             yield
@@ -115,7 +115,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _decompositions() -> Any:
-    """Return torch's decompositions of what the table lacks."""
+    """Return torch's decompositions of the operations that the table lacks."""
     decompositions = default_decompositions()
     for op in list(decompositions):
         if isinstance(op, torch._ops.OpOverload) and lowering_of(op) is not None:
@@ -130,7 +130,7 @@ def _graph_modules(root: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
-    """Detach, inside each `no_grad` region, every operation's arguments: decomposing forgets such regions."""
+    """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such regions."""
     for node in list(graph_module.graph.nodes):
         if getattr(node.target, "__name__", "") != _GRAD_MODE or node.args[0]:
             continue
@@ -157,7 +157,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _check(node: fx.Node) -> None:
-    """Refuse an operation that JAX cannot be asked to do."""
+    """Raise an error for an operation that has no JAX implementation."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
         return
     name = _name(node.target)
@@ -167,13 +167,13 @@ def _check(node: fx.Node) -> None:
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise RandomnessError(random_message(f"{name} draws random numbers", node))
     raise UnknownOperation(
-        f"the bridge to JAX does not know {name}{source_line(node)}: tell it with "
+        f"the bridge has no JAX implementation of {name}{source_line(node)}: register one with "
         f"@gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or replace the operation"
     )
 
 
 def random_message(what: str, node: fx.Node) -> str:
-    """Say that a loss is random, and what to do."""
+    """Return the message of a `RandomnessError`."""
     return (
         f"{what}{source_line(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
         "or make the random numbers part of the batch"

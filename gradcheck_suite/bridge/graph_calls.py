@@ -1,4 +1,4 @@
-"""The operations of an exported graph, each run in JAX and held to what torch says of its result."""
+"""The calls of an exported graph, each run in JAX and checked against the shape and dtype that torch recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from gradcheck_suite.bridge.table import is_dynamic, lowering_of
 
 @dataclass(frozen=True)
 class GraphCall:
-    """One operation of the graph, with what JAX does for it."""
+    """One call of the graph.
+
+    Attributes:
+        node: the graph's node.
+        function: the JAX implementation, or the Python function that the graph calls.
+        is_op: whether the node calls an ATen or custom operation.
+        is_dynamic: whether the shape of the result depends on values.
+    """
 
     node: fx.Node
     function: Callable[..., Any]
@@ -29,7 +36,7 @@ class GraphCall:
 
 
 def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
-    """Return what there is to run, in order."""
+    """Return the calls of a graph, in order of execution."""
     calls = []
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
@@ -44,12 +51,12 @@ def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
 
 
 def low_precision_operations(calls: tuple[GraphCall, ...]) -> tuple[str, ...]:
-    """Return the operations, with their lines, whose results are floats of less than 64 bits."""
+    """Return the operations whose results are floats of less than 64 bits, each with its source line."""
     found = []
     for call in calls:
         value = call.node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
-            # one of several results is picked by a call of its own, and is its operation's all the same
+            # `getitem` picks one of several results; the operation is the call that made them
             source = call.node.args[0]
             node = source if call.node.target is operator.getitem and isinstance(source, fx.Node) else call.node
             found.append(f"{node.target}{source_line(node)}")
@@ -57,7 +64,16 @@ def low_precision_operations(calls: tuple[GraphCall, ...]) -> tuple[str, ...]:
 
 
 def run_graph_call(call: GraphCall, values: dict[Any, Any]) -> Any:
-    """Return what a call gives for the values so far, held to the shape and the dtype that torch has there."""
+    """Return the result of a call.
+
+    Args:
+        call: the call.
+        values: the results of earlier calls, by node name.
+
+    Raises:
+        RandomnessError: the operation draws random numbers.
+        WrongLowering: the JAX function failed, or its result has another shape or dtype than torch's.
+    """
     node = call.node
 
     def value_of(argument: fx.Node) -> Any:
@@ -74,17 +90,17 @@ def run_graph_call(call: GraphCall, values: dict[Any, Any]) -> Any:
         except BridgeError:
             raise
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            raise  # a value asked for inside jit: the caller runs the program call by call instead
+            raise  # a Python decision on a traced value: the caller runs the program without jit instead
         except Exception as error:
             raise WrongLowering(
                 f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
             ) from error
-    _check_kind(node, out)
+    _check_shape_and_dtype(node, out)
     return out
 
 
-def _check_kind(node: fx.Node, out: Any) -> None:
-    """Hold a result to the shape and the dtype that torch has there."""
+def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
+    """Compare a result with the shape and the dtype that torch recorded."""
     expected = node.meta.get("val")
     if not isinstance(expected, torch.Tensor):
         return

@@ -1,4 +1,4 @@
-"""An exported loss as a JAX function: the graph, run operation by operation through the table."""
+"""An exported loss as a JAX function: its graph, executed with the table's JAX implementations."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Lowered:
     """A loss in JAX: `lowered(parameters, buffers, inputs) -> (loss, new_buffers)`.
 
     Attributes:
-        parameters: the names of the parameters, each tensor under one name, as `named_parameters` has them.
-        trainable: those that require a gradient.
-        buffers: the names of the buffers.
-        operations: how many operations the loss takes.
-        narrow: the operations, with their lines, whose results are floats of less than 64 bits, because the model asks
-            for that (`.float()` in a norm, a loss or a rotary embedding): there torch and JAX agree to that precision.
+        parameters: names of the parameters, as in `named_parameters`: one name per tensor.
+        trainable: names of the parameters that require a gradient.
+        buffers: names of the buffers.
+        operations: number of ATen operations in the loss.
+        narrow: operations whose results are floats of less than 64 bits, each with its source line. The model asks for
+            that precision (`.float()` in a norm, a loss, a rotary embedding); torch and JAX agree only to it.
     """
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
@@ -76,7 +76,7 @@ class Lowered:
             else:
                 raise BridgeError(
                     f"the loss uses {spec.target!r}, a {spec.kind.name.lower()} that JAX has no counterpart of: "
-                    "keep to tensors, numbers, strings and containers of them"
+                    "use tensors, numbers, strings and containers of them"
                 )
 
     def _known(self, target: str) -> bool:
@@ -103,7 +103,7 @@ class Lowered:
     def __call__(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Sequence[Any]
     ) -> tuple[Array, Arrays]:
-        """Return the loss and the buffers as they are afterwards.
+        """Return the loss, a scalar, and the buffers after the forward, by name.
 
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
@@ -136,14 +136,14 @@ class Lowered:
 
     @cached_property
     def _foreign(self) -> tuple[int, ...]:
-        """The functions that are not the suite's own: what they compute cannot be told from their names."""
+        """Ids of the functions registered by users: their names do not identify what they compute."""
         own = f"{__package__}.ops."
         functions = [call.function for call in self._calls if call.is_op]
         return tuple(id(function) for function in functions if not function.__module__.startswith(own))
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        """What the program computes, the same in every process."""
+        """A key of the computation that is the same in every process."""
         digest = hashlib.sha256(f"{_source_digest()} {torch.__version__} {self._default_float} {self._text}".encode())
         for name, constant in sorted(self._constants.items()):
             digest.update(f"{name} {constant.dtype} {constant.shape}".encode() + np.asarray(constant).tobytes())
@@ -154,36 +154,36 @@ class Lowered:
             try:
                 return PROGRAMS.call(self._key, self.gradient_function, *arguments, store=not self._foreign)
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                self._needs_values = True  # a shape or a number depends on values: only running it tells
+                self._needs_values = True  # a shape or a Python number depends on values
         return self.gradient_function(*arguments)
 
     def value_and_gradient(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Sequence[Any], *, jit: bool = True
     ) -> tuple[float, dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]]]:
-        """Return the loss, its gradient in every trainable parameter, and the buffers afterwards, in numpy.
+        """Return the loss, the gradient of every trainable parameter, and the new buffers, as numpy arrays.
 
-        A parameter that the loss does not reach has zeros.
+        The gradient of a parameter that the loss does not reach is zeros.
 
         Args:
-            parameters: name -> array.
+            parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in order.
-            jit: compile the whole, which takes seconds once for each program and is kept on disk; programs whose
-                shapes depend on values run operation by operation all the same.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.execution.instance.leaves`.
+            jit: whether to compile the program, which takes seconds; compiled programs are kept on disk. A program
+                whose shapes depend on values is never compiled.
         """
         with jax.default_device(device()):
             trainable = {name: parameters[name] for name in self.trainable}
             frozen = {name: value for name, value in parameters.items() if name not in trainable}
             arguments = trainable, (frozen, dict(buffers)), tuple(inputs)
             (loss, after), gradient = self._compiled(arguments) if jit else self.gradient_function(*arguments)
-        # JAX's gradient in a complex number is the conjugate of torch's
+        # JAX's gradient of a complex parameter is the conjugate of torch's
         gradient = {name: np.conj(np.asarray(g)) for name, g in gradient.items()}
         return float(loss), gradient, {name: np.asarray(b) for name, b in after.items()}
 
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of the bridge's own source: other code, other programs."""
+    """Return a digest of the bridge's source: a changed bridge must not reuse compiled programs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -191,7 +191,7 @@ def _source_digest() -> str:
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every name that a parameter or a buffer has, the first name of the same tensor."""
+    """Return the first name of the same tensor for every name of a parameter or buffer."""
     first: dict[int, str] = {}
     names = {}
     for named in (model.named_parameters, model.named_buffers):
@@ -201,7 +201,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[Array]]:
-    """Return a model's parameters and buffers and a batch's tensors as JAX arrays: what `Lowered` is called with."""
+    """Return the arguments of `Lowered`: parameters and buffers by name and the batch's tensors, as JAX arrays."""
     with jax.default_device(device()):
         parameters = {name: to_array(p) for name, p in model.named_parameters()}
         buffers = {name: to_array(b) for name, b in model.named_buffers()}
@@ -209,15 +209,15 @@ def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[A
 
 
 def lower(model: nn.Module, loss: LossFunction, batch: Batch) -> Lowered:
-    """Carry `loss(model, batch)` over to JAX, at this batch's shapes.
+    """Translate `loss(model, batch)` to JAX, for this batch's shapes.
 
     Args:
-        model: in the mode and the dtype that it is trained in; a tensor shared by several names stays shared.
+        model: a module in the mode and the dtype in which it is trained. A tensor with several names stays shared.
         loss: (model, batch) -> scalar tensor.
         batch: a tree of dicts, lists and tuples of tensors; anything else in it is a constant.
 
     Raises:
-        BridgeError: it cannot be carried over; the message says why and what to do.
+        BridgeError: the loss cannot be translated; the message says why and what to do.
     """
     with jax.default_device(device()):
         return Lowered(export_loss(model, loss, batch), model)
@@ -226,8 +226,9 @@ def lower(model: nn.Module, loss: LossFunction, batch: Batch) -> Lowered:
 def jax_gradient(
     model: nn.Module, loss: LossFunction, batch: Batch, *, jit: bool = True
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the gradient of `loss(model, batch)` in every trainable parameter, differentiated by JAX alone.
+    """Return the gradient of `loss(model, batch)` for every trainable parameter, computed by JAX alone.
 
-    The module is left as it was, its buffers too. Raises what `lower` raises.
+    The module and its buffers are left unchanged. The arguments and errors are those of `lower`; `jit` says whether to
+    compile the program.
     """
     return lower(model, loss, batch).value_and_gradient(*arguments_of(model, batch), jit=jit)[1]

@@ -1,4 +1,4 @@
-"""Where in the user's code an exported operation comes from."""
+"""The source lines of exported operations and of errors, in the user's code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def source_line_of_error(error: BaseException) -> str:
-    """Return ` (FILE, line N: code)` of the innermost of an exception's frames outside torch and this package."""
+    """Return ` (FILE, line N: code)` of an exception's innermost frame outside torch and this package, or nothing."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_the_users(frame.filename):
             return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"

@@ -1,7 +1,7 @@
-"""The one table of ATen operations that JAX knows how to do.
+"""The table of ATen operations and their JAX implementations.
 
-An operation is found by its full name (`aten.add.Tensor`) or, for all its overloads, by the name without the overload
-(`aten.add`). An operation in the table is never decomposed by torch; all others are, until they reach it.
+An operation is looked up by its full name (`aten.add.Tensor`), then by the name without the overload (`aten.add`),
+which stands for all overloads. torch decomposes the operations that are not in the table, and no others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LoweringT = TypeVar("_LoweringT", bound=Lowering)
 _TABLE: dict[str, Lowering] = {}
 _FAMILY: dict[str, str] = {}
 DYNAMIC: set[str] = set()
-"""Operations whose result's shape depends on values: they run one by one, never inside `jax.jit`."""
+"""Operations whose result's shape depends on values: a program with one of them runs without `jax.jit`."""
 
 
 def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _LoweringT]:
-    """Say what an ATen operation, or a custom one, is in JAX.
+    """Register the JAX implementation of an ATen or custom operation.
 
     As a decorator::
 
@@ -31,9 +31,9 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
         def cosh(self):
             return jax.numpy.cosh(self)
 
-    The function takes the operation's arguments by the names of torch's schema, with JAX arrays in place of tensors,
-    and returns an array, or a tuple for several results. Dtypes arrive as `torch.dtype`. It must be differentiable by
-    JAX, and must return arrays of the shapes and dtypes that torch returns: the bridge checks this at every call.
+    The function takes the operation's arguments, named as in torch's schema, with JAX arrays in place of tensors and
+    dtypes as `torch.dtype`. It returns an array, or a tuple for several results, of the shapes and dtypes that torch
+    returns; the bridge checks them at every call. JAX must be able to differentiate the function.
 
     Args:
         names: `namespace.name`, for all overloads, or `namespace.name.overload`. A later registration replaces an
@@ -41,7 +41,7 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
         dynamic: whether the shape of the result depends on the arguments' values.
 
     Raises:
-        UsageError: a name is not of that form.
+        UsageError: a name has another form.
     """
     for name in names:
         if not isinstance(name, str) or name.count(".") not in (1, 2):
@@ -68,16 +68,16 @@ def _names(op: torch._ops.OpOverload) -> tuple[str, str]:
 
 
 def lowering_of(op: torch._ops.OpOverload) -> Lowering | None:
-    """Return what an operation is in JAX, or None where the table does not have it."""
+    """Return the JAX implementation of an operation, or None where the table has none."""
     full, packet = _names(op)
     return _TABLE.get(full) or _TABLE.get(packet)
 
 
 def is_dynamic(op: torch._ops.OpOverload) -> bool:
-    """Whether the shape of the operation's result depends on values."""
+    """Return whether the shape of the operation's result depends on values."""
     return any(name in DYNAMIC for name in _names(op))
 
 
 def table() -> dict[str, str]:
-    """Return every registered name and its family, which is the name of the module that registered it."""
+    """Return every registered name and its family: the name of the module that registered it."""
     return dict(sorted(_FAMILY.items()))

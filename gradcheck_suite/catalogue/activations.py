@@ -1,8 +1,7 @@
 """Pointwise activations, from their definitions.
 
-At a kink there are several subgradients to choose from, and torch has chosen. The choice matters, because kinks are
-not rare: a dropped or clamped value is exactly 0, 1 or 6. So every definition below says with `>` or `>=` on which
-side of its kinks a point lies.
+At a kink an activation has several subgradients, of which torch returns one. Inputs at a kink are common: a dropped or
+clamped value is exactly 0, 1 or 6. Each definition below therefore states with `>` or `>=` on which side a kink lies.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import jax.numpy as jnp
 import torch
 from jax.scipy.special import erf
 
-from gradcheck_suite.catalogue.definitions import LayerDefinition, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import FLOATS, LayerDefinition, Options, Signal, keeps_signal
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017, equation 14
 
-Meaning = Callable[..., jax.Array]
+Function = Callable[..., jax.Array]
 
 
 def _below(x: jax.Array) -> jax.Array:
-    """Return x where it is not positive, else 0: keeps an unused exponential of a large x from becoming NaN."""
+    """Return min(x, 0), so that the exponential in the branch not taken cannot overflow to NaN."""
     return jnp.where(x > 0, 0.0, x)
 
 
 def _between(x: jax.Array, low: float, high: float, inside: jax.Array) -> jax.Array:
-    """Return `inside` strictly between the bounds and the nearer bound, a constant, elsewhere."""
+    """Return `inside` strictly between the bounds, and the nearer bound elsewhere."""
     return jnp.where((x > low) & (x < high), inside, jnp.where(x >= high, high, low))
 
 
@@ -56,9 +55,9 @@ def _shrink(x: jax.Array, lambd: float, by: float) -> jax.Array:
     return jnp.where(x > lambd, x - by, jnp.where(x < -lambd, x + by, 0.0))
 
 
-_Row = tuple[Callable[..., torch.nn.Module], Meaning, Sequence[dict[str, Any]]]
+_Row = tuple[Callable[..., torch.nn.Module], Function, Sequence[dict[str, Any]]]
 _PLAIN: Sequence[dict[str, Any]] = ({},)
-_MEANINGS: dict[str, _Row] = {
+_ACTIVATIONS: dict[str, _Row] = {
     "relu": (torch.nn.ReLU, lambda x: jnp.where(x > 0, x, 0.0), _PLAIN),
     "tanh": (torch.nn.Tanh, jnp.tanh, _PLAIN),
     "sigmoid": (torch.nn.Sigmoid, jax.nn.sigmoid, _PLAIN),
@@ -91,18 +90,19 @@ _MEANINGS: dict[str, _Row] = {
 
 
 def _kind(
-    name: str, module: Callable[..., torch.nn.Module], meaning: Meaning, options: Sequence[Options]
+    name: str, module: Callable[..., torch.nn.Module], function: Function, options: Sequence[Options]
 ) -> LayerDefinition:
     def variants(signal: Signal) -> Sequence[Options]:
         return () if signal.form == "tokens" else options
 
-    def out(signal: Signal, chosen: Options) -> Signal:
-        expect(signal.form != "tokens", name, "floating values", signal)
-        return signal
-
     return LayerDefinition(
-        name, variants, out, lambda signal, o: module(**o), lambda o, params, x, extras: meaning(x, **o), axes=0
+        name,
+        variants,
+        keeps_signal(name, *FLOATS),
+        lambda signal, o: module(**o),
+        lambda o, params, x, extras: function(x, **o),
+        axes=0,
     )
 
 
-KINDS = tuple(_kind(name, *row) for name, row in _MEANINGS.items())
+KINDS = tuple(_kind(name, *row) for name, row in _ACTIVATIONS.items())

@@ -1,4 +1,4 @@
-"""Multi-head self-attention: plain, causal, and blind to padding (Vaswani et al. 2017, section 3.2)."""
+"""Multi-head self-attention, optionally causal, with padding masked (Vaswani et al. 2017, section 3.2)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    product,
+)
 
 HEADS = (1, 2)
 
 
 class SelfAttention(torch.nn.Module):
-    """`torch.nn.MultiheadAttention` of a sequence with itself."""
+    """`torch.nn.MultiheadAttention` with the sequence as query, key and value."""
 
     def __init__(self, features: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -28,7 +36,7 @@ class SelfAttention(torch.nn.Module):
             x,
             x,
             x,
-            # torch's masks are True where a position is to be ignored
+            # torch's masks are True at ignored positions
             key_padding_mask=None if mask is None else ~mask,
             attn_mask=future,
             is_causal=self.causal,
@@ -41,13 +49,13 @@ def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: ja
     """Return multi-head self-attention.
 
     Args:
-        params: `in_proj_weight` (3D, D) and `in_proj_bias` hold the projections to queries, keys and values, one
-            below the other; `out_proj.weight` (D, D) and `out_proj.bias` that of the joined heads.
-        prefix: of those names.
+        params: `in_proj_weight` (3D, D) and `in_proj_bias` (3D,), the stacked projections to queries, keys and values;
+            `out_proj.weight` (D, D) and `out_proj.bias` (D,), the projection of the concatenated heads.
+        prefix: prefix of those names in `params`.
         x: (n, T, D).
         heads: H, which divides D.
-        visible: broadcasts to (n, H, T, T); True where a query (third axis) may look at a key (fourth axis). Every
-            query sees a key.
+        visible: broadcasts to (n, H, T, T); True where a query (third axis) attends to a key (fourth axis). Every
+            query attends to at least one key.
 
     Returns:
         (n, T, D).
@@ -63,7 +71,7 @@ def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: ja
 
 
 def visible_keys(x: jax.Array, extras: Arguments, causal: bool) -> jax.Array:
-    """Return which keys each query may look at, (n or 1, 1, T, T): those that are no padding, and none ahead of it."""
+    """Return the attention mask, (n or 1, 1, T, T): True at keys that are valid and, if `causal`, not in the future."""
     length = x.shape[1]
     visible = jnp.ones((1, 1, length, length), dtype=bool)
     if causal:
@@ -78,7 +86,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
 
 
 def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "sequence", "attention", "a sequence", signal)
+    expect_form(signal, "attention", "sequence")
     heads = options["heads"]
     expect(heads >= 1 and signal.features % heads == 0, "attention", "heads that divide the features", (heads, signal))
     return signal

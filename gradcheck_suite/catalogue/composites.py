@@ -1,15 +1,10 @@
-"""Layers made of layers: a residual connection, and one whose weights are used twice."""
+"""Layers made of other layers: a residual connection, and a chain that is applied twice."""
 
 from __future__ import annotations
 
-from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, same
-
-
-def _any_float(signal: Signal) -> tuple[dict[str, object], ...]:
-    return () if signal.form == "tokens" else ({},)
-
+from gradcheck_suite.catalogue.definitions import FLOATS, LayerDefinition, on, same
 
 KINDS = (
-    LayerDefinition("residual", _any_float, same, wraps="residual"),
-    LayerDefinition("shared", _any_float, same, wraps="shared"),
+    LayerDefinition("residual", on(*FLOATS), same, wraps="residual"),
+    LayerDefinition("shared", on(*FLOATS), same, wraps="shared"),
 )

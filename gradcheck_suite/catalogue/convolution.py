@@ -1,7 +1,7 @@
-"""Convolutions, over the positions of a sequence and over images.
+"""Convolutions over the positions of a sequence and over images.
 
-A sequence is (T, D) per item where torch's `Conv1d` wants (D, T), so its module and its meaning transpose.
-Variants are few and keep to the sizes that other layers make: every new shape is a compilation.
+A sequence is (T, D) per item and torch's `Conv1d` takes (D, T), so the 1d implementations transpose. Variants are few
+and produce the sizes of other layers, because every new shape is one more compilation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
 
 AREAS = ((4, 5), (2, 2), (1, 1))
 _GEOMETRY = ("kernel", "stride", "padding", "dilation")
@@ -39,7 +39,7 @@ def _options(
     }
 
 
-# On 3 positions each of these gives 3 again, so that a padded sequence's mask still fits.
+# Each of these maps 3 positions to 3, so that a padded sequence's mask still fits.
 _ONE_DIMENSION = (
     _options(2, 1),
     _options(2, 3, padding=1, bias=True),
@@ -47,7 +47,7 @@ _ONE_DIMENSION = (
     _options(2, 2, padding=1, dilation=2, bias=True),
     _options(4, 3, padding=1, groups=2, bias=True),
 )
-# On 4x5 these give 4x5 or 2x2, on 2x2 they give 2x2 or 1x1.
+# These map 4x5 to 4x5 or 2x2, and 2x2 to 2x2 or 1x1.
 _TWO_DIMENSIONS = (
     _options(2, 1),
     _options(2, 3, padding=1, bias=True),
@@ -59,7 +59,7 @@ _TWO_DIMENSIONS = (
 
 
 def _length(size: int, o: Options) -> int:
-    """Return how many places a kernel fits along an axis of `size`, as torch's `Conv1d` documents it."""
+    """Return the output length along an axis of `size`, as torch's `Conv1d` documents it."""
     return int((size + 2 * o["padding"] - o["dilation"] * (o["kernel"] - 1) - 1) // o["stride"] + 1)
 
 
@@ -83,7 +83,7 @@ def _variants1d(signal: Signal) -> Sequence[Options]:
 
 
 def _out1d(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "sequence", "conv1d", "a sequence", signal)
+    expect_form(signal, "conv1d", "sequence")
     _checked("conv1d", signal, options)
     length = _length(signal.size[0], options)
     return Signal("sequence", (length, options["features"]), padded=signal.padded and length == signal.size[0])
@@ -99,7 +99,7 @@ def _variants2d(signal: Signal) -> Sequence[Options]:
 
 
 def _out2d(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "image", "conv2d", "an image", signal)
+    expect_form(signal, "conv2d", "image")
     _checked("conv2d", signal, options)
     _, height, width = signal.size
     return Signal("image", (options["features"], _length(height, options), _length(width, options)))

@@ -1,27 +1,27 @@
-"""What is not accumulable: layers and losses in which the items of a batch meet each other.
+"""Layers and losses that are not separable over samples, such as batch norm and in-batch negatives.
 
-No accumulation over micro-batches can equal the large batch of such a problem. They are drawn only where
-`problems(accumulable=False)` is asked for, to show that the forward-only check finds every one of them before any loop
-is blamed; they have no JAX meaning, since no gradient of theirs is ever compared.
+No accumulation over micro-batches equals the large batch of such a problem. The strategies draw these kinds only for
+`problems(accumulable=False)`, to test that the forward-only check detects each of them before a loop is blamed. They
+have no JAX implementation, since their gradients are never compared.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import torch
 
 from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
     Arguments,
     LayerDefinition,
     LossDefinition,
     Options,
     Signal,
     Tensors,
-    expect,
+    keeps_signal,
+    on,
 )
-from gradcheck_suite.catalogue.losses.common import normal_targets, on
+from gradcheck_suite.catalogue.losses.common import normal_targets
 from gradcheck_suite.catalogue.normalisation import EPS
 from gradcheck_suite.errors import UsageError
 
@@ -33,15 +33,6 @@ class SequenceBatchNorm(torch.nn.BatchNorm1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-
-def _floats(signal: Signal) -> Sequence[Options]:
-    return () if signal.form == "tokens" else ({},)
-
-
-def _same(signal: Signal, options: Options) -> Signal:
-    expect(signal.form != "tokens", "batch_norm_train", "floating values", signal)
-    return signal
 
 
 def _batch_norm(signal: Signal, options: Options) -> torch.nn.Module:
@@ -70,8 +61,8 @@ def _count(options: Options, batch: Tensors) -> torch.Tensor:
     return torch.tensor(float(len(batch["target"])))
 
 
-def _no_meaning(options: Options, *arrays: jax.Array | Arguments) -> jax.Array:
-    raise UsageError("a loss in which items meet each other has no item losses")
+def _no_item_losses(options: Options, *arrays: jax.Array | Arguments) -> jax.Array:
+    raise UsageError("a loss that is not separable over samples has no item losses")
 
 
 def _loss(name: str, torch_loss: object) -> LossDefinition:
@@ -81,13 +72,17 @@ def _loss(name: str, torch_loss: object) -> LossDefinition:
         normal_targets,
         torch_loss,  # type: ignore[arg-type]
         _count,
-        _no_meaning,
-        _no_meaning,
+        _no_item_losses,
+        _no_item_losses,
         drawn=False,
     )
 
 
-LAYERS = (LayerDefinition("batch_norm_train", _floats, _same, _batch_norm, trainable=True),)
+LAYERS = (
+    LayerDefinition(
+        "batch_norm_train", on(*FLOATS), keeps_signal("batch_norm_train", *FLOATS), _batch_norm, trainable=True
+    ),
+)
 LOSSES = (
     _loss("in_batch_negatives", _negatives),
     _loss("product_of_means", _product),

@@ -1,7 +1,8 @@
-"""The records that make up the catalogue: what a kind of input, layer or loss has to say about itself.
+"""The records of the catalogue: the definition of an input, a layer or a loss, and helpers to write them.
 
-A kind states its meaning twice, in torch and in JAX. The JAX meaning is written from the mathematics and shares
-nothing with torch but the values of parameters and data. Adding a kind means adding one record to one family file.
+A layer or loss is implemented twice, in torch as its users write it and in JAX from the mathematics. The two
+implementations share nothing but the values of parameters and data. Adding a layer or a loss means adding one record to
+one family's file.
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ Arrays = dict[str, npt.NDArray[Any]]
 Tensors = Mapping[str, torch.Tensor]
 Arguments = Mapping[str, jax.Array]
 Form = Literal["vector", "sequence", "image", "tokens"]
+Variants = Callable[["Signal"], Sequence[Options]]
+Implementation = Callable[[Options, Arguments, jax.Array, Arguments], jax.Array]
+
+ROWS: tuple[Form, ...] = ("vector", "sequence")
+"""Signals made of feature rows."""
+FLOATS: tuple[Form, ...] = (*ROWS, "image")
+"""Signals of floating-point values."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What flows between two layers, per item.
+    """Type and shape of one item between two layers.
 
     Attributes:
         form: `"vector"`, `"sequence"`, `"image"` or `"tokens"`.
-        size: per-item shape: (D,), (T, D), (C, H, W) or (T,).
-        padded: whether the batch carries `mask`, of shape (n, T), True where a position is no padding.
-        vocabulary: for tokens, the number of distinct ids; id 0 is the padding token.
+        size: shape of one item: (D,), (T, D), (C, H, W) or (T,).
+        padded: whether the batch has a `mask`, (n, T), True at valid positions and False at padding.
+        vocabulary: number of distinct token ids, 0 for other forms. Id 0 is the padding token.
     """
 
     form: Form
@@ -46,18 +54,18 @@ class Signal:
         return self.size[0] if self.form == "image" else self.size[-1]
 
     def with_features(self, features: int) -> Signal:
-        """Return the signal with its feature axis of another length."""
+        """Return a signal of the same form whose feature axis has another length."""
         size = (features, *self.size[1:]) if self.form == "image" else (*self.size[:-1], features)
         return Signal(self.form, size, self.padded)
 
 
 def vector(size: int) -> Signal:
-    """Return the signal of a vector of `size` features."""
+    """Return the signal of vectors with `size` features."""
     return Signal("vector", (size,))
 
 
 def no_extras(signal: Signal, options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    """Return no data: what most layers need beside their input."""
+    """Return no arrays: the `extras` of a layer that takes nothing beside its input."""
     return {}
 
 
@@ -67,10 +75,10 @@ class InputDefinition:
 
     Attributes:
         name: the kind's name in specs.
-        variants: the options to draw from, simplest first.
-        signal: what the first layer receives.
+        variants: options to draw from, simplest first.
+        signal: options -> the signal that the first layer receives.
         draw: (options, rng, items) -> arrays with leading dimension `items`: `x`, and `mask` for a padded signal.
-        drawn: whether the strategies draw it.
+        drawn: whether the strategies draw this kind.
     """
 
     name: str
@@ -86,26 +94,27 @@ class LayerDefinition:
 
     Attributes:
         name: the kind's name in specs.
-        variants: the options to draw from for an input signal, simplest first; empty when the kind does not take it.
-        out: the signal that comes out; `UsageError` where options or signal do not fit.
-        torch_module: (signal, options) -> the module. Its forward takes the layer's input, and by keyword what
-            `extras` and `uses_mask` promise. A class of the catalogue keeps its constructor's arguments as
-            attributes of the same names, as torch's own do: scripts of counterexamples write the call from them.
+        variants: input signal -> options to draw from, simplest first; empty where the layer does not accept it.
+        out: (input signal, options) -> the output signal; raises `UsageError` where they do not fit.
+        torch_module: (input signal, options) -> the module. Its forward takes the input, and by keyword the arrays of
+            `extras` and, with `uses_mask`, `mask`. A module class of the catalogue stores its constructor's arguments
+            in attributes of the same names, as torch's modules do: scripts of counterexamples print constructor calls
+            from them.
         jax_apply: (options, parameters and buffers by name, input of shape (n, *size), extras) -> output. Pure.
-        axes: trailing axes that the layer mixes: 0 for pointwise, 1 for one that acts on each feature row, None for
-            all of an item's. The JAX reference folds the other axes together, which keeps compilations few.
-        extras: per-item data beside the input (a dropout mask), drawn with the items.
-        uses_mask: whether the layer reads the padding mask; it is then given for padded signals, as `mask`.
-        trainable: whether every variant holds a parameter that items reach.
-        wraps: for kinds that wrap other layers: `"residual"` adds the input to what comes out of them, `"shared"`
-            sends the input through them twice. Such a kind has no meaning of its own.
+        axes: number of trailing axes that the layer mixes: 0 for pointwise layers, 1 for layers of feature rows, None
+            for all axes of an item. The JAX reference merges the other axes, so that fewer shapes are compiled.
+        extras: (input signal, options, rng, items) -> further arrays per item, such as a dropout mask.
+        uses_mask: whether the layer takes the padding mask of a padded signal, as `mask`.
+        trainable: whether every variant has a parameter that receives a gradient from every item.
+        wraps: for layers made of other layers: `"residual"` adds the input to their output, `"shared"` applies them
+            twice. Such a definition has no implementation of its own.
     """
 
     name: str
-    variants: Callable[[Signal], Sequence[Options]]
+    variants: Variants
     out: Callable[[Signal, Options], Signal]
     torch_module: Callable[[Signal, Options], torch.nn.Module] | None = None
-    jax_apply: Callable[[Options, Arguments, jax.Array, Arguments], jax.Array] | None = None
+    jax_apply: Implementation | None = None
     axes: int | None = None
     extras: Callable[[Signal, Options, np.random.Generator, int], Arrays] = no_extras
     uses_mask: bool = False
@@ -119,22 +128,22 @@ class LossDefinition:
 
     Attributes:
         name: the kind's name in specs.
-        variants: the options to draw from for a signal, simplest first, without `reduction`; empty when the kind does
-            not take it.
-        targets: (signal, options, rng, ignored) -> the arrays a batch carries for this loss, such as `target` and
-            `weight`. `ignored` is True where a target does not count; its shape is (items, T) for a sequence and
-            (items,) otherwise. A loss that cannot ignore targets takes its length only.
-        torch_loss: (options, output of the model, batch, reduction) -> the scalar loss, written as its users write it.
-        count: (options, batch) -> scalar tensor: what the mean divides by.
-        jax_items: (options, output of shape (n, *size), batch) -> (n,), each item's summed loss.
-        jax_counts: (options, batch) -> (n,), each item's part of the count.
-        maskable: options -> whether a micro-batch that counts nothing has a zero gradient rather than 0/0.
+        variants: signal -> options to draw from without `reduction`, simplest first; empty where the loss does not
+            accept it.
+        targets: (signal, options, rng, ignored) -> arrays of a batch for this loss, such as `target` and `weight`.
+            `ignored` is (items, T) for a sequence and (items,) otherwise, True where a target is ignored. A loss that
+            cannot ignore targets reads only its length.
+        torch_loss: (options, model output, batch, reduction) -> the scalar loss, written as users write it.
+        count: (options, batch) -> scalar tensor: the divisor of the mean.
+        jax_items: (options, model output of shape (n, *size), batch) -> (n,): each item's summed loss.
+        jax_counts: (options, batch) -> (n,): each item's part of the divisor.
+        maskable: options -> whether a micro-batch without valid targets has a zero gradient rather than 0/0.
         uniform: (signal, options) -> whether every item has the same count.
-        drawn: whether the strategies draw it.
+        drawn: whether the strategies draw this kind.
     """
 
     name: str
-    variants: Callable[[Signal], Sequence[Options]]
+    variants: Variants
     targets: Callable[[Signal, Options, np.random.Generator, npt.NDArray[np.bool_]], Arrays]
     torch_loss: Callable[[Options, torch.Tensor, Tensors, str], torch.Tensor]
     count: Callable[[Options, Tensors], torch.Tensor]
@@ -146,19 +155,70 @@ class LossDefinition:
 
 
 def product(**choices: Sequence[Any]) -> list[Options]:
-    """Return every combination of the choices, the first of each first: simplest first when they are."""
+    """Return every combination of the choices, ordered by the sum of their positions: simplest first."""
     combinations: list[dict[str, Any]] = [{}]
     for name, values in choices.items():
         combinations = [{**c, name: v} for c in combinations for v in values]
     return sorted(combinations, key=lambda c: sum(choices[n].index(v) for n, v in c.items()))
 
 
+def on(*forms: Form, min_features: int = 1, **choices: Sequence[Any]) -> Variants:
+    """Return `variants`: every combination of the choices, for signals of these forms with enough features."""
+    options = product(**choices)
+
+    def variants(signal: Signal) -> Sequence[Options]:
+        return options if signal.form in forms and signal.features >= min_features else ()
+
+    return variants
+
+
+_FORM_NAMES = {
+    ROWS: "a vector or a sequence",
+    FLOATS: "floating values",
+    ("sequence", "image"): "a sequence or an image",
+    ("tokens",): "tokens",
+    ("image",): "an image",
+}
+
+
 def expect(condition: bool, kind: str, expected: str, received: object) -> None:
-    """Raise the `UsageError` of a kind whose options or input do not fit."""
+    """Raise a layer's `UsageError` where its options or its input do not fit."""
     if not condition:
         raise UsageError(f"layer {kind!r}: expected {expected}, got {received}")
 
 
+def expect_form(signal: Signal, kind: str, *forms: Form) -> None:
+    """Raise a layer's `UsageError` where its input has none of these forms."""
+    expect(signal.form in forms, kind, _FORM_NAMES.get(forms, f"a {forms[0]}"), signal)
+
+
+def keeps_signal(name: str, *forms: Form) -> Callable[[Signal, Options], Signal]:
+    """Return `out` of a layer that accepts these forms and returns its input's signal."""
+
+    def out(signal: Signal, options: Options) -> Signal:
+        expect_form(signal, name, *forms)
+        return signal
+
+    return out
+
+
+def rows_to_features(name: str, *counts: str) -> Callable[[Signal, Options], Signal]:
+    """Return `out` of a layer that maps feature rows to rows of `features` features.
+
+    Args:
+        name: the kind's name in specs.
+        counts: further options that must be at least 1.
+    """
+
+    def out(signal: Signal, options: Options) -> Signal:
+        expect_form(signal, name, *ROWS)
+        for option in ("features", *counts):
+            expect(options[option] >= 1, name, f"{option} of at least 1", options[option])
+        return signal.with_features(options["features"])
+
+    return out
+
+
 def same(signal: Signal, options: Options) -> Signal:
-    """Return the signal itself: what comes out of a layer that keeps its input's shape."""
+    """Return the input signal: `out` of a layer that accepts every signal and keeps its shape."""
     return signal

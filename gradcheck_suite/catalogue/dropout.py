@@ -1,4 +1,4 @@
-"""Dropout with the mask as data: what is dropped comes with the item, so every split drops the same."""
+"""Dropout whose mask is part of the batch, so that every split of the items drops the same elements."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import jax
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    Arguments,
+    Arrays,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    product,
+)
 
 
 class MaskedDropout(torch.nn.Module):
-    """x * keep / (1 - p), where `keep` is 0 or 1 and has the input's shape."""
+    """x * keep / (1 - p) for a mask `keep` of the input's shape."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -27,7 +37,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
 
 
 def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form != "tokens", "dropout", "floating values", signal)
+    expect_form(signal, "dropout", *FLOATS)
     expect(0 <= options["p"] < 1, "dropout", "p of at least 0 and below 1", options["p"])
     return signal
 

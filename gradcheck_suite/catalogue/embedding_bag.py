@@ -1,4 +1,4 @@
-"""The sum, mean or maximum of an item's token vectors, one bag per item."""
+"""Embedding bags: the sum, mean or maximum of an item's token vectors, one bag per item."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, Options, Signal, expect, vector
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    Arrays,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    vector,
+)
 from gradcheck_suite.catalogue.embeddings import PADDING
 
 FEATURES = 2
@@ -26,7 +35,7 @@ def _options(mode: str, *, sparse: bool = False, padding_idx: bool = False, weig
     }
 
 
-# torch takes weights of single tokens for sums only, and has no sparse gradient of a maximum
+# torch supports per-sample weights for mode 'sum' only, and no sparse gradient for mode 'max'
 _VARIANTS = (
     _options("sum"),
     _options("mean"),
@@ -44,7 +53,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
 
 
 def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "tokens", "embedding_bag", "tokens", signal)
+    expect_form(signal, "embedding_bag", "tokens")
     expect(options["features"] >= 1, "embedding_bag", "features of at least 1", options["features"])
     expect(options["mode"] in MODES, "embedding_bag", f"mode to be one of {', '.join(MODES)}", options["mode"])
     plain = options["mode"] != "max" or not options["sparse"]
@@ -55,7 +64,7 @@ def _out(signal: Signal, options: Options) -> Signal:
 
 
 class Bag(torch.nn.EmbeddingBag):
-    """`EmbeddingBag` whose rows of ids are bags, with an optional weight for each id."""
+    """`EmbeddingBag` of (n, T) ids, one bag per row, with optional weights of the same shape."""
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x, per_sample_weights=weights)
@@ -79,7 +88,7 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     rows = params["weight"][x]
     kept = (x != PADDING if options["padding_idx"] else jnp.full(x.shape, True))[:, :, None]
     if options["mode"] == "max":
-        # a bag of padding only is a zero vector
+        # torch returns a zero vector for a bag of padding only
         return jnp.where(kept.any(1), jnp.where(kept, rows, -jnp.inf).max(1), 0.0)
     if options["weighted"]:
         rows = rows * extras["weights"][:, :, None]

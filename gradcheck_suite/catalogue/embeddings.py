@@ -1,27 +1,19 @@
-"""Token ids to vectors."""
+"""Embeddings of token ids."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form, on
 
 FEATURES = (2, 4)
 PADDING = 0
 
 
-def _variants(signal: Signal) -> Sequence[Options]:
-    if signal.form != "tokens":
-        return ()
-    return product(features=FEATURES, sparse=(False, True), padding_idx=(False, True))
-
-
 def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "tokens", "embedding", "tokens", signal)
+    expect_form(signal, "embedding", "tokens")
     expect(options["features"] >= 1, "embedding", "features of at least 1", options["features"])
     return Signal("sequence", (*signal.size, options["features"]), signal.padded)
 
@@ -38,9 +30,18 @@ def _torch(signal: Signal, options: Options) -> torch.nn.Module:
 def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     table = params["weight"]
     if options["padding_idx"]:
-        # the padding row is read but never learned
+        # the padding row gets no gradient
         table = jnp.where((jnp.arange(len(table)) == PADDING)[:, None], jax.lax.stop_gradient(table), table)
     return table[x]
 
 
-KINDS = (LayerDefinition("embedding", _variants, _out, _torch, _jax, trainable=True),)
+KINDS = (
+    LayerDefinition(
+        "embedding",
+        on("tokens", features=FEATURES, sparse=(False, True), padding_idx=(False, True)),
+        _out,
+        _torch,
+        _jax,
+        trainable=True,
+    ),
+)

@@ -1,4 +1,4 @@
-"""Activations that look at a whole feature row or hold a parameter: softmax, GLU, PReLU."""
+"""Activations of whole feature rows (softmax, GLU) or with a parameter (PReLU)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
-
-
-def _is_rows(signal: Signal) -> bool:
-    return signal.form in ("vector", "sequence")
-
-
-def _rows(signal: Signal) -> Sequence[Options]:
-    return ({},) if _is_rows(signal) else ()
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    ROWS,
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    keeps_signal,
+    on,
+    product,
+)
 
 
 def _log_softmax(x: jax.Array) -> jax.Array:
-    # subtracting the row's maximum changes neither value nor gradient, and keeps exp from overflowing
+    # subtracting the row's maximum changes neither value nor gradient, and prevents overflow
     x = x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
     return x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))
 
@@ -31,23 +35,24 @@ def _softmax(x: jax.Array) -> jax.Array:
 
 
 def _over_features(
-    name: str, module: Callable[..., torch.nn.Module], meaning: Callable[[jax.Array], jax.Array]
+    name: str, module: Callable[..., torch.nn.Module], function: Callable[[jax.Array], jax.Array]
 ) -> LayerDefinition:
-    def out(signal: Signal, options: Options) -> Signal:
-        expect(_is_rows(signal), name, "a vector or a sequence", signal)
-        return signal
-
     return LayerDefinition(
-        name, _rows, out, lambda signal, o: module(dim=-1), lambda o, params, x, extras: meaning(x), axes=1
+        name,
+        on(*ROWS),
+        keeps_signal(name, *ROWS),
+        lambda signal, o: module(dim=-1),
+        lambda o, params, x, extras: function(x),
+        axes=1,
     )
 
 
 def _glu_variants(signal: Signal) -> Sequence[Options]:
-    return ({},) if _is_rows(signal) and signal.features % 2 == 0 else ()
+    return ({},) if signal.form in ROWS and signal.features % 2 == 0 else ()
 
 
 def _glu_out(signal: Signal, options: Options) -> Signal:
-    expect(_is_rows(signal) and signal.features % 2 == 0, "glu", "an even number of features", signal)
+    expect(signal.form in ROWS and signal.features % 2 == 0, "glu", "an even number of features", signal)
     return signal.with_features(signal.features // 2)
 
 
@@ -63,8 +68,8 @@ def _prelu_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _prelu_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form != "tokens", "prelu", "floating values", signal)
-    # torch counts channels along the second axis, which holds the features of a vector, not those of a sequence
+    expect_form(signal, "prelu", *FLOATS)
+    # torch's channels are the second axis: the features of a vector, the positions of a sequence
     expect(signal.form == "vector" or not options["per_feature"], "prelu", "a vector for per_feature=True", signal)
     return signal
 
@@ -81,6 +86,6 @@ KINDS = (
     _over_features("softmax", torch.nn.Softmax, _softmax),
     _over_features("log_softmax", torch.nn.LogSoftmax, _log_softmax),
     LayerDefinition("glu", _glu_variants, _glu_out, lambda signal, o: torch.nn.GLU(dim=-1), _glu, axes=1),
-    # not trainable: items above 0 give the slope a gradient of 0
+    # not trainable: an item above 0 gives the slope a zero gradient
     LayerDefinition("prelu", _prelu_variants, _prelu_out, _prelu_module, _prelu, axes=1),
 )

@@ -1,13 +1,20 @@
-"""Linear layers that are not, or not wholly, trained: `requires_grad` is False for what is frozen."""
+"""Linear layers with frozen parameters: weight, bias or both have `requires_grad=False`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    ROWS,
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    on,
+    rows_to_features,
+)
 
 FEATURES = (1, 2)
 _PARTS = ("weight", "bias")
@@ -30,21 +37,22 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return x @ weight.T + bias
 
 
-def _kind(name: str, *, wholly: bool) -> LayerDefinition:
-    choices: dict[str, Sequence[object]] = (
-        {"features": FEATURES} if wholly else {"features": FEATURES, "frozen": _PARTS}
-    )
-
-    def variants(signal: Signal) -> Sequence[Options]:
-        return product(**choices) if signal.form in ("vector", "sequence") else ()
-
-    def out(signal: Signal, options: Options) -> Signal:
-        expect(signal.form in ("vector", "sequence"), name, "a vector or a sequence", signal)
-        expect(options["features"] >= 1, name, "features of at least 1", options["features"])
-        expect(wholly or options["frozen"] in _PARTS, name, f"frozen among {_PARTS}", options.get("frozen"))
-        return signal.with_features(options["features"])
-
-    return LayerDefinition(name, variants, out, _module, _jax, axes=1, trainable=not wholly)
+def _partly_frozen_out(signal: Signal, options: Options) -> Signal:
+    expect(options["frozen"] in _PARTS, "part_frozen_linear", f"frozen among {_PARTS}", options["frozen"])
+    return rows_to_features("part_frozen_linear")(signal, options)
 
 
-KINDS = (_kind("part_frozen_linear", wholly=False), _kind("frozen_linear", wholly=True))
+KINDS = (
+    LayerDefinition(
+        "part_frozen_linear",
+        on(*ROWS, features=FEATURES, frozen=_PARTS),
+        _partly_frozen_out,
+        _module,
+        _jax,
+        axes=1,
+        trainable=True,
+    ),
+    LayerDefinition(
+        "frozen_linear", on(*ROWS, features=FEATURES), rows_to_features("frozen_linear"), _module, _jax, axes=1
+    ),
+)

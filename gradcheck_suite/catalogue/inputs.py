@@ -1,4 +1,4 @@
-"""Where items come from: vectors, sequences, token sequences with padding, images."""
+"""Sources of items: vectors, sequences, token sequences with padding, images, item indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _normal(rng: np.random.Generator, items: int, *size: int) -> Arrays:
 
 
 def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> npt.NDArray[np.bool_]:
-    """Return (items, length), True on a prefix of each row, at least one position."""
+    """Return (items, length), True on a prefix of at least one position of each row."""
     valid: npt.NDArray[np.bool_] = np.arange(length) < rng.integers(1, length + 1, (items, 1))
     return valid
 

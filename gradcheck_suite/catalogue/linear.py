@@ -1,4 +1,4 @@
-"""Linear: y = x W^T + b over the feature axis."""
+"""Linear layers: y = x W^T + b over the feature axis."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    ROWS,
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    product,
+    rows_to_features,
+)
 
 FEATURES = (1, 2, 3, 4)
 
 
 def _variants(signal: Signal) -> Sequence[Options]:
-    if signal.form not in ("vector", "sequence"):
+    if signal.form not in ROWS:
         return ()
     return product(features=FEATURES[:2] if signal.form == "sequence" else FEATURES, bias=(False, True))
-
-
-def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form in ("vector", "sequence"), "linear", "a vector or a sequence", signal)
-    expect(options["features"] >= 1, "linear", "features of at least 1", options["features"])
-    return signal.with_features(options["features"])
 
 
 def _torch(signal: Signal, options: Options) -> torch.nn.Module:
@@ -33,4 +35,4 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     return y + params["bias"] if options["bias"] else y
 
 
-KINDS = (LayerDefinition("linear", _variants, _out, _torch, _jax, axes=1, trainable=True),)
+KINDS = (LayerDefinition("linear", _variants, rows_to_features("linear"), _torch, _jax, axes=1, trainable=True),)

@@ -1,7 +1,7 @@
-"""Normalisations: over an item's features (layer, RMS), over groups or single channels, by running statistics.
+"""Normalisation layers that are separable over samples: layer, RMS, group and instance norm, batch norm in eval mode.
 
-None of them mixes items. Batch norm in train mode would, so only its eval mode is here: a model in train mode keeps it
-in eval mode, as fine-tuning with frozen statistics does.
+Batch norm in train mode is not separable (see `cross_sample`). Here a model in train mode keeps its batch norms in eval
+mode, as fine-tuning with frozen statistics does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product, same
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    ROWS,
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    keeps_signal,
+    on,
+    product,
+)
 
 EPS = 1e-2
-"""Well above torch's default: numbers that cancel but for rounding, as an instance norm's mean over the positions does,
-grow by 1/sqrt(EPS) in every normalisation after it, and by 3e7 in three of them at 1e-5. Where it stands shows better,
-too."""
+"""Larger than torch's default of 1e-5. Rounding errors left by cancellation, as in the mean over positions after an
+instance norm, grow by 1/sqrt(EPS) in each further normalisation: by 3e7 in three of them at 1e-5. A large value also
+makes errors in how it enters the formula visible."""
+
+
+_AFFINE = (False, True)
 
 
 def _standardised(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -28,7 +43,7 @@ def _standardised(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def _affine(options: Options, params: Arguments, x: jax.Array, axis: int) -> jax.Array:
-    """Scale and shift each channel, which lie along `axis`."""
+    """Return x scaled and shifted per channel; `axis` is the channel axis."""
     if not options["affine"]:
         return x
     shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
@@ -36,17 +51,8 @@ def _affine(options: Options, params: Arguments, x: jax.Array, axis: int) -> jax
 
 
 def _channel_axis(x: jax.Array) -> int:
-    """Return where the channels lie: first in an image, last in a vector or a sequence."""
+    """Return the channel axis: 1 for an image, the last for a vector or a sequence."""
     return 1 if x.ndim == 4 else -1
-
-
-def _rows(signal: Signal) -> Sequence[Options]:
-    return product(affine=(False, True)) if signal.form in ("vector", "sequence") else ()
-
-
-def _same_rows(kind: str, signal: Signal, options: Options) -> Signal:
-    expect(signal.form in ("vector", "sequence"), kind, "a vector or a sequence", signal)
-    return same(signal, options)
 
 
 def _jax_layer(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
@@ -58,7 +64,7 @@ def _jax_rms(options: Options, params: Arguments, x: jax.Array, extras: Argument
     return y * params["weight"] if options["affine"] else y
 
 
-# Channels before positions is what torch's group, instance and batch norm take, so sequences are transposed for them.
+# torch's group, instance and batch norm take channels before positions, so sequences are transposed for them.
 
 
 class SequenceGroupNorm(torch.nn.GroupNorm):
@@ -93,7 +99,7 @@ class FrozenBatchNorm2d(torch.nn.BatchNorm2d):
 
 
 def _elements(signal: Signal, groups: int) -> int:
-    """Return how many numbers one group normalises."""
+    """Return the number of elements in one group."""
     return int(np.prod(signal.size)) // groups
 
 
@@ -107,7 +113,7 @@ def _group_variants(signal: Signal) -> Sequence[Options]:
 
 def _group_out(signal: Signal, options: Options) -> Signal:
     groups = options["groups"]
-    expect(signal.form != "tokens", "group_norm", "floating values", signal)
+    expect_form(signal, "group_norm", *FLOATS)
     expect(groups >= 1 and signal.features % groups == 0, "group_norm", "groups that divide the features", groups)
     expect(_elements(signal, groups) > 1, "group_norm", "more than one number in a group", f"{groups} of {signal}")
     return signal
@@ -131,7 +137,7 @@ def _instance_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _instance_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form in ("sequence", "image"), "instance_norm", "a sequence or an image", signal)
+    expect_form(signal, "instance_norm", "sequence", "image")
     several = _elements(signal, signal.features) > 1
     expect(several, "instance_norm", "more than one position or pixel", signal)
     return signal
@@ -151,15 +157,6 @@ def _torch_batch1d(signal: Signal, options: Options) -> torch.nn.Module:
     return FrozenBatchNorm1d(signal.features, eps=EPS, affine=options["affine"]).eval()
 
 
-def _image_variants(signal: Signal) -> Sequence[Options]:
-    return product(affine=(False, True)) if signal.form == "image" else ()
-
-
-def _image_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "image", "batch_norm2d", "an image", signal)
-    return signal
-
-
 def _torch_batch2d(signal: Signal, options: Options) -> torch.nn.Module:
     return FrozenBatchNorm2d(signal.features, eps=EPS, affine=options["affine"]).eval()
 
@@ -174,16 +171,16 @@ def _jax_batch(options: Options, params: Arguments, x: jax.Array, extras: Argume
 KINDS = (
     LayerDefinition(
         "layer_norm",
-        _rows,
-        lambda signal, options: _same_rows("layer_norm", signal, options),
+        on(*ROWS, affine=_AFFINE),
+        keeps_signal("layer_norm", *ROWS),
         lambda signal, options: torch.nn.LayerNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
         _jax_layer,
         axes=1,
     ),
     LayerDefinition(
         "rms_norm",
-        _rows,
-        lambda signal, options: _same_rows("rms_norm", signal, options),
+        on(*ROWS, affine=_AFFINE),
+        keeps_signal("rms_norm", *ROWS),
         lambda signal, options: torch.nn.RMSNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
         _jax_rms,
         axes=1,
@@ -192,11 +189,13 @@ KINDS = (
     LayerDefinition("instance_norm", _instance_variants, _instance_out, _torch_instance, _jax_instance),
     LayerDefinition(
         "batch_norm1d",
-        _rows,
-        lambda signal, options: _same_rows("batch_norm1d", signal, options),
+        on(*ROWS, affine=_AFFINE),
+        keeps_signal("batch_norm1d", *ROWS),
         _torch_batch1d,
         _jax_batch,
         axes=1,
     ),
-    LayerDefinition("batch_norm2d", _image_variants, _image_out, _torch_batch2d, _jax_batch),
+    LayerDefinition(
+        "batch_norm2d", on("image", affine=_AFFINE), keeps_signal("batch_norm2d", "image"), _torch_batch2d, _jax_batch
+    ),
 )

@@ -1,6 +1,6 @@
-"""Pooling of images: average and maximum, over windows of one size or over a given number of bins.
+"""Average and maximum pooling of images, over windows of one size (pooling) or a number of bins (adaptive pooling).
 
-Of equal maxima, common after a ReLU, torch hands the gradient to the first in row-major order; `argmax` does so too.
+Equal maxima are common after a ReLU. torch gives the gradient to the first one in row-major order, as `argmax` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import torch
 
 from gradcheck_suite.catalogue.convolution import AREAS
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    product,
+)
 
 Bin = tuple[slice, slice]
 
@@ -38,9 +46,9 @@ def _area(signal: Signal, options: Options) -> tuple[int, int]:
 
 
 def _every_window_holds_a_pixel(size: int, o: Options) -> bool:
-    """Whether no window lies in the padding alone, which dilation makes possible on small images.
+    """Return whether every window contains a pixel: with dilation, a window can lie in the padding alone.
 
-    There torch's maximum is -inf, and its backward writes outside the image's gradient.
+    For such a window torch's maximum is -inf, and its backward writes outside of the image's gradient.
     """
     starts = (o["stride"] * i - o["padding"] for i in range(_length(size, o)))
     return all(any(0 <= start + o.get("dilation", 1) * j < size for j in range(o["kernel"])) for start in starts)
@@ -54,7 +62,7 @@ def _fitting(signal: Signal, variants: Sequence[Options]) -> Sequence[Options]:
 
 
 def _pooled(kind: str, signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "image", kind, "an image", signal)
+    expect_form(signal, kind, "image")
     for name in ("kernel", "stride", "dilation"):
         expect(options.get(name, 1) >= 1, kind, f"{name} of at least 1", options.get(name))
     expect(0 <= options["padding"] <= options["kernel"] // 2, kind, "padding of at most half the kernel", dict(options))
@@ -76,7 +84,7 @@ def _torch_maximum(signal: Signal, options: Options) -> torch.nn.Module:
 
 
 def _windows(x: jax.Array, options: Options, outside: float) -> jax.Array:
-    """Return (n, C, H', W', kernel * kernel): what each window holds, row by row, `outside` beyond the image."""
+    """Return the windows, (n, C, H', W', kernel * kernel), row by row, with `outside` beyond the image."""
     kernel, stride, padding = options["kernel"], options["stride"], options["padding"]
     dilation = options.get("dilation", 1)
     height, width = (_length(size, options) for size in x.shape[2:])
@@ -95,7 +103,7 @@ def _windows(x: jax.Array, options: Options, outside: float) -> jax.Array:
 
 
 def first_maximum(x: jax.Array) -> jax.Array:
-    """Return the maximum over the last axis, whose gradient goes to the first of equal maxima."""
+    """Return the maximum over the last axis; the first of equal maxima gets the gradient."""
     return jnp.take_along_axis(x, x.argmax(-1, keepdims=True), axis=-1)[..., 0]
 
 
@@ -115,13 +123,13 @@ def _adaptive_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _adapted(kind: str, signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "image", kind, "an image", signal)
+    expect_form(signal, kind, "image")
     expect(options["size"] >= 1, kind, "size of at least 1", options["size"])
     return Signal("image", (signal.size[0], options["size"], options["size"]))
 
 
 def _bins(x: jax.Array, size: int) -> Iterator[Bin]:
-    """Yield the bins row by row: from floor(i H / size) to ceil((i + 1) H / size), so that neighbours may overlap."""
+    """Yield the bins row by row, from floor(i H / size) to ceil((i + 1) H / size): neighbours may overlap."""
     height, width = x.shape[2:]
     for i in range(size):
         for j in range(size):

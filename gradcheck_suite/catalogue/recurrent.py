@@ -1,4 +1,4 @@
-"""Recurrent layers: RNN, GRU, LSTM. The output is the hidden state at every step."""
+"""Recurrent layers: RNN, GRU, LSTM. The output is the hidden state at every step, (n, T, H) or (n, T, 2H)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
 
 HIDDEN = 2
 
-# (options, from the input, from the hidden state, hidden state, memory) -> the next hidden state and memory.
-# The first two hold the gates' affine parts side by side, in torch's order; biases are theirs.
+# (options, W x + b, U h + b', hidden state, memory) -> the next hidden state and memory.
+# The second and third argument concatenate the gates, in torch's order.
 Cell = Callable[[Options, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class AllSteps(torch.nn.Module):
-    """A recurrent module of which only the outputs at all steps are wanted."""
+    """A recurrent module that returns the outputs of all steps and drops the final state."""
 
     def __init__(self, cell: torch.nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _gru(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Arr
     reset_x, update_x, new_x = jnp.split(xs, 3, axis=-1)
     reset_h, update_h, new_h = jnp.split(hs, 3, axis=-1)
     reset, update = jax.nn.sigmoid(reset_x + reset_h), jax.nn.sigmoid(update_x + update_h)
-    # torch, like cuDNN, resets what has been projected, bias included; Cho et al. 2014 reset before projecting
+    # torch, like cuDNN, applies the reset gate after the projection and its bias; Cho et al. 2014 apply it before
     new = jnp.tanh(new_x + reset * new_h)
     return (1 - update) * new + update * h, memory
 
@@ -72,7 +72,7 @@ def _kind(
         {"depth": 1, "bidirectional": True},
         {"depth": 2, "bidirectional": False},
     )
-    # each further option is tried on one layer in one direction: the others share its code
+    # further options are drawn with one layer in one direction only: the other shapes share their code
     more = [{**shapes[0], option: value} for option, values in choices.items() for value in values[1:]]
     first = {option: values[0] for option, values in choices.items()}
     options = [{"features": HIDDEN, **first, **o} for o in (*shapes, *more)]
@@ -81,7 +81,7 @@ def _kind(
         return options if signal.form == "sequence" else ()
 
     def out(signal: Signal, o: Options) -> Signal:
-        expect(signal.form == "sequence", name, "a sequence", signal)
+        expect_form(signal, name, "sequence")
         for option, values in choices.items():
             expect(o[option] in values, name, f"{option} among {tuple(values)}", o[option])
         expect(o["features"] >= 1 and o["depth"] >= 1, name, "features and depth of at least 1", dict(o))
@@ -94,13 +94,13 @@ def _kind(
             module(signal.features, size, num_layers=depth, bidirectional=both, batch_first=True, **further)
         )
 
-    def meaning(o: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    def jax_apply(o: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
         for i in range(o["depth"]):
             directions = [f"l{i}", f"l{i}_reverse"] if o["bidirectional"] else [f"l{i}"]
             x = jnp.concatenate([_run(cell, o, params, suffix, x) for suffix in directions], axis=-1)
         return x
 
-    return LayerDefinition(name, variants, out, build, meaning, trainable=True)
+    return LayerDefinition(name, variants, out, build, jax_apply, trainable=True)
 
 
 KINDS = (

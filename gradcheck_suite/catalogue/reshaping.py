@@ -1,4 +1,4 @@
-"""Layers that only arrange numbers anew. They lead to sizes that other layers make as well, so that shapes stay few."""
+"""Layers that only reshape. Their output sizes are those of other layers, so that few shapes are compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, vector
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    vector,
+)
 
 MOST_FEATURES = 12
 LENGTH = 3
@@ -22,7 +30,7 @@ def _flatten_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _flatten_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form in ("sequence", "image"), "flatten", "a sequence or an image", signal)
+    expect_form(signal, "flatten", "sequence", "image")
     return vector(int(np.prod(signal.size)))
 
 
@@ -36,7 +44,7 @@ def _unflatten_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _unflatten_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "vector", "unflatten", "a vector", signal)
+    expect_form(signal, "unflatten", "vector")
     length = options["length"]
     expect(length >= 1 and signal.size[0] % length == 0, "unflatten", f"a length that divides {signal.size[0]}", length)
     return Signal("sequence", (length, signal.size[0] // length))
@@ -47,7 +55,7 @@ def _unflatten(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 
 class Transpose(torch.nn.Module):
-    """(n, A, B) to (n, B, A), a view."""
+    """Transposes (n, A, B) to (n, B, A), a view."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2)
@@ -67,7 +75,7 @@ def _transpose(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 
 class Pixels(torch.nn.Module):
-    """(n, C, H, W) to (n, H W, C): an image as the sequence of its pixels, row by row."""
+    """Turns images (n, C, H, W) into sequences of pixels (n, H W, C), row by row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(2).transpose(1, 2)
@@ -78,7 +86,7 @@ def _pixels_variants(signal: Signal) -> Sequence[Options]:
 
 
 def _pixels_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "image", "pixels", "an image", signal)
+    expect_form(signal, "pixels", "image")
     channels, height, width = signal.size
     return Signal("sequence", (height * width, channels))
 

@@ -1,22 +1,32 @@
-"""Layers of which some parameters get no gradient: never used, or used by some items only.
+"""Layers with parameters that receive no gradient: unused ones, and those of branches that no item takes.
 
-The torch modules select rows by index, as implementations of routing do, so that a branch which no row takes is not in
-the graph and its gradient is None. Every row, a position of a sequence too, is routed by itself.
+The torch modules select rows by index, as mixture-of-experts implementations do, so a branch that no row takes is not
+in the graph and its gradient is None. Every row, including every position of a sequence, is routed independently.
 
-Routing is a jump: a value at its edge could go one way in torch and another in JAX. Zeros are common (a relu, a
-dropout), values within rounding of them as well (a normalised constant), so no edge may lie there: the branch's
-threshold is not 0, and the mixture's gate has a bias.
+Routing is discontinuous: at a threshold, torch and JAX could take different branches. Inputs of exactly 0 are common
+(after relu or dropout), and so are inputs within rounding of 0 (a normalised constant). The branch's threshold is
+therefore not 0, and the mixture's gate has a bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    ROWS,
+    Arguments,
+    Implementation,
+    LayerDefinition,
+    Options,
+    Signal,
+    on,
+    rows_to_features,
+)
 
 FEATURES = (1, 2)
 EXPERTS = (2, 3)
@@ -24,7 +34,7 @@ THRESHOLD = 9 / 64  # exact in every dtype, bfloat16 included
 
 
 class Unused(torch.nn.Linear):
-    """A linear layer beside a parameter that it holds and never uses."""
+    """A linear layer with a parameter that its forward never uses."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -32,7 +42,7 @@ class Unused(torch.nn.Linear):
 
 
 class Routed(torch.nn.Module):
-    """Sends each row through one of several linear layers."""
+    """Base of modules that apply one of several linear layers to each row."""
 
     def __init__(self, size: int, features: int, ways: int) -> None:
         super().__init__()
@@ -40,7 +50,7 @@ class Routed(torch.nn.Module):
         self.size, self.features = size, features
 
     def send(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return (n, features) for rows (n, size) and the index of the layer that each takes, (n,)."""
+        """Return (n, features) for rows (n, size) and the index of each row's linear layer, (n,)."""
         y = rows.new_zeros(len(rows), self.features)
         for way, layer in enumerate(self.ways):
             members = (chosen == way).nonzero()[:, 0]
@@ -50,7 +60,7 @@ class Routed(torch.nn.Module):
 
 
 class Branch(Routed):
-    """One layer for rows whose first feature is above the threshold, another for the rest."""
+    """One linear layer for rows whose first feature is above the threshold, another for the other rows."""
 
     def __init__(self, size: int, features: int) -> None:
         super().__init__(size, features, 2)
@@ -113,19 +123,11 @@ def _mixture_module(signal: Signal, options: Options) -> torch.nn.Module:
 def _kind(
     name: str,
     torch_module: Callable[[Signal, Options], torch.nn.Module],
-    meaning: Callable[[Options, Arguments, jax.Array, Arguments], jax.Array],
-    **choices: Sequence[int],
+    jax_apply: Implementation,
+    **choices: Any,
 ) -> LayerDefinition:
-    def variants(signal: Signal) -> Sequence[Options]:
-        return product(features=FEATURES, **choices) if signal.form in ("vector", "sequence") else ()
-
-    def out(signal: Signal, options: Options) -> Signal:
-        expect(signal.form in ("vector", "sequence"), name, "a vector or a sequence", signal)
-        for option in ("features", *choices):
-            expect(options[option] >= 1, name, f"{option} of at least 1", options[option])
-        return signal.with_features(options["features"])
-
-    return LayerDefinition(name, variants, out, torch_module, meaning, axes=1, trainable=True)
+    variants, out = on(*ROWS, features=FEATURES, **choices), rows_to_features(name, *choices)
+    return LayerDefinition(name, variants, out, torch_module, jax_apply, axes=1, trainable=True)
 
 
 KINDS = (

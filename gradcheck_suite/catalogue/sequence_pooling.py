@@ -1,4 +1,4 @@
-"""A sequence to one vector: its mean, its maximum or its last position, over the positions that are no padding."""
+"""Pooling of a sequence to one vector: the mean, maximum or last of its valid positions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product, vector
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    Implementation,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect_form,
+    product,
+    vector,
+)
 from gradcheck_suite.catalogue.pooling import first_maximum
 
 
 class MeanOverTime(torch.nn.Module):
-    """(n, T, D) and a mask of (n, T) to (n, D): the mean of the positions where the mask holds."""
+    """Mean of the positions where the mask is True: (n, T, D) and a mask (n, T) to (n, D)."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if mask is None:
@@ -23,10 +32,10 @@ class MeanOverTime(torch.nn.Module):
 
 
 class MaxOverTime(torch.nn.Module):
-    """(n, T, D) and a mask of (n, T) to (n, D): the maximum of the positions where the mask holds.
+    """Maximum of the positions where the mask is True: (n, T, D) and a mask (n, T) to (n, D).
 
     Args:
-        shared: whether equal maxima share the gradient (`amax`), or the first takes it (`max`).
+        shared: whether equal maxima share the gradient (`amax`) or the first one gets it (`max`).
     """
 
     def __init__(self, shared: bool) -> None:
@@ -40,7 +49,7 @@ class MaxOverTime(torch.nn.Module):
 
 
 class LastStep(torch.nn.Module):
-    """(n, T, D) and a mask of (n, T), True on a prefix, to (n, D): the last position where the mask holds."""
+    """Last position where the mask is True: (n, T, D) and a mask (n, T), True on a prefix, to (n, D)."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if mask is None:
@@ -70,17 +79,17 @@ def _last(options: Options, params: Arguments, x: jax.Array, extras: Arguments) 
 def _kind(
     name: str,
     module: Callable[[Options], torch.nn.Module],
-    meaning: Callable[[Options, Arguments, jax.Array, Arguments], jax.Array],
+    jax_apply: Implementation,
     options: Sequence[Options] = ({},),
 ) -> LayerDefinition:
     def variants(signal: Signal) -> Sequence[Options]:
         return options if signal.form == "sequence" else ()
 
     def out(signal: Signal, options: Options) -> Signal:
-        expect(signal.form == "sequence", name, "a sequence", signal)
+        expect_form(signal, name, "sequence")
         return vector(signal.features)
 
-    return LayerDefinition(name, variants, out, lambda signal, options: module(options), meaning, uses_mask=True)
+    return LayerDefinition(name, variants, out, lambda signal, options: module(options), jax_apply, uses_mask=True)
 
 
 KINDS = (

@@ -1,14 +1,21 @@
-"""One weight used in two places: its gradient is the sum of both uses'."""
+"""Layers that use one weight twice: its gradient is the sum over both uses."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, product
+from gradcheck_suite.catalogue.definitions import (
+    ROWS,
+    Arguments,
+    LayerDefinition,
+    Options,
+    Signal,
+    expect,
+    expect_form,
+    on,
+)
 
 FEATURES = (1, 2)
 
@@ -26,7 +33,7 @@ class TiedLinear(torch.nn.Module):
 
 
 class TiedEmbedding(torch.nn.Module):
-    """tanh(E[token]) E^T: a language model that scores words by the vectors it reads them with."""
+    """tanh(E[token]) E^T: a language model whose output layer is its input embedding."""
 
     def __init__(self, vocabulary: int, features: int, sparse: bool) -> None:
         super().__init__()
@@ -38,12 +45,8 @@ class TiedEmbedding(torch.nn.Module):
         return torch.nn.functional.linear(torch.tanh(read), self.weight)
 
 
-def _linear_variants(signal: Signal) -> Sequence[Options]:
-    return product(features=FEATURES) if signal.form in ("vector", "sequence") else ()
-
-
 def _linear_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form in ("vector", "sequence"), "tied_linear", "a vector or a sequence", signal)
+    expect_form(signal, "tied_linear", *ROWS)
     expect(options["features"] >= 1, "tied_linear", "features of at least 1", options["features"])
     return signal
 
@@ -56,13 +59,8 @@ def _linear(options: Options, params: Arguments, x: jax.Array, extras: Arguments
     return jnp.tanh(x @ params["weight"].T) @ params["weight"]
 
 
-def _embedding_variants(signal: Signal) -> Sequence[Options]:
-    # sparse: the two uses' gradients are a sparse and a dense tensor, which autograd has to add
-    return product(features=FEATURES, sparse=(False, True)) if signal.form == "tokens" else ()
-
-
 def _embedding_out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "tokens", "tied_embedding", "tokens", signal)
+    expect_form(signal, "tied_embedding", "tokens")
     expect(options["features"] >= 1, "tied_embedding", "features of at least 1", options["features"])
     return Signal("sequence", (*signal.size, signal.vocabulary), signal.padded)
 
@@ -76,8 +74,16 @@ def _embedding(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 
 KINDS = (
-    LayerDefinition("tied_linear", _linear_variants, _linear_out, _linear_module, _linear, axes=1, trainable=True),
     LayerDefinition(
-        "tied_embedding", _embedding_variants, _embedding_out, _embedding_module, _embedding, trainable=True
+        "tied_linear", on(*ROWS, features=FEATURES), _linear_out, _linear_module, _linear, axes=1, trainable=True
+    ),
+    LayerDefinition(
+        "tied_embedding",
+        # sparse: autograd adds the sparse gradient of one use to the dense gradient of the other
+        on("tokens", features=FEATURES, sparse=(False, True)),
+        _embedding_out,
+        _embedding_module,
+        _embedding,
+        trainable=True,
     ),
 )

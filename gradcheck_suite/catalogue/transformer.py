@@ -1,4 +1,4 @@
-"""A whole transformer block: self-attention and a two-layer network, each with a residual and a layer norm."""
+"""Transformer encoder layers: self-attention and a two-layer network, each with a residual and a layer norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from jax.scipy.special import erf
 
 from gradcheck_suite.catalogue.attention import attend, visible_keys
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
 
 HIDDEN = 3
 _EPS = 1e-5
@@ -18,7 +18,7 @@ _ACTIVATIONS = ("relu", "gelu")
 
 
 class Block(torch.nn.Module):
-    """`torch.nn.TransformerEncoderLayer` without dropout, which would draw other units in torch than in JAX."""
+    """`torch.nn.TransformerEncoderLayer` without dropout, whose random numbers differ between torch and JAX."""
 
     def __init__(self, features: int, heads: int, activation: str, norm_first: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _network(params: Arguments, activation: str, x: jax.Array) -> jax.Array:
 
 
 def _variants(signal: Signal) -> Sequence[Options]:
-    # one feature less its mean is always 0: such a block would not depend on its input
+    # the layer norm of one feature is constant: such a block would not depend on its input
     if signal.form != "sequence" or signal.features < 2:
         return ()
     rows = ((1, "relu", False), (1, "gelu", True), (2, "gelu", False))
@@ -64,7 +64,7 @@ def _variants(signal: Signal) -> Sequence[Options]:
 
 
 def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "sequence", "transformer", "a sequence", signal)
+    expect_form(signal, "transformer", "sequence")
     heads, activation = options["heads"], options["activation"]
     expect(heads >= 1 and signal.features % heads == 0, "transformer", "heads that divide the features", heads)
     expect(activation in _ACTIVATIONS, "transformer", f"an activation among {_ACTIVATIONS}", activation)

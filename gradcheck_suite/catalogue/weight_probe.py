@@ -1,6 +1,6 @@
-"""The weight read-out probe's parts: one parameter entry per item, whose loss is that entry.
+"""The layer and the loss of the weight probe: one parameter entry per item, whose loss is that entry.
 
-The gradient that a loop accumulates on it *is* the vector of weights which the loop gives to each item.
+The gradient that a loop accumulates for this parameter is the vector of the weights that the loop gives to the items.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradcheck_suite.catalogue.definitions import (
 
 
 class Readout(torch.nn.Module):
-    """A vector of which an item's index picks one entry."""
+    """A parameter vector; an item's index selects one entry."""
 
     def __init__(self, items: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ Reached = dict[str, dict[str, int]]
 SPLITS = (
     "unequal micro-batches",
     "a micro-batch of one item",
-    "a micro-batch that counts nothing",
+    "a micro-batch without valid targets",
     "a short last window",
     "an epoch shorter than accumulation_steps",
     "several windows",

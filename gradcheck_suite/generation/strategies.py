@@ -100,7 +100,7 @@ def plans(
         min_accumulation_steps: smallest K.
         max_accumulation_steps: largest K.
         max_items: most items in a micro-batch.
-        maskable: whether some micro-batches may count nothing, which only some losses can take.
+        maskable: whether some micro-batches may have no valid targets, which only some losses support.
         assumes: what the loop relies on, names from `ASSUMPTIONS`.
     """
     _checked_range(min_epochs, max_epochs, "epochs")

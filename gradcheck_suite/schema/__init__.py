@@ -1,4 +1,4 @@
-"""What is run and what came of it, as plain data: specs, plans, cases, problems, results.
+"""Plain data: specs, plans, cases, problems, the loop contract, verdicts and results, with their JSON.
 
-Imports neither torch nor JAX, and nothing of the package but `errors`.
+Must import neither torch nor JAX, and of this package only `errors`.
 """

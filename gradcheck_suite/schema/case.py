@@ -1,4 +1,4 @@
-"""One case: a problem, a plan, a dtype, a device and a seed; everything a run depends on."""
+"""Cases: everything that a run depends on."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Case:
-    """Everything one run depends on.
+    """Everything that one run depends on.
 
     Attributes:
-        problem: a generated problem, or the `FILE.py:NAME` of a user's.
-        plan: how the run is cut up.
-        dtype: of parameters and floating inputs; one of `DTYPES`.
-        device: `"cpu"` or `"cuda"`.
-        seed: of parameter values and data, 0 to 2**32 - 1.
-        optimizer: None for one whose step leaves the parameters as they are, else the name of a real one.
+        problem: a generated problem, or the `FILE.py:NAME` of a user's problem.
+        plan: the split of the items into micro-batches, windows and epochs.
+        dtype: dtype of parameters and floating-point inputs, one of `DTYPES`.
+        device: device of model and data, one of `DEVICES`.
+        seed: seed of parameter values and data, 0 to 2**32 - 1.
+        optimizer: name of the optimizer, or None for one whose step leaves the parameters unchanged.
     """
 
     problem: ProblemSpec | str
@@ -55,12 +55,12 @@ class Case:
 
     @cached_property
     def digest(self) -> str:
-        """The case's id: 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
+        """The id of the case: the first 12 hexadecimal digits of the SHA-256 of its canonical JSON."""
         text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def replace(self, **changes: Any) -> Case:
-        """Return the case with some fields changed."""
+        """Return a copy of the case with other values of these fields."""
         return replace(self, **changes)
 
     def _content(self) -> dict[str, Any]:
@@ -81,10 +81,10 @@ class Case:
 
 
 def case_from_json(data: Any) -> Case:
-    """Read a case.
+    """Return the case of JSON data.
 
     Raises:
-        UsageError: the data is no case, was written by another schema, or was edited (its digest does not match).
+        UsageError: the data is not a case, has another schema version, or was edited (its digest does not match).
     """
     if not isinstance(data, Mapping) or "problem" not in data or "plan" not in data:
         raise UsageError("not a gradcheck-suite case: expected an object with 'problem', 'plan' and 'digest'")

@@ -1,6 +1,6 @@
-"""What a loop is handed, what a user's problem provides, what a loop may assume.
+"""The loop contract: what a loop receives, what a user's problem provides, what a loop may assume.
 
-This module is data only: torch appears in annotations and is never imported.
+torch appears in annotations only and is never imported.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ ASSUMPTIONS = {
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a loop trains with.
+    """The argument of a loop: everything that it trains with.
 
     Attributes:
         model: a fresh `torch.nn.Module` in train mode, on `device`.
-        optimizer: a real `torch.optim.Optimizer` over the model's trainable parameters.
-        loader: a real `DataLoader`; one pass is one epoch; it yields micro-batches in order.
-        loss: `loss(model, batch)`, the scalar loss of a micro-batch, reduced as `reduction` says.
-        count: `count(batch)`, a scalar tensor: what the mean divides by.
-        accumulation_steps: micro-batches per window; the last window of an epoch may be shorter.
-        epochs: passes over `loader`.
+        optimizer: a `torch.optim.Optimizer` of the model's trainable parameters.
+        loader: a `DataLoader`; one pass is one epoch and yields the micro-batches in order.
+        loss: (model, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says.
+        count: batch -> a scalar tensor, the divisor of the mean: items, valid targets, or the sum of their weights.
+        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
+        epochs: number of passes over `loader`.
         reduction: `"mean"` or `"sum"`.
-        device: where model and batches are.
-        dtype: of the parameters.
+        device: device of the model and the batches.
+        dtype: dtype of the parameters.
     """
 
     model: torch.nn.Module
@@ -62,14 +62,17 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """A user's problem.
+    """A user's problem: a model, a source of items and a loss.
 
     Attributes:
-        model: seed -> a fresh module.
-        batch: (items, seed) -> a pytree (dict, list, tuple) of tensors whose leading dimension is items.
+        model: seed -> a fresh module; the same seed gives the same parameter values.
+        batch: (items, seed) -> a pytree (dict, list, tuple) of tensors whose leading dimension is `items`.
         loss: (model, batch) -> a scalar tensor, reduced over the items as `reduction` says.
         reduction: `"mean"` or `"sum"`.
-        count: batch -> what the mean divides by; the number of items when None.
+        count: batch -> the divisor of the mean; None if it is the number of items.
+
+    Raises:
+        UsageError: a function is not callable with these arguments, or the reduction is unknown.
     """
 
     model: Callable[[int], torch.nn.Module]
@@ -99,24 +102,24 @@ _ARGUMENTS = {
 
 
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
-    """Refuse a function that cannot be called as a problem's is."""
+    """Raise `UsageError` for a function that does not take these arguments."""
     if function is None:
         return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some callables written in C have none: let the call tell
+        return  # some callables written in C have no signature: the call itself fails then
     try:
         signature.bind(*wanted)
     except TypeError:
         shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
         raise UsageError(
-            f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take that"
+            f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take these arguments"
         ) from None
 
 
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
-    """Return the names as a set; `UsageError` names the ones that do not exist."""
+    """Return the names as a set; `UsageError` lists unknown names."""
     if isinstance(names, str):
         raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
     chosen = frozenset(names)
@@ -127,7 +130,7 @@ def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
 
 
 def training_loop(*, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]:
-    """Mark a loop and state what it relies on; the generator then stays inside it.
+    """Declare what a loop assumes; only plans and problems that satisfy the assumptions are then drawn.
 
     Args:
         assumes: names from `ASSUMPTIONS`: `"equal-micro-batches"`, `"whole-windows"`, `"sum-reduction"`.
@@ -142,5 +145,5 @@ def training_loop(*, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]:
 
 
 def assumptions_of(loop: Loop) -> frozenset[str]:
-    """Return what a loop states that it relies on."""
+    """Return the assumptions that a loop declares."""
     return frozenset(getattr(loop, "assumes", ()))

@@ -1,10 +1,11 @@
-"""How one run is cut up: micro-batches, windows, epochs."""
+"""Plans: the micro-batches, windows and epochs of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
@@ -19,14 +20,14 @@ def _is_int(value: Any) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The cut of one run.
+    """How the items of a run are split into micro-batches, windows and epochs.
 
     Attributes:
-        micro_batches: items in each micro-batch of one epoch, in order; each at least 1.
-        accumulation_steps: micro-batches in a window (K), at least 1. The last window of an epoch is shorter
-            when K does not divide the number of micro-batches.
-        epochs: passes over the same items, at least 1.
-        masked: indices of the micro-batches without valid targets (all of them are ignored).
+        micro_batches: number of items of each micro-batch of one epoch, in order; each at least 1.
+        accumulation_steps: number of micro-batches in a window (K), at least 1. The last window of an epoch is shorter
+            if K does not divide the number of micro-batches.
+        epochs: number of passes over the items, at least 1.
+        masked: indices of the micro-batches without valid targets: all their targets are ignored.
 
     Raises:
         UsageError: a value is out of range, or a window has no valid targets.
@@ -56,41 +57,37 @@ class Plan:
 
     @cached_property
     def windows(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the micro-batches of each window of one epoch."""
+        """The indices of the micro-batches of each window of one epoch."""
         count, k = len(self.micro_batches), self.accumulation_steps
         return tuple(tuple(range(i, min(i + k, count))) for i in range(0, count, k))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first item of each micro-batch."""
-        starts, total = [], 0
-        for n in self.micro_batches:
-            starts.append(total)
-            total += n
-        return tuple(starts)
+        """The index of the first item of each micro-batch."""
+        return tuple(accumulate(self.micro_batches[:-1], initial=0))
 
     def items(self, micro_batch: int) -> range:
-        """Indices of the items of a micro-batch."""
+        """Return the indices of the items of a micro-batch."""
         return range(self.starts[micro_batch], self.starts[micro_batch] + self.micro_batches[micro_batch])
 
     def window_items(self, window: int) -> range:
-        """Indices of the items of a window."""
+        """Return the indices of the items of a window."""
         members = self.windows[window]
         return range(self.items(members[0]).start, self.items(members[-1]).stop)
 
     @property
     def total_items(self) -> int:
-        """Items in one epoch."""
+        """The number of items in one epoch."""
         return sum(self.micro_batches)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps a loop must take: one per window of every epoch."""
+        """The number of optimizer steps that a loop must take: one per window of every epoch."""
         return self.epochs * len(self.windows)
 
     @property
     def step_limit(self) -> int:
-        """Steps after which a loop is stopped: more than twice as many as there are micro-batches."""
+        """The number of optimizer steps after which a loop is stopped: more than two per micro-batch."""
         return 2 * self.epochs * len(self.micro_batches) + 8
 
     @property
@@ -128,7 +125,11 @@ class Plan:
 
 
 def plan_from_json(data: Any) -> Plan:
-    """Read a plan; `UsageError` says what is wrong with it."""
+    """Return the plan of JSON data.
+
+    Raises:
+        UsageError: the data is not a plan; the message says why.
+    """
     if not isinstance(data, Mapping):
         raise UsageError(f"plan: expected an object, got {data!r}")
     known = {field.name: field for field in fields(Plan)}

@@ -1,7 +1,7 @@
-"""What is trained, as data: an input, a chain of layers, a loss.
+"""Specs: generated problems as data, made of an input, a chain of layers and a loss.
 
-Specs shrink, print, compare and travel through JSON; they never hold a module or a tensor.
-Their meaning in torch and in JAX lives in the catalogue, one floor up.
+Hypothesis shrinks and prints specs, and they convert to and from JSON, so they contain no module and no tensor. The
+catalogue implements them in torch and in JAX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar],
 
 @dataclass(frozen=True, init=False, repr=False)
 class _Spec:
-    """A kind and its options. Not public: use `Input`, `Layer` and `Loss`."""
+    """The name of a kind and its options. Base of `Input`, `Layer` and `Loss`."""
 
     kind: str
     options: tuple[tuple[str, Scalar], ...]
@@ -59,11 +59,11 @@ class _Spec:
 
 
 class Input(_Spec):
-    """Where items come from: `Input("vector", size=3)`, `Input("tokens", length=3, vocabulary=5)`..."""
+    """A source of items: `Input("vector", size=3)`, `Input("tokens", length=3, vocabulary=5)`..."""
 
 
 class Loss(_Spec):
-    """A loss and its options, `reduction` among them: `Loss("cross_entropy", reduction="mean")`."""
+    """A loss with its options and its `reduction`: `Loss("cross_entropy", reduction="mean")`."""
 
     @property
     def reduction(self) -> Reduction:
@@ -74,7 +74,7 @@ class Loss(_Spec):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layer(_Spec):
-    """A layer: a kind, its options, and for kinds that wrap others the layers inside.
+    """A layer with its options, and the inner layers of a kind that wraps others.
 
     `Layer("linear", features=2)`, `Layer("residual", Layer("tanh"))`.
     """
@@ -93,14 +93,20 @@ class Layer(_Spec):
         return [kind, *(repr(layer) for layer in self.layers), *options]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layer, with the layers inside it, as JSON-ready data."""
+        """Return the layer and its inner layers as JSON-ready data."""
         inner = {"layers": [layer.to_json() for layer in self.layers]} if self.layers else {}
         return {**super().to_json(), **inner}
 
 
 @dataclass(frozen=True)
 class ProblemSpec:
-    """A generated problem: items of `input` flow through `layers` into `loss`."""
+    """A generated problem.
+
+    Attributes:
+        input: the source of items.
+        layers: the model: a chain of layers.
+        loss: the loss of the model's output.
+    """
 
     input: Input
     layers: tuple[Layer, ...]
@@ -131,7 +137,7 @@ def _kind_and_options(data: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def layer_from_json(data: Any) -> Layer:
-    """Read one layer; `UsageError` says what is wrong with it."""
+    """Return the layer of JSON data; `UsageError` says why the data is not a layer."""
     kind, options = _kind_and_options(data, "layer")
     inner = data.get("layers", [])
     if not isinstance(inner, Sequence) or isinstance(inner, str):
@@ -140,7 +146,7 @@ def layer_from_json(data: Any) -> Layer:
 
 
 def problem_from_json(data: Any) -> ProblemSpec:
-    """Read a problem; `UsageError` says what is wrong with it."""
+    """Return the problem of JSON data; `UsageError` says why the data is not a problem."""
     if not isinstance(data, Mapping) or not {"input", "layers", "loss"} <= data.keys():
         raise UsageError("problem: expected an object with 'input', 'layers' and 'loss'")
     input_kind, input_options = _kind_and_options(data["input"], "input")

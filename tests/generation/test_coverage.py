@@ -21,7 +21,7 @@ def test_every_split_is_told_from_its_opposite():
     assert _splits(Plan((1, 1), 2, 2)) == {"a micro-batch of one item", "several epochs"}
     assert _splits(Plan((2, 2, 2), 2)) == {"a short last window", "several windows"}
     assert _splits(Plan((2,), 2)) == {"a short last window", "an epoch shorter than accumulation_steps"}
-    assert _splits(Plan((2, 2), 2, 1, (1,))) == {"a micro-batch that counts nothing"}
+    assert _splits(Plan((2, 2), 2, 1, (1,))) == {"a micro-batch without valid targets"}
     assert _splits(Plan((2,) * 5, 5)) == {"5 or more micro-batches in a window"}
 
 

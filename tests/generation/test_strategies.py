@@ -91,7 +91,7 @@ FEATURES = {
         0.4,
         _plan(lambda p: any(len({p.micro_batches[j] for j in w}) > 1 for w in p.windows)),
     ),
-    "a micro-batch that counts nothing": (0.005, _plan(lambda p: bool(p.masked))),
+    "a micro-batch without valid targets": (0.005, _plan(lambda p: bool(p.masked))),
     "K = 1": (0.05, _plan(lambda p: p.accumulation_steps == 1)),
     "K = 2": (0.05, _plan(lambda p: p.accumulation_steps == 2)),
     "K = 3": (0.03, _plan(lambda p: p.accumulation_steps == 3)),

@@ -82,7 +82,7 @@ def test_a_problem_needs_three_callables():
         ({"reduction": "none"}, "Problem: reduction must be one of mean, sum; got 'none'"),
         (
             {"batch": lambda items: None},
-            "Problem: batch is called as batch(items, seed), and <lambda>(items) does not take that",
+            "Problem: batch is called as batch(items, seed), and <lambda>(items) does not take these arguments",
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""What each ATen operation is in JAX, one file per family. Importing this package fills the table."""
+"""JAX implementations of ATen operations, one file per family. Importing this package fills the table.
+
+It must not import torch's automatic differentiation: every derivative comes from JAX.
+"""
 
 from gradcheck_suite.bridge.ops import (
     activations,

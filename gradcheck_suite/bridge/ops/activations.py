@@ -1,4 +1,4 @@
-"""Activations, with torch's constants and torch's gradients at their corners."""
+"""Activations, with torch's constants and with torch's subgradients at their kinks."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ SELU_SCALE = 1.0507009873554804934193349852946
 
 @register_op("aten.relu")
 def relu(self: Array) -> Array:
-    """Its gradient at 0 is 0."""
+    """Return max(x, 0); the gradient at 0 is 0."""
     return jnp.where(self <= 0, 0, self)
 
 
 @register_op("aten.relu6")
 def relu6(self: Array) -> Array:
-    """Its gradient at 0 and at 6 is 0."""
+    """Return min(max(x, 0), 6); the gradient at 0 and at 6 is 0."""
     return hardtanh(self, 0, 6)
 
 
 @register_op("aten.hardtanh")
 def hardtanh(self: Array, min_val: Any = -1, max_val: Any = 1) -> Array:
-    """Its gradient at both corners is 0, unlike clamp's."""
+    """Return x clamped to [min_val, max_val]; the gradient at both bounds is 0, unlike clamp's."""
     return jnp.where(self <= min_val, min_val, jnp.where(self >= max_val, max_val, self)).astype(self.dtype)
 
 
 @register_op("aten.hardsigmoid")
 def hardsigmoid(self: Array) -> Array:
-    """clamp(x / 6 + 1/2, 0, 1), its gradient at both corners 0."""
+    """Return clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0."""
     return jnp.where(self <= -3, 0, jnp.where(self >= 3, 1, (self + 3) / 6)).astype(self.dtype)
 
 
 @register_op("aten.hardswish")
 def hardswish(self: Array) -> Array:
-    """X hardsigmoid(x); its gradient is 0 at -3 and 1 at 3."""
+    """Return x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3."""
     return jnp.where(self <= -3, 0, jnp.where(self >= 3, self, self * (self + 3) / 6)).astype(self.dtype)
 
 
 @register_op("aten.leaky_relu")
 def leaky_relu(self: Array, negative_slope: Any = 0.01) -> Array:
-    """Its gradient at 0 is the slope."""
+    """Return x above 0 and negative_slope * x elsewhere; the gradient at 0 is negative_slope."""
     return jnp.where(self > 0, self, self * negative_slope)
 
 
 @register_op("aten.prelu", "aten._prelu_kernel")
 def prelu(self: Array, weight: Array) -> Array:
-    """leaky_relu with a slope for each channel, which is axis 1."""
+    """Return leaky_relu with one slope, or one slope per channel (axis 1)."""
     if weight.ndim == 1 and self.ndim >= 1 and weight.size > 1:
         weight = weight.reshape(1, -1, *([1] * (self.ndim - 2))) if self.ndim > 1 else weight
     elif weight.size == 1:
@@ -65,44 +65,44 @@ def prelu(self: Array, weight: Array) -> Array:
 
 @register_op("aten.threshold")
 def threshold(self: Array, threshold: Any, value: Any) -> Array:
-    """X above the threshold, else the value."""
+    """Return x where it is above the threshold and `value` elsewhere."""
     return jnp.where(self <= threshold, value, self).astype(self.dtype)
 
 
 @register_op("aten.elu")
 def elu(self: Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Array:
-    """Scale x above 0, scale alpha (e^(input_scale x) - 1) below."""
+    """Return scale * x above 0 and scale * alpha * (e^(input_scale * x) - 1) below."""
     below = jnp.where(self > 0, 0, self)
     return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(input_scale * below))
 
 
 @register_op("aten.celu")
 def celu(self: Array, alpha: Any = 1.0) -> Array:
-    """Elu whose derivative is continuous."""
+    """Return the variant of elu whose derivative is continuous."""
     return elu(self, alpha, 1.0, 1.0 / alpha)
 
 
 @register_op("aten.selu")
 def selu(self: Array) -> Array:
-    """Elu with the constants that keep mean and variance."""
+    """Return elu with the constants of Klambauer et al. 2017, equation 14."""
     return elu(self, SELU_ALPHA, SELU_SCALE, 1.0)
 
 
 @register_op("aten.silu")
 def silu(self: Array) -> Array:
-    """X sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return self * jax.nn.sigmoid(self)
 
 
 @register_op("aten.mish")
 def mish(self: Array) -> Array:
-    """X tanh(log(1 + e^x))."""
+    """Return x * tanh(log(1 + e^x))."""
     return self * jnp.tanh(jnp.logaddexp(self, 0.0))
 
 
 @register_op("aten.gelu")
 def gelu(self: Array, approximate: str = "none") -> Array:
-    """X times the normal distribution function, or its approximation by tanh."""
+    """Return x times the standard normal distribution function, or its tanh approximation."""
     if approximate == "tanh":
         inner = (2 / jnp.pi) ** 0.5 * (self + 0.044715 * self * self * self)
         return 0.5 * self * (1 + jnp.tanh(inner))
@@ -111,7 +111,7 @@ def gelu(self: Array, approximate: str = "none") -> Array:
 
 @register_op("aten.softplus")
 def softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
-    """log(1 + e^(beta x)) / beta; x itself where beta x exceeds the threshold."""
+    """Return log(1 + e^(beta * x)) / beta, and x itself where beta * x exceeds the threshold."""
     scaled = self * beta
     linear = scaled > threshold
     return jnp.where(linear, self, jnp.log1p(jnp.exp(jnp.where(linear, 0, scaled))) / beta)
@@ -119,31 +119,31 @@ def softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
 
 @register_op("aten.log_sigmoid")
 def log_sigmoid(self: Array) -> Array:
-    """log(sigmoid(x)) without overflow."""
+    """Return log(sigmoid(x)) without overflow."""
     return -jnp.logaddexp(-self, 0.0)
 
 
 @register_op("aten.log_sigmoid_forward")
 def log_sigmoid_forward(self: Array) -> tuple[Array, Array]:
-    """log_sigmoid, and the buffer of its derivative, which is empty on the CPU's path here."""
+    """Return log_sigmoid and e^-|x|, the buffer that torch's CPU backward reads."""
     return log_sigmoid(self), jnp.exp(-jnp.abs(self))
 
 
 @register_op("aten.hardshrink")
 def hardshrink(self: Array, lambd: Any = 0.5) -> Array:
-    """0 within [-lambd, lambd], else x."""
+    """Return 0 within [-lambd, lambd] and x elsewhere."""
     return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
 
 
 @register_op("aten.softshrink")
 def softshrink(self: Array, lambd: Any = 0.5) -> Array:
-    """Towards 0 by lambd."""
+    """Return x moved towards 0 by lambd, and 0 within [-lambd, lambd]."""
     return jnp.where(self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, 0 * self))
 
 
 @register_op("aten.glu")
 def glu(self: Array, dim: int = -1) -> Array:
-    """The first half times sigmoid of the second."""
+    """Return the first half along `dim` times the sigmoid of the second half."""
     first, second = jnp.split(self, 2, axis=dim)
     return first * jax.nn.sigmoid(second)
 
@@ -155,21 +155,21 @@ def _as(self: Array, dtype: Any, half_to_float: bool) -> Array:
 
 @register_op("aten._softmax")
 def softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
-    """e^x / sum e^x along `dim`."""
+    """Return e^x / sum e^x along `dim`."""
     x = _as(self, None, half_to_float)
     return x if x.size == 0 else jax.nn.softmax(x, axis=dim)
 
 
 @register_op("aten._log_softmax")
 def log_softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
-    """X - log sum e^x along `dim`."""
+    """Return x - log sum e^x along `dim`."""
     x = _as(self, None, half_to_float)
     return x if x.size == 0 else jax.nn.log_softmax(x, axis=dim)
 
 
 @register_op("aten._safe_softmax")
 def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
-    """Softmax, 0 where a whole row is -infinity."""
+    """Return softmax along `dim`; a row that is -infinity everywhere gives zeros."""
     del dtype
     masked = jnp.all(self == -jnp.inf, axis=dim, keepdims=True)
     return jnp.where(masked, 0, jax.nn.softmax(jnp.where(masked, 0, self), axis=dim))
@@ -190,7 +190,7 @@ for _name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_drop
 
 @register_op("aten.native_dropout")
 def native_dropout(input: Array, p: float, train: bool | None) -> tuple[Array, Array]:
-    """Dropout and its mask; only where nothing is dropped."""
+    """Return the input and a mask of True; active dropout raises `RandomnessError`."""
     if train is not False and p > 0:
         raise RandomnessError(f"native_dropout is active (p = {p:g}, train mode)")
     return input, jnp.ones(input.shape, jnp.bool_)
@@ -198,7 +198,7 @@ def native_dropout(input: Array, p: float, train: bool | None) -> tuple[Array, A
 
 @register_op("aten.rrelu")
 def rrelu(self: Array, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, generator: Any = None) -> Array:
-    """leaky_relu with the mean slope; in train mode the slope is random."""
+    """Return leaky_relu with the mean slope; random slopes (train mode) raise `RandomnessError`."""
     del generator
     if training and lower != upper:
         raise RandomnessError("rrelu draws its slopes in train mode")

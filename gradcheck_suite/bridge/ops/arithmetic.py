@@ -1,4 +1,4 @@
-"""Functions of two or three numbers, element by element, with torch's dtype rules."""
+"""Elementwise functions of two or three operands, with torch's type promotion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcheck_suite.bridge.table import register_op
 
 @register_op("aten.add")
 def add(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Self + alpha * other; of booleans the or."""
+    """Return self + alpha * other; for booleans, the logical or."""
     x, y = promote(self, other)
     if x.dtype == jnp.bool_:
         return x | (y & bool(alpha))
@@ -23,26 +23,26 @@ def add(self: Any, other: Any, alpha: Any = 1) -> Array:
 
 @register_op("aten.sub")
 def sub(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Self - alpha * other."""
+    """Return self - alpha * other."""
     x, y = promote(self, other)
     return x - y if alpha == 1 else x - jnp.asarray(alpha, y.dtype) * y
 
 
 @register_op("aten.rsub")
 def rsub(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Other - alpha * self."""
+    """Return other - alpha * self."""
     return sub(other, self, alpha)
 
 
 @register_op("aten.mul")
 def mul(self: Any, other: Any) -> Array:
-    """The product; of booleans the and."""
+    """Return the product; for booleans, the logical and."""
     x, y = promote(self, other)
     return x & y if x.dtype == jnp.bool_ else x * y
 
 
 def _floored(x: Array, y: Array) -> Array:
-    """floor(x / y) by way of the remainder, as torch and Python do: the quotient itself may round up to an integer."""
+    """Return floor(x / y) computed from the remainder, as torch and Python do: x / y may round up to an integer."""
     remainder = jnp.fmod(x, y)
     quotient = (x - remainder) / y
     quotient = jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
@@ -55,7 +55,7 @@ def _floored(x: Array, y: Array) -> Array:
 
 @register_op("aten.div")
 def div(self: Any, other: Any, rounding_mode: str | None = None) -> Array:
-    """The quotient; rounded, it has no gradient."""
+    """Return self / other; with a rounding mode the gradient is 0."""
     if rounding_mode is None:
         x, y = promote(self, other, floating=True)
         return x / y
@@ -67,12 +67,12 @@ def div(self: Any, other: Any, rounding_mode: str | None = None) -> Array:
 
 @register_op("aten.floor_divide")
 def floor_divide(self: Any, other: Any) -> Array:
-    """floor(self / other), with no gradient."""
+    """Return floor(self / other); the gradient is 0."""
     return div(self, other, "floor")
 
 
 def _integral_multiple(x: Array, y: Array, rounded: Array) -> Array:
-    """Rounded = x - n y, as a function of x and y with n held still."""
+    """Return `rounded` = x - n * y with the derivative of x - n * y for constant n."""
     n = lax.stop_gradient(jnp.round((x - rounded) / y))
     linear = x - n * y
     return lax.stop_gradient(rounded) + (linear - lax.stop_gradient(linear))
@@ -80,7 +80,7 @@ def _integral_multiple(x: Array, y: Array, rounded: Array) -> Array:
 
 @register_op("aten.remainder")
 def remainder(self: Any, other: Any) -> Array:
-    """The remainder with the divisor's sign."""
+    """Return the remainder that has the divisor's sign."""
     x, y = promote(self, other)
     if not is_float(x):
         return jnp.remainder(x, y)
@@ -89,7 +89,7 @@ def remainder(self: Any, other: Any) -> Array:
 
 @register_op("aten.fmod")
 def fmod(self: Any, other: Any) -> Array:
-    """The remainder with the dividend's sign."""
+    """Return the remainder that has the dividend's sign."""
     x, y = promote(self, other)
     if not is_float(x):
         return jnp.fmod(x, y)
@@ -98,7 +98,11 @@ def fmod(self: Any, other: Any) -> Array:
 
 @register_op("aten.pow")
 def pow_(self: Any, exponent: Any) -> Array:
-    """Self ** exponent; the gradient is 0 where the exponent is 0, and for the exponent where the base is 0."""
+    """Return self ** exponent.
+
+    The gradient of the base is 0 where the exponent is 0, and the gradient of the exponent is 0 where the base is 0 and
+    the exponent is not negative, as in torch.
+    """
     if not hasattr(exponent, "dtype"):
         dtype = result_dtype(self, exponent)
         x = jnp.asarray(self, dtype)
@@ -120,33 +124,33 @@ def pow_(self: Any, exponent: Any) -> Array:
 
 @register_op("aten.maximum")
 def maximum(self: Array, other: Array) -> Array:
-    """The larger; equal operands share the gradient."""
+    """Return the larger operand; equal operands get half of the gradient each."""
     return jnp.maximum(*promote(self, other))
 
 
 @register_op("aten.minimum")
 def minimum(self: Array, other: Array) -> Array:
-    """The smaller; equal operands share the gradient."""
+    """Return the smaller operand; equal operands get half of the gradient each."""
     return jnp.minimum(*promote(self, other))
 
 
 @register_op("aten.fmax")
 def fmax(self: Array, other: Array) -> Array:
-    """The larger, leaving NaN out; of equal operands the first has the gradient."""
+    """Return the larger operand, ignoring NaN; of equal operands the first gets the gradient."""
     x, y = promote(self, other)
     return jnp.where((x >= y) | jnp.isnan(y), x, y)
 
 
 @register_op("aten.fmin")
 def fmin(self: Array, other: Array) -> Array:
-    """The smaller, leaving NaN out; of equal operands the first has the gradient."""
+    """Return the smaller operand, ignoring NaN; of equal operands the first gets the gradient."""
     x, y = promote(self, other)
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
 @register_op("aten.atan2")
 def atan2(self: Array, other: Array) -> Array:
-    """The angle of the point (other, self); at the origin the gradient is 0."""
+    """Return the angle of the point (other, self); the gradient at the origin is 0."""
     y, x = promote(self, other, floating=True)
     origin = (y == 0) & (x == 0)
     safe = jnp.arctan2(jnp.where(origin, 0.0, y), jnp.where(origin, 1.0, x))
@@ -155,7 +159,7 @@ def atan2(self: Array, other: Array) -> Array:
 
 @register_op("aten.hypot")
 def hypot(self: Array, other: Array) -> Array:
-    """sqrt(x^2 + y^2); the gradient is operand / result, NaN at the origin as in torch."""
+    """Return sqrt(x^2 + y^2); the gradient is operand / result, which is NaN at the origin as in torch."""
     x, y = promote(self, other)
     value = jnp.hypot(x, y)
     return with_derivatives(value, (x, x / value), (y, y / value))
@@ -163,7 +167,7 @@ def hypot(self: Array, other: Array) -> Array:
 
 @register_op("aten.copysign")
 def copysign(self: Any, other: Any) -> Array:
-    """|self| with the sign of other; at self = 0 the gradient is 0."""
+    """Return |self| with the sign of other; the gradient at self = 0 is 0."""
     x, y = promote(self, other, floating=True)
     flipped = jnp.where(jnp.signbit(x) == jnp.signbit(y), x, -x)
     return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
@@ -171,19 +175,19 @@ def copysign(self: Any, other: Any) -> Array:
 
 @register_op("aten.logaddexp")
 def logaddexp(self: Array, other: Array) -> Array:
-    """log(e^x + e^y)."""
+    """Return log(e^x + e^y)."""
     return jnp.logaddexp(*promote(self, other))
 
 
 @register_op("aten.logaddexp2")
 def logaddexp2(self: Array, other: Array) -> Array:
-    """log2(2^x + 2^y)."""
+    """Return log2(2^x + 2^y)."""
     return jnp.logaddexp2(*promote(self, other))
 
 
 @register_op("aten.xlogy")
 def xlogy(self: Any, other: Any) -> Array:
-    """X log(y), 0 where x is 0 unless y is NaN."""
+    """Return x * log(y), and 0 where x is 0 and y is not NaN."""
     x, y = promote(self, other, floating=True)
     value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log(y))
     return with_derivatives(value, (x, jnp.where((x == 0) & (y <= 0), 0, jnp.log(y))), (y, x / y))
@@ -191,7 +195,7 @@ def xlogy(self: Any, other: Any) -> Array:
 
 @register_op("aten.special_xlog1py")
 def xlog1py(self: Any, other: Any) -> Array:
-    """X log(1 + y), 0 where x is 0 unless y is NaN."""
+    """Return x * log(1 + y), and 0 where x is 0 and y is not NaN."""
     x, y = promote(self, other, floating=True)
     value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log1p(y))
     return with_derivatives(value, (x, jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y))), (y, x / (y + 1)))
@@ -199,34 +203,34 @@ def xlog1py(self: Any, other: Any) -> Array:
 
 @register_op("aten.lerp")
 def lerp(self: Array, end: Array, weight: Any) -> Array:
-    """Self + weight (end - self)."""
+    """Return self + weight * (end - self)."""
     x, y, w = promote(self, end, weight) if hasattr(weight, "dtype") else (*promote(self, end), weight)
     return jnp.where(jnp.abs(w) < 0.5, x + w * (y - x), y - (y - x) * (1 - w))
 
 
 @register_op("aten.addcmul")
 def addcmul(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
-    """Self + value * tensor1 * tensor2."""
+    """Return self + value * tensor1 * tensor2."""
     x, a, b = promote(self, tensor1, tensor2)
     return x + jnp.asarray(value, x.dtype) * a * b
 
 
 @register_op("aten.addcdiv")
 def addcdiv(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
-    """Self + value * tensor1 / tensor2."""
+    """Return self + value * tensor1 / tensor2."""
     x, a, b = promote(self, tensor1, tensor2, floating=True)
     return x + jnp.asarray(value, x.dtype) * (a / b)
 
 
 @register_op("aten.heaviside")
 def heaviside(self: Array, values: Array) -> Array:
-    """0 below zero, 1 above, `values` at zero; no gradient."""
+    """Return 0 below zero, 1 above and `values` at zero; the gradient is 0."""
     x, v = promote(self, values)
     return jnp.where(x == 0, v, (x > 0).astype(x.dtype))
 
 
 @register_op("aten.ldexp")
 def ldexp(self: Array, other: Array) -> Array:
-    """Self * 2 ** other."""
+    """Return self * 2 ** other."""
     x, y = promote(self, other, floating=True)
     return x * jnp.exp2(y)

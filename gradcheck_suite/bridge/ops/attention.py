@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, as one operation."""
+"""Scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """softmax(q k' scale + mask) v; a row that may look at nothing gives zeros."""
+    """Return softmax(q k' * scale + mask) v; a query whose keys are all masked gives zeros."""
     _refuse_dropout(dropout_p)
     if enable_gqa:
         heads = query.shape[-3]
@@ -62,6 +62,6 @@ def flash_attention_for_cpu(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
-    """The same, and each row's log of the sum of exponentials, (N, heads, rows)."""
+    """Return the attention output and the log-sum-exp of each row's scores, (N, heads, rows)."""
     out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return out, jax.nn.logsumexp(_scores(query, key, attn_mask, is_causal, scale), axis=-1)

@@ -1,4 +1,4 @@
-"""Comparisons, logic and bits: results without derivatives. And `where`, which chooses between two."""
+"""Comparisons, logical and bitwise operations, whose derivatives are zero, and `where`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ for _name, _test in UNARY.items():
 
 @register_op("aten.isclose")
 def isclose(self: Array, other: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Array:
-    """|self - other| <= atol + rtol |other|."""
+    """Return whether |self - other| <= atol + rtol * |other|."""
     if not is_inexact(self):
         self, other = self.astype(jnp.float64), other.astype(jnp.float64)
     return jnp.isclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
@@ -73,13 +73,13 @@ def isin(
     test_element: Any = None,
     element: Any = None,
 ) -> Array:
-    """Whether each element is among the others."""
+    """Return whether each element is one of the test elements."""
     x, y = promote(element if elements is None else elements, test_element if test_elements is None else test_elements)
     return jnp.isin(x, y, invert=invert)
 
 
 @register_op("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
 def where(condition: Array, self: Any, other: Any) -> Array:
-    """One or the other; the gradient goes to the one chosen, and the other's is 0."""
+    """Return self where the condition holds and other elsewhere; only the chosen operand gets the gradient."""
     x, y = promote(self, other)
     return lax.select(*jnp.broadcast_arrays(condition.astype(jnp.bool_), x, y))

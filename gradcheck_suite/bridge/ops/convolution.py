@@ -1,4 +1,4 @@
-"""Convolution, in one to three dimensions, with all of torch's arguments; and its parts, im2col and col2im."""
+"""Convolution in one to three dimensions with all of torch's arguments, im2col and col2im."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from gradcheck_suite.bridge.table import register_op
 _LAYOUTS = {1: ("NCH", "OIH", "NCH"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", "OIDHW", "NCDHW")}
 
 
-def _each(value: Any, n: int) -> list[int]:
+def per_axis(value: Any, n: int) -> list[Any]:
+    """Return the values for each of n axes of an argument that torch takes as one number or as one per axis."""
     values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
 
 def _transposed_kernel(weight: Array, groups: int) -> Array:
-    """(C_in, C_out / g, *K) to (C_out, C_in / g, *K), the kernel turned round."""
+    """Return (C_out, C_in / groups, *K), the kernel flipped, for a weight of (C_in, C_out / groups, *K)."""
     c_in, per_group, *kernel = weight.shape
     w = weight.reshape(groups, c_in // groups, per_group, *kernel).swapaxes(1, 2)
     w = w.reshape(groups * per_group, c_in // groups, *kernel)
@@ -42,14 +43,14 @@ def convolution(
     *_: Any,
     **__: Any,
 ) -> Array:
-    """(N, C_in, *S) with (C_out, C_in / groups, *K); transposed, the gradient of that as a map of its own."""
+    """Return the convolution of (N, C_in, *S) with (C_out, C_in / groups, *K), or the transposed convolution."""
     n = weight.ndim - 2
     batched = input.ndim == n + 2
     x = input if batched else input[None]
-    stride, padding, dilation = _each(stride, n), _each(padding, n), _each(dilation, n)
+    stride, padding, dilation = per_axis(stride, n), per_axis(padding, n), per_axis(dilation, n)
     if transposed:
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        extra = _each(output_padding, n)
+        extra = per_axis(output_padding, n)
         pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
         kernel, strides, lhs = _transposed_kernel(weight, groups), [1] * n, stride
     else:
@@ -71,7 +72,7 @@ def convolution(
 
 
 def _blocks(size: int, kernel: int, dilation: int, padding: int, stride: int) -> Any:
-    """Return where each tap of each block lies in the padded input, (kernel, blocks)."""
+    """Return the padded input's index of each kernel element of each block, (kernel, blocks)."""
     count = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
     return np.arange(kernel)[:, None] * dilation + np.arange(count)[None, :] * stride
 
@@ -80,8 +81,8 @@ def _blocks(size: int, kernel: int, dilation: int, padding: int, stride: int) ->
 def im2col(
     self: Array, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Array:
-    """(N, C, H, W) to (N, C kh kw, L): torch's unfold."""
-    kernel_size, dilation, padding, stride = (_each(v, 2) for v in (kernel_size, dilation, padding, stride))
+    """Return (N, C * kh * kw, L) for (N, C, H, W): `torch.nn.functional.unfold`."""
+    kernel_size, dilation, padding, stride = (per_axis(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = self if self.ndim == 4 else self[None]
     n, c, h, w = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
@@ -103,8 +104,8 @@ def col2im(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Array:
-    """(N, C kh kw, L) to (N, C, H, W), overlapping entries summed: torch's fold."""
-    kernel_size, dilation, padding, stride = (_each(v, 2) for v in (kernel_size, dilation, padding, stride))
+    """Return (N, C, H, W) for (N, C * kh * kw, L), overlapping entries summed: `torch.nn.functional.fold`."""
+    kernel_size, dilation, padding, stride = (per_axis(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = self if self.ndim == 3 else self[None]
     n, (h, w), (kh, kw) = x.shape[0], output_size, kernel_size
     c = x.shape[1] // (kh * kw)

@@ -1,4 +1,4 @@
-"""Tensors from nothing but numbers."""
+"""Tensor creation: constants, ranges, identity matrices, triangle indices."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def _or_default(dtype: torch.dtype | None) -> Any:
 
 @register_op("aten.full")
 def full(size: Sequence[int], fill_value: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Filled with one value, whose kind says the dtype where none is given."""
+    """Return a tensor filled with one value, of the value's default dtype where none is given."""
     return jnp.full(tuple(size), fill_value, result_dtype(fill_value) if dtype is None else jax_dtype(dtype))
 
 
 @register_op("aten.full_like")
 def full_like(self: Array, fill_value: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Filled with one value."""
+    """Return a tensor of self's shape filled with one value."""
     return jnp.full(self.shape, fill_value, self.dtype if dtype is None else jax_dtype(dtype))
 
 
 @register_op("aten.new_full")
 def new_full(self: Array, size: Sequence[int], fill_value: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Filled with one value, in a tensor's dtype."""
+    """Return a tensor filled with one value, of self's dtype where none is given."""
     return jnp.full(tuple(size), fill_value, self.dtype if dtype is None else jax_dtype(dtype))
 
 
 @register_op("aten.fill")
 def fill(self: Array, value: Any) -> Array:
-    """Filled with one value, which keeps its gradient."""
+    """Return a tensor of self's shape filled with `value`, through which the gradient flows."""
     return jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape)
 
 
@@ -67,13 +67,13 @@ register_op("aten.new_empty_strided")(lambda self, size, stride, dtype=None, **_
 
 @register_op("aten.zero")
 def zero(self: Array) -> Array:
-    """Zeros of the same shape."""
+    """Return zeros of self's shape."""
     return jnp.zeros_like(self)
 
 
 @register_op("aten.scalar_tensor")
 def scalar_tensor(s: Any, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """A tensor without axes."""
+    """Return a zero-dimensional tensor."""
     return jnp.asarray(s, _or_default(dtype))
 
 
@@ -85,7 +85,7 @@ def _range_dtype(dtype: torch.dtype | None, *numbers: Any) -> Any:
 
 @register_op("aten.arange.start_step")
 def arange(start: Any, end: Any, step: Any = 1, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Start, start + step, ... below end."""
+    """Return start, start + step, ... below end."""
     kind = _range_dtype(dtype, start, end, step)
     count = len(range(start, end, step)) if all(isinstance(n, int) for n in (start, end, step)) else None
     if count is None:
@@ -100,20 +100,20 @@ register_op("aten.arange.default")(lambda end, dtype=None, **_: arange(0, end, 1
 
 @register_op("aten.linspace")
 def linspace(start: Any, end: Any, steps: int, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """`steps` numbers from start to end, both among them."""
+    """Return `steps` evenly spaced numbers from start to end, both included."""
     kind = _or_default(dtype)
     return jnp.linspace(start, end, steps, dtype=jnp.float64).astype(kind)
 
 
 @register_op("aten.logspace")
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Base to the power of `linspace`."""
+    """Return base to the power of `linspace`."""
     return jnp.power(base, jnp.linspace(start, end, steps, dtype=jnp.float64)).astype(_or_default(dtype))
 
 
 @register_op("aten.eye.m")
 def eye(n: int, m: int, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Ones on the diagonal of an n x m matrix."""
+    """Return an n x m matrix with ones on the diagonal."""
     return jnp.eye(n, m, dtype=_or_default(dtype))
 
 
@@ -126,11 +126,11 @@ def _triangle(indices: Any, row: int, col: int, offset: int, dtype: torch.dtype 
 
 @register_op("aten.tril_indices")
 def tril_indices(row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Rows and columns of the lower triangle, (2, count)."""
+    """Return the row and column indices of the lower triangle, (2, count)."""
     return _triangle(jnp.tril_indices, row, col, offset, dtype)
 
 
 @register_op("aten.triu_indices")
 def triu_indices(row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """Rows and columns of the upper triangle, (2, count)."""
+    """Return the row and column indices of the upper triangle, (2, count)."""
     return _triangle(jnp.triu_indices, row, col, offset, dtype)

@@ -1,4 +1,4 @@
-"""Functions of one number, element by element."""
+"""Elementwise functions of one operand."""
 
 from __future__ import annotations
 
@@ -20,24 +20,15 @@ def _entr(x: Array) -> Array:
     return with_derivatives(value, (x, -1 - jnp.log(x)))
 
 
-def _abs(x: Array) -> Array:
-    if is_float(x):
-        return absolute(x)
-    if not is_complex(x):
-        return jnp.abs(x)
-    nought = x == 0
-    return jnp.where(nought, 0, jnp.abs(jnp.where(nought, 1, x)))
-
-
 def _cotangent_derivative(n: int, x: Array) -> Array:
-    """The nth derivative of pi cot(pi x)."""
+    """Return the nth derivative of pi * cot(pi * x)."""
     if n == 0:
         return jnp.pi / jnp.tan(jnp.pi * x)
     return jax.jvp(lambda y: _cotangent_derivative(n - 1, y), (x,), (jnp.ones_like(x),))[1]
 
 
 def _reflected_polygamma(n: int, x: Array) -> Array:
-    """The nth derivative of digamma; below 1/2 by reflection, since JAX's polygamma loses all digits below -6."""
+    """Return the nth derivative of digamma, below 1/2 by reflection: JAX's polygamma loses all digits below -6."""
     below = x < 0.5
     direct = special.polygamma(n, jnp.where(below, 1 - x, x))
     if n % 2:
@@ -46,7 +37,7 @@ def _reflected_polygamma(n: int, x: Array) -> Array:
 
 
 def _digamma(x: Array) -> Array:
-    """At 0 it is infinite, with a sign: JAX has NaN there."""
+    """Return digamma, which is a signed infinity at 0 as in torch: JAX returns NaN there."""
     value = jnp.where(x == 0, -jnp.copysign(jnp.inf, x), special.digamma(x))
     return with_derivatives(value, (x, _reflected_polygamma(1, x)))
 
@@ -101,7 +92,7 @@ FLOATING: dict[str, Callable[[Array], Array]] = {
     "aten.tan": jnp.tan,
     "aten.tanh": jnp.tanh,
 }
-"""Functions that take integers to torch's default floating dtype."""
+"""Functions that convert integers to torch's default floating dtype."""
 
 
 def _keeping_integers(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -116,7 +107,7 @@ def _sgn(x: Array) -> Array:
 
 
 KEEPING: dict[str, Callable[[Array], Array]] = {
-    "aten.abs": _abs,
+    "aten.abs": absolute,
     "aten.ceil": _keeping_integers(jnp.ceil),
     "aten.floor": _keeping_integers(jnp.floor),
     "aten.frac": lambda x: x - jnp.trunc(x),
@@ -127,7 +118,7 @@ KEEPING: dict[str, Callable[[Array], Array]] = {
     "aten.square": lambda x: x * x,
     "aten.trunc": _keeping_integers(jnp.trunc),
 }
-"""Functions that keep the dtype."""
+"""Functions that keep the operand's dtype."""
 
 
 def _floating(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -142,7 +133,7 @@ for _name, _function in KEEPING.items():
 
 @register_op("aten.round")
 def round_(self: Array, decimals: int = 0) -> Array:
-    """Half to even; torch divides by 10^-decimals where decimals are negative, and so must we."""
+    """Return self rounded half to even; negative `decimals` divide by 10^-decimals first, as torch does."""
     if not is_inexact(self):
         return self
     if decimals == 0:
@@ -153,14 +144,17 @@ def round_(self: Array, decimals: int = 0) -> Array:
 
 @register_op("aten.polygamma")
 def polygamma(n: int, self: Array) -> Array:
-    """The (n+1)th derivative of log gamma."""
+    """Return the (n+1)th derivative of the logarithm of the gamma function."""
     (x,) = promote(self, floating=True)
     return _digamma(x) if n == 0 else _reflected_polygamma(n, x)
 
 
 @register_op("aten.logit")
 def logit(self: Array, eps: float | None = None) -> Array:
-    """log(x / (1 - x)); clamped to [eps, 1 - eps] with no gradient outside. Without eps the gradient outside is NaN."""
+    """Return log(x / (1 - x)) of x clamped to [eps, 1 - eps].
+
+    The gradient outside [eps, 1 - eps] is 0; without eps the gradient outside [0, 1] is NaN.
+    """
     (x,) = promote(self, floating=True)
     low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
     outside = (x < low) | (x > high)
@@ -173,7 +167,7 @@ def logit(self: Array, eps: float | None = None) -> Array:
 def nan_to_num(
     self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """What was replaced has no gradient."""
+    """Return self with NaN and infinities replaced; a replaced entry's gradient is 0."""
     if not is_float(self):
         return self
     limits = jnp.finfo(self.dtype)
@@ -184,7 +178,10 @@ def nan_to_num(
 
 @register_op("aten.clamp", "aten.clamp_min")
 def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
-    """At a bound the gradient is the input's, as torch has it; where min exceeds max the result is max."""
+    """Return self clamped to [min, max].
+
+    At a bound the input gets the gradient, as in torch. Where min exceeds max the result is max.
+    """
     dtype = jnp.result_type(*promote(*(x for x in (self, min, max) if x is not None)))
     x = jnp.asarray(self, dtype)
     low = None if min is None else jnp.asarray(min, dtype)
@@ -202,13 +199,13 @@ def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
 
 @register_op("aten.clamp_max")
 def clamp_max(self: Array, max: Any) -> Array:
-    """Clamp with no lower bound."""
+    """Return self clamped from above."""
     return clamp(self, None, max)
 
 
 @register_op("aten.angle")
 def angle(self: Array) -> Array:
-    """Of a real number pi or 0, NaN of NaN, with no gradient."""
+    """Return the argument of a complex number; for real numbers pi, 0 or NaN, with gradient 0."""
     if is_complex(self):
         nought = self == 0
         return jnp.where(nought, 0, jnp.angle(jnp.where(nought, 1, self)))
@@ -220,7 +217,7 @@ def angle(self: Array) -> Array:
 
 @register_op("aten._conj", "aten.conj_physical", "aten._conj_physical")
 def conj(self: Array) -> Array:
-    """The complex conjugate; a real tensor is its own."""
+    """Return the complex conjugate, which is self for a real tensor."""
     return jnp.conj(self)
 
 
@@ -229,35 +226,35 @@ register_op("aten.resolve_conj", "aten.resolve_neg")(lambda self: self)
 
 @register_op("aten.real")
 def real(self: Array) -> Array:
-    """The real part."""
+    """Return the real part."""
     return jnp.real(self)
 
 
 @register_op("aten.imag")
 def imag(self: Array) -> Array:
-    """The imaginary part."""
+    """Return the imaginary part."""
     return jnp.imag(self)
 
 
 @register_op("aten.view_as_real")
 def view_as_real(self: Array) -> Array:
-    """(...) complex to (..., 2) real."""
+    """Return a complex tensor (...) as real and imaginary parts, (..., 2)."""
     return jnp.stack([jnp.real(self), jnp.imag(self)], axis=-1)
 
 
 @register_op("aten.view_as_complex")
 def view_as_complex(self: Array) -> Array:
-    """(..., 2) real to (...) complex."""
+    """Return real and imaginary parts (..., 2) as a complex tensor (...)."""
     return lax.complex(self[..., 0], self[..., 1])
 
 
 @register_op("aten.complex")
 def complex_(real: Array, imag: Array) -> Array:
-    """A complex number from its parts."""
+    """Return the complex numbers with these real and imaginary parts."""
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @register_op("aten.polar")
 def polar(abs: Array, angle: Array) -> Array:
-    """A complex number from its size and angle."""
+    """Return the complex numbers with these absolute values and angles."""
     return lax.complex(abs * jnp.cos(angle), abs * jnp.sin(angle))

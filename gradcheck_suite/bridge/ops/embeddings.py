@@ -1,4 +1,4 @@
-"""Embeddings: a look-up whose padding row has no gradient."""
+"""Embedding look-ups, whose padding row gets no gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcheck_suite.bridge.table import register_op
 
 
 def _without_padding_gradient(weight: Array, padding_idx: int) -> Array:
-    """Return the weight with no gradient into its padding row."""
+    """Return the weight, its padding row detached."""
     if padding_idx < 0:
         return weight
     padding = (np.arange(weight.shape[0]) == padding_idx)[:, None]
@@ -30,7 +30,7 @@ def _by_frequency(rows: Array, indices: Array, size: int) -> Array:
 def embedding(
     weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Array:
-    """weight[indices], (..., width); the row `padding_idx` gets no gradient."""
+    """Return weight[indices], (..., width); the row `padding_idx` gets no gradient."""
     del sparse
     rows = _without_padding_gradient(weight, padding_idx)[indices]
     return _by_frequency(rows, indices, weight.shape[0]) if scale_grad_by_freq else rows
@@ -48,9 +48,9 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Array, Array, Array, Array]:
-    """Sum (mode 0), mean (1) or maximum (2) of the rows of each bag; padding is left out.
+    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, without its padding.
 
-    The other three results serve torch's backward alone; they are zeros here.
+    Only torch's backward reads the other three results; they are empty here.
     """
     del sparse
     starts = offsets[:-1] if include_last_offset else offsets

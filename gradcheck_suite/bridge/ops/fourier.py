@@ -17,7 +17,7 @@ def _factor(normalization: int, count: int) -> float:
 
 @register_op("aten._fft_c2c")
 def fft_c2c(self: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
-    """Complex to complex, forward or backward."""
+    """Return the complex-to-complex transform, or its inverse."""
     if not dim:
         return self
     count = math.prod(self.shape[d] for d in dim)
@@ -28,7 +28,7 @@ def fft_c2c(self: Array, dim: Sequence[int], normalization: int, forward: bool) 
 
 @register_op("aten._fft_r2c")
 def fft_r2c(self: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
-    """Real to complex; one-sided along the last of the axes."""
+    """Return the real-to-complex transform, one-sided along the last of the axes where asked for."""
     count = math.prod(self.shape[d] for d in dim)
     out = jnp.fft.rfftn(self, axes=tuple(dim)) if onesided else jnp.fft.fftn(self, axes=tuple(dim))
     return out * _factor(normalization, count)
@@ -36,7 +36,7 @@ def fft_r2c(self: Array, dim: Sequence[int], normalization: int, onesided: bool)
 
 @register_op("aten._fft_c2r")
 def fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
-    """Complex, one-sided along the last of the axes, to real."""
+    """Return the complex-to-real inverse transform of a spectrum one-sided along the last of the axes."""
     sizes = [self.shape[d] for d in dim[:-1]] + [last_dim_size]
     count = math.prod(sizes)
     out = jnp.fft.irfftn(self, s=sizes, axes=tuple(dim))

@@ -1,4 +1,4 @@
-"""Reading by index. Negative indices count from the end, as in torch; torch has refused those out of range."""
+"""Reads by index. Negative indices count from the end; torch rejected indices out of range at export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcheck_suite.bridge.table import register_op
 
 
 def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
-    """Return torch's list of index tensors as a JAX index; booleans become the places where they hold."""
+    """Return torch's list of index tensors as a JAX index; a boolean mask becomes the indices of its True entries."""
     index: list[Any] = []
     for tensor in indices:
         if tensor is None:
@@ -28,13 +28,13 @@ def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
 
 @register_op("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index(self: Array, indices: Sequence[Array | None]) -> Array:
-    """self[i, j, ...]; None takes a whole axis."""
+    """Return self[i, j, ...]; None selects a whole axis."""
     return self[fancy(self, indices)]
 
 
 @register_op("aten.index_select")
 def index_select(self: Array, dim: int, index: Array) -> Array:
-    """Entries of an axis by number."""
+    """Return the slices along `dim` at these indices."""
     if self.ndim == 0:
         return self
     return jnp.take(self, index.reshape(-1), axis=dim)
@@ -42,7 +42,7 @@ def index_select(self: Array, dim: int, index: Array) -> Array:
 
 @register_op("aten.gather")
 def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
-    """out[i, j] = self[index[i, j], j] for dim 0; `index` may be smaller than self along the other axes."""
+    """Return out[i, j] = self[index[i, j], j] for dim 0; `index` may be smaller than self along the other axes."""
     del sparse_grad
     if self.ndim == 0 or index.ndim == 0:
         return jnp.reshape(self.reshape(-1)[index.reshape(-1)], index.shape)
@@ -54,33 +54,33 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
 
 @register_op("aten.take")
 def take(self: Array, index: Array) -> Array:
-    """Entries by their number in the flattened tensor."""
+    """Return the entries at these indices of the flattened tensor."""
     return self.reshape(-1)[index]
 
 
 @register_op("aten.masked_select", dynamic=True)
 def masked_select(self: Array, mask: Array) -> Array:
-    """Entries where the mask holds, in one axis."""
+    """Return the entries where the mask is True, (count,)."""
     x, m = jnp.broadcast_arrays(self, lax.stop_gradient(mask))
     return x.reshape(-1)[np.flatnonzero(np.asarray(m))]
 
 
 @register_op("aten.nonzero", dynamic=True)
 def nonzero(self: Array) -> Array:
-    """Places that are not zero, (count, axes)."""
+    """Return the indices of the nonzero entries, (count, axes)."""
     return jnp.asarray(np.argwhere(np.asarray(lax.stop_gradient(self))))
 
 
 @register_op("aten.repeat_interleave.self_int")
 def repeat_interleave_int(self: Array, repeats: int, dim: int | None = None, output_size: int | None = None) -> Array:
-    """Each entry `repeats` times."""
+    """Return each slice along `dim` repeated `repeats` times."""
     del output_size
     return jnp.repeat(self, repeats, axis=dim) if dim is not None else jnp.repeat(self.reshape(-1), repeats)
 
 
 @register_op("aten.repeat_interleave.Tensor", dynamic=True)
 def repeat_interleave(repeats: Array, output_size: int | None = None) -> Array:
-    """The number i, repeats[i] times."""
+    """Return each index i repeated repeats[i] times."""
     counts = np.asarray(lax.stop_gradient(repeats))
     return jnp.asarray(np.repeat(np.arange(len(counts)), counts)[:output_size]).astype(repeats.dtype)
 
@@ -94,7 +94,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Array | None = None,
 ) -> Array:
-    """Where each value would be put, along the last axis."""
+    """Return the insertion index of each value along the last axis."""
     if sorter is not None:
         sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
     sequence, values = promote(sorted_sequence, self)
@@ -107,13 +107,13 @@ def searchsorted(
 
 @register_op("aten.bucketize")
 def bucketize(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
-    """The number of boundaries below each value."""
+    """Return the insertion index of each value among the boundaries."""
     return searchsorted(boundaries, self, out_int32, right)
 
 
 @register_op("aten.one_hot")
 def one_hot(self: Array, num_classes: int = -1) -> Array:
-    """A new last axis with a 1 at each class."""
+    """Return (..., classes), 1 at each entry's class."""
     if num_classes < 0:
         num_classes = int(np.asarray(lax.stop_gradient(self)).max()) + 1
     return (self[..., None] == jnp.arange(num_classes)).astype(jnp.int64)
@@ -121,7 +121,7 @@ def one_hot(self: Array, num_classes: int = -1) -> Array:
 
 @register_op("aten.bincount", dynamic=True)
 def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> Array:
-    """How often, or with what weight, each number occurs."""
+    """Return the count, or the sum of weights, of each integer."""
     length = max(minlength, int(np.asarray(lax.stop_gradient(self)).max(initial=-1)) + 1)
     if weights is None:
         return jnp.bincount(self, length=length).astype(jnp.int64)
@@ -131,7 +131,7 @@ def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> A
 
 @register_op("aten.histc")
 def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
-    """How many entries fall in each of `bins` equal parts of [min, max]; no gradient."""
+    """Return how many entries fall in each of `bins` equal parts of [min, max]; the gradient is 0."""
     x = lax.stop_gradient(self).reshape(-1)
     low, high = (jnp.asarray(v, x.dtype) for v in (min, max))
     if min == max:

@@ -1,4 +1,4 @@
-"""Interpolation: along each axis a fixed matrix of weights, (out, in), so that every mode is one product per axis."""
+"""Interpolation. Every mode is one product per axis with a constant (out, in) matrix of weights."""
 
 from __future__ import annotations
 
@@ -39,26 +39,29 @@ def _spread(places: Weights, offsets: Sequence[int], weights: Sequence[Weights],
 
 
 def linear(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
-    """Between the two neighbours."""
+    """Return the (out, size) matrix of linear interpolation between two neighbours."""
     places = np.clip(_sources(size, out, align_corners, scale), 0, size - 1)
     t = places - np.floor(places)
     return _spread(places, (0, 1), (1 - t, t), size)
 
 
-def cubic_weights(t: Any, a: float = CUBIC) -> list[Any]:
+def _cubic_near(x: Any, a: float) -> Any:
+    """Return the kernel of cubic convolution at distances of at most 1 (Keys 1981)."""
+    return ((a + 2) * x - (a + 3)) * x * x + 1
+
+
+def _cubic_far(x: Any, a: float) -> Any:
+    """Return the kernel of cubic convolution at distances from 1 to 2."""
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def cubic_weights(t: Any) -> list[Any]:
     """Return the four weights of cubic convolution at distances t + 1, t, 1 - t, 2 - t."""
-
-    def near(x: Any) -> Any:
-        return ((a + 2) * x - (a + 3)) * x * x + 1
-
-    def far(x: Any) -> Any:
-        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-
-    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+    return [_cubic_far(t + 1, CUBIC), _cubic_near(t, CUBIC), _cubic_near(1 - t, CUBIC), _cubic_far(2 - t, CUBIC)]
 
 
 def cubic(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
-    """Cubic convolution over four neighbours."""
+    """Return the (out, size) matrix of cubic convolution over four neighbours."""
     places = _sources(size, out, align_corners, scale)
     return _spread(places, (-1, 0, 1, 2), cubic_weights(places - np.floor(places)), size)
 
@@ -89,10 +92,8 @@ def _triangle(x: Any) -> Any:
     return np.where(x < 1, 1 - x, 0.0)
 
 
-def _keys(x: Any, a: float = -0.5) -> Any:
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+def _cubic(x: Any) -> Any:
+    return np.where(x < 1, _cubic_near(x, -0.5), np.where(x < 2, _cubic_far(x, -0.5), 0.0))
 
 
 def _applied(x: Array, matrices: Sequence[Weights]) -> Array:
@@ -109,41 +110,47 @@ def _outs(x: Array, n: int, output_size: Any, scales: Sequence[float | None]) ->
     return [math.floor(s * f) for s, f in zip(x.shape[-n:], scales, strict=True) if f is not None]
 
 
-def _register_weighted(name: str, n: int, weights: Callable[..., Weights]) -> None:
-    def at_scales(self: Array, output_size: Any, align_corners: bool, *scales: float | None, **named: Any) -> Array:
-        """To a size, with the factors that it came from where they are known."""
+def _register(name: str, n: int, resized: Callable[..., Array], *, aligns: bool) -> None:
+    """Register both overloads of an upsampling operation over the last n axes.
+
+    Args:
+        name: the operation's name.
+        n: number of resized axes.
+        resized: (x, output sizes, scale factors or None, align_corners) -> the resized tensor.
+        aligns: whether the operation's schema has `align_corners` after `output_size`.
+    """
+
+    def default(self: Array, output_size: Any, *arguments: Any, **named: Any) -> Array:
+        corners, scales = (arguments[0], arguments[1:]) if aligns else (False, arguments)
         factors = [*scales, *named.values()]
         factors += [None] * (n - len(factors))
-        sizes = zip(self.shape[-n:], _outs(self, n, output_size, factors), factors, strict=True)
-        return _applied(self, [weights(size, out, align_corners, f) for size, out, f in sizes])
+        return resized(self, _outs(self, n, output_size, factors), factors, corners)
 
-    def by_factors(input: Array, output_size: Any, align_corners: bool, scale_factors: Any) -> Array:
-        """To a size or by factors."""
+    def vec(input: Array, output_size: Any, *arguments: Any) -> Array:
+        *corners, scale_factors = arguments
         factors = [None] * n if scale_factors is None else list(scale_factors)
-        return at_scales(input, _outs(input, n, output_size, factors), align_corners, *factors)
+        return resized(input, _outs(input, n, output_size, factors), factors, *(corners or (False,)))
 
-    register_op(f"aten.{name}.default")(at_scales)
-    register_op(f"aten.{name}.vec")(by_factors)
+    register_op(f"aten.{name}.default")(default)
+    register_op(f"aten.{name}.vec")(vec)
+
+
+def _register_weighted(name: str, n: int, weights: Callable[..., Weights]) -> None:
+    def resized(x: Array, outs: Sequence[int], factors: Sequence[float | None], align_corners: bool) -> Array:
+        sizes = zip(x.shape[-n:], outs, factors, strict=True)
+        return _applied(x, [weights(size, out, align_corners, factor) for size, out, factor in sizes])
+
+    _register(name, n, resized, aligns=True)
 
 
 def _register_nearest(name: str, n: int, exact: bool) -> None:
-    def at_scales(self: Array, output_size: Any, *scales: float | None, **named: Any) -> Array:
-        """The nearest entry's value."""
-        factors = [*scales, *named.values()]
-        factors += [None] * (n - len(factors))
-        outs = _outs(self, n, output_size, factors)
+    def resized(x: Array, outs: Sequence[int], factors: Sequence[float | None], align_corners: bool) -> Array:
         for i, (out, factor) in enumerate(zip(outs, factors, strict=True)):
-            axis = self.ndim - n + i
-            self = jnp.take(self, _nearest_places(self.shape[axis], out, factor, exact), axis=axis)
-        return self
+            axis = x.ndim - n + i
+            x = jnp.take(x, _nearest_places(x.shape[axis], out, factor, exact), axis=axis)
+        return x
 
-    def by_factors(input: Array, output_size: Any, scale_factors: Any) -> Array:
-        """To a size or by factors."""
-        factors = [None] * n if scale_factors is None else list(scale_factors)
-        return at_scales(input, _outs(input, n, output_size, factors), *factors)
-
-    register_op(f"aten.{name}.default")(at_scales)
-    register_op(f"aten.{name}.vec")(by_factors)
+    _register(name, n, resized, aligns=False)
 
 
 _register_weighted("upsample_linear1d", 1, linear)
@@ -151,14 +158,14 @@ _register_weighted("upsample_bilinear2d", 2, linear)
 _register_weighted("upsample_trilinear3d", 3, linear)
 _register_weighted("upsample_bicubic2d", 2, cubic)
 _register_weighted("_upsample_bilinear2d_aa", 2, _antialiased(_triangle, 1.0))
-_register_weighted("_upsample_bicubic2d_aa", 2, _antialiased(_keys, 2.0))
+_register_weighted("_upsample_bicubic2d_aa", 2, _antialiased(_cubic, 2.0))
 for _n in (1, 2, 3):
     _register_nearest(f"upsample_nearest{_n}d", _n, exact=False)
     _register_nearest(f"_upsample_nearest_exact{_n}d", _n, exact=True)
 
 
 def _reflect(x: Array, low2: int, high2: int) -> Array:
-    """Fold coordinates back between low2 / 2 and high2 / 2."""
+    """Return coordinates reflected into [low2 / 2, high2 / 2]."""
     if low2 == high2:
         return jnp.zeros_like(x)
     low, span = low2 / 2, (high2 - low2) / 2
@@ -173,7 +180,7 @@ def _clipped(x: Array, size: int) -> Array:
 
 
 def _placed(grid: Array, size: int, padding_mode: int, align_corners: bool) -> Array:
-    """Return coordinates in [-1, 1] as places among `size` entries; padding mode 1 is the border, 2 reflection."""
+    """Return coordinates in [-1, 1] as positions among `size` entries; padding mode 1 is border, 2 is reflection."""
     x = (grid + 1) / 2 * (size - 1) if align_corners else ((grid + 1) * size - 1) / 2
     return _bounded(x, size, padding_mode, align_corners)
 
@@ -188,7 +195,7 @@ def _bounded(x: Array, size: int, padding_mode: int, align_corners: bool) -> Arr
 
 
 def _looked_up(image: Array, places: Sequence[Array]) -> Array:
-    """Return image[n, :, *places[n]] as (N, C, *out), 0 outside."""
+    """Return image[n, :, *places[n]], (N, C, *out), and 0 outside of the image."""
     sizes = image.shape[2:]
     inside = jnp.ones(places[0].shape, jnp.bool_)
     index = []
@@ -202,7 +209,7 @@ def _looked_up(image: Array, places: Sequence[Array]) -> Array:
 
 @register_op("aten.grid_sampler_2d", "aten.grid_sampler_3d")
 def grid_sampler(input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Array:
-    """The image at points of a grid in [-1, 1]: bilinear (0), nearest (1) or bicubic (2)."""
+    """Return the image sampled at a grid in [-1, 1]: bilinear (0), nearest (1) or bicubic (2)."""
     sizes = input.shape[2:]
     columns = [grid[..., len(sizes) - 1 - i] for i in range(len(sizes))]
     if interpolation_mode == 2:

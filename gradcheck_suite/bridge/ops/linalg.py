@@ -1,4 +1,4 @@
-"""Decompositions and solutions of linear systems."""
+"""Matrix decompositions and solvers of linear systems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _no_error(x: Array) -> Array:
 
 @register_op("aten.linalg_cholesky_ex")
 def cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
-    """The triangular factor, and 0 for success."""
+    """Return the triangular factor, and 0 for success."""
     del check_errors
     lower = jnp.linalg.cholesky(self, symmetrize_input=True)
     return (jnp.conj(_t(lower)) if upper else lower), _no_error(self)
@@ -33,21 +33,21 @@ register_op("aten.cholesky")(lambda self, upper=False: cholesky_ex(self, upper=u
 
 @register_op("aten.linalg_inv_ex")
 def inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, Array]:  # noqa: N803  (the schema's name)
-    """The inverse, and 0 for success."""
+    """Return the inverse, and 0 for success."""
     del check_errors
     return jnp.linalg.inv(A), _no_error(A)
 
 
 @register_op("aten._linalg_det")
 def det(A: Array) -> tuple[Array, Array, Array]:  # noqa: N803
-    """The determinant; the factors that torch's backward uses are empty here."""
+    """Return the determinant; the factors that torch's backward reads are empty here."""
     nothing = jnp.zeros(0, A.dtype)
     return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype), nothing, nothing
 
 
 @register_op("aten._linalg_slogdet")
 def slogdet(A: Array) -> tuple[Array, Array, Array, Array]:  # noqa: N803
-    """Sign and logarithm of the determinant's size; the factors are empty here."""
+    """Return sign and log |determinant|; the factors that torch's backward reads are empty here."""
     nothing = jnp.zeros(0, A.dtype)
     sign, log = jnp.linalg.slogdet(A)
     return sign, log, nothing, nothing
@@ -69,7 +69,7 @@ def solve_ex(
     left: bool = True,
     check_errors: bool = False,
 ) -> tuple[Array, ...]:
-    """X with A X = B, or X A = B; the factors and flags of torch's backward are empty here."""
+    """Return X with A X = B, or X A = B; the factors that torch's backward reads are empty here."""
     del check_errors
     nothing = jnp.zeros(0, A.dtype)
     return _solved(A, B, left), nothing, nothing, _no_error(A)
@@ -84,7 +84,7 @@ def solve_triangular(
     left: bool = True,
     unitriangular: bool = False,
 ) -> Array:
-    """X with A X = B for a triangular A."""
+    """Return X with A X = B for a triangular A."""
     if not left:
         return _t(solve_triangular(_t(self), _t(B), upper=not upper, unitriangular=unitriangular))
     batch = jnp.broadcast_shapes(self.shape[:-2], B.shape[:-2])
@@ -100,14 +100,14 @@ def triangular_solve(
     transpose: bool = False,
     unitriangular: bool = False,
 ) -> tuple[Array, Array]:
-    """The same, in torch's older form; also A."""
+    """Return the solution for a triangular A, and A: the signature of `torch.triangular_solve`."""
     a, up = (jnp.conj(_t(A)) if jnp.iscomplexobj(A) else _t(A), not upper) if transpose else (A, upper)
     return solve_triangular(a, self, upper=up, unitriangular=unitriangular), A
 
 
 @register_op("aten.cholesky_solve")
 def cholesky_solve(self: Array, input2: Array, upper: bool = False, **_: Any) -> Array:
-    """X with L L' X = B, for the factor L."""
+    """Return X with L L' X = B for the Cholesky factor L."""
     lower = jnp.conj(_t(input2)) if upper else input2
     # torch reads a triangle, but differentiates as if it had read the whole matrix
     lower = lower + lax.stop_gradient(jnp.tril(lower) - lower)
@@ -116,13 +116,13 @@ def cholesky_solve(self: Array, input2: Array, upper: bool = False, **_: Any) ->
 
 @register_op("aten.cholesky_inverse")
 def cholesky_inverse(self: Array, upper: bool = False) -> Array:
-    """The inverse of L L', for the factor L."""
+    """Return the inverse of L L' for the Cholesky factor L."""
     return cholesky_solve(jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape), self, upper)
 
 
 @register_op("aten.linalg_qr")
 def qr(A: Array, mode: str = "reduced") -> tuple[Array, Array]:  # noqa: N803
-    """Q and R."""
+    """Return Q and R."""
     if mode == "r":
         return jnp.zeros(0, A.dtype), jnp.linalg.qr(A, mode="r")
     q, r = jnp.linalg.qr(A, mode=mode)
@@ -137,14 +137,14 @@ def svd(
     *,
     driver: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """U, the singular values and V'; U and V are defined up to signs only."""
+    """Return U, the singular values and V'; the signs of U's and V's columns are arbitrary."""
     del driver
     if not compute_uv:
         nothing = jnp.zeros(0, A.dtype)
         return nothing, jnp.linalg.svd(A, compute_uv=False), nothing
     u, s, v = jnp.linalg.svd(A, full_matrices=False)
     if full_matrices and A.shape[-1] != A.shape[-2]:
-        # the vectors of the null space have no derivative
+        # torch gives the null space's vectors no derivative
         whole_u, _, whole_v = jnp.linalg.svd(lax.stop_gradient(A), full_matrices=True)
         u = jnp.concatenate([u, whole_u[..., :, u.shape[-1] :]], axis=-1)
         v = jnp.concatenate([v, whole_v[..., v.shape[-2] :, :]], axis=-2)
@@ -153,7 +153,7 @@ def svd(
 
 @register_op("aten._linalg_eigh")
 def eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Array]:  # noqa: N803
-    """Eigenvalues in order and eigenvectors, which are defined up to signs only."""
+    """Return the eigenvalues in ascending order and the eigenvectors, whose signs are arbitrary."""
     triangle = jnp.tril(A) if UPLO == "L" else _t(jnp.triu(A)).conj()
     whole = triangle + jnp.conj(_t(jnp.tril(triangle, -1)))
     # torch reads a triangle, but differentiates as if it had read the whole matrix
@@ -163,5 +163,5 @@ def eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> tuple[Array, Arra
 
 @register_op("aten.linalg_matrix_exp")
 def matrix_exp(self: Array) -> Array:
-    """The exponential of square matrices."""
+    """Return the matrix exponential."""
     return scipy_linalg.expm(self)

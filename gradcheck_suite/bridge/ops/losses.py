@@ -1,4 +1,4 @@
-"""Losses that torch has one operation for; the others it builds from these and from arithmetic."""
+"""Losses that are one ATen operation; torch composes its other losses of these and of arithmetic."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MEAN, SUM = 1, 2
 
 
 def _reduced(items: Array, reduction: int) -> Array:
-    """Reduction 0 is none."""
+    """Return the mean (1) or the sum (2) of the item losses, or the item losses (0)."""
     return {MEAN: jnp.mean, SUM: jnp.sum}.get(reduction, lambda x: x)(items)
 
 
 @register_op("aten.mse_loss")
 def mse_loss(self: Array, target: Array, reduction: int = MEAN) -> Array:
-    """(x - t)^2."""
+    """Return (x - t)^2, reduced."""
     off = self - target
     return _reduced(off * off, reduction)
 
 
 @register_op("aten.smooth_l1_loss")
 def smooth_l1_loss(self: Array, target: Array, reduction: int = MEAN, beta: float = 1.0) -> Array:
-    """Quadratic within beta, linear beyond."""
+    """Return the smooth L1 loss: quadratic within beta, linear beyond."""
     off = self - target
     size = absolute(off)
     if beta == 0:
@@ -38,27 +38,27 @@ def smooth_l1_loss(self: Array, target: Array, reduction: int = MEAN, beta: floa
 
 @register_op("aten.huber_loss")
 def huber_loss(self: Array, target: Array, reduction: int = MEAN, delta: float = 1.0) -> Array:
-    """Quadratic within delta, linear beyond."""
+    """Return the Huber loss: quadratic within delta, linear beyond."""
     off = self - target
     size = absolute(off)
     return _reduced(jnp.where(size < delta, 0.5 * off * off, delta * (size - 0.5 * delta)), reduction)
 
 
 def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
-    """X (N, C, *rest), target (N, *rest)."""
+    """Return the loss and the sum of weights, for x (N, C, *rest) and target (N, *rest)."""
     valid = target != ignore_index
     index = jnp.where(valid, target, 0)
     picked = -jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
     share = jnp.ones((), x.dtype) if weight is None else weight[index]
     share = jnp.where(valid, share, 0)
-    # what is not counted must not reach the sum, even where it is infinite
+    # an ignored position's log-probability may be infinite and must not reach the sum
     items = jnp.where(valid, share * jnp.where(valid, picked, 0), 0)
     if reduction == 0:
         return items, jnp.zeros((), x.dtype)
     total = jnp.sum(share)
     if reduction == SUM:
         return jnp.sum(items), total
-    # of nothing the mean is NaN and its gradient 0
+    # the mean of no valid targets is NaN, and its gradient is 0
     empty = lax.stop_gradient(jnp.sum(items)) * jnp.nan
     none = ~jnp.any(valid)
     return jnp.where(none, empty, jnp.sum(items) / jnp.where(none, 1, total)), total
@@ -68,7 +68,7 @@ def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_i
 def nll_loss_forward(
     self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
 ) -> tuple[Array, Array]:
-    """-x[target], weighted by class; also the sum of the weights. x is (N, C) or (C,)."""
+    """Return -x[target] weighted by class, and the sum of the weights; x is (N, C) or (C,)."""
     if self.ndim == 1:
         items, total = _nll(self[None], target.reshape(1), weight, reduction, ignore_index)
         return (items.reshape(()), total)
@@ -79,15 +79,16 @@ def nll_loss_forward(
 def nll_loss2d_forward(
     self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
 ) -> tuple[Array, Array]:
-    """The same for x (N, C, H, W)."""
+    """Return `nll_loss_forward` for x (N, C, H, W)."""
     return _nll(self, target, weight, reduction, ignore_index)
 
 
 @register_op("aten.binary_cross_entropy")
 def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None, reduction: int = MEAN) -> Array:
-    """-(t log x + (1 - t) log(1 - x)), the logarithms at least -100; torch divides the gradient by max(x(1-x), 1e-12).
+    """Return -(t log x + (1 - t) log(1 - x)) with logarithms of at least -100.
 
-    Where a logarithm is cut off torch's gradient is not the derivative of its value: it is followed.
+    The gradient is torch's, (x - t) / max(x (1 - x), 1e-12), which is not the derivative of the value where a logarithm
+    is clamped.
     """
     value = lax.stop_gradient(
         -(target * jnp.maximum(jnp.log(self), -100) + (1 - target) * jnp.maximum(jnp.log1p(-self), -100))
@@ -108,7 +109,7 @@ def binary_cross_entropy_with_logits(
     pos_weight: Array | None = None,
     reduction: int = MEAN,
 ) -> Array:
-    """The same of sigmoid(x), without overflow."""
+    """Return the binary cross-entropy of sigmoid(x), without overflow."""
     rest = log_sigmoid(self)
     if pos_weight is not None:
         rest = (1 + (pos_weight - 1) * target) * rest
@@ -118,7 +119,7 @@ def binary_cross_entropy_with_logits(
 
 @register_op("aten.soft_margin_loss")
 def soft_margin_loss(self: Array, target: Array, reduction: int = MEAN) -> Array:
-    """log(1 + e^(-t x))."""
+    """Return log(1 + e^(-t * x)), reduced."""
     return _reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
 
 
@@ -126,7 +127,7 @@ def soft_margin_loss(self: Array, target: Array, reduction: int = MEAN) -> Array
 def multi_margin_loss(
     self: Array, target: Array, p: Any = 1, margin: Any = 1, weight: Array | None = None, reduction: int = MEAN
 ) -> Array:
-    """Sum over the other classes of max(0, margin - x[t] + x[c])^p, over the number of classes."""
+    """Return the sum over c != t of max(0, margin - x[t] + x[c])^p, divided by the number of classes."""
     x, t = jnp.atleast_2d(self), jnp.atleast_1d(target)
     off = margin - jnp.take_along_axis(x, t[:, None], axis=1) + x
     counted = (off > 0) & (jnp.arange(x.shape[1]) != t[:, None])
@@ -139,7 +140,7 @@ def multi_margin_loss(
 
 @register_op("aten.multilabel_margin_loss_forward")
 def multilabel_margin_loss_forward(self: Array, target: Array, reduction: int) -> tuple[Array, Array]:
-    """Over the targets up to the first -1, and over all other classes; also which classes are targets."""
+    """Return the margin loss between the targets before the first -1 and all other classes, and the mask of targets."""
     x, t = jnp.atleast_2d(self), jnp.atleast_2d(target)
     named = jnp.cumprod(t >= 0, axis=1).astype(jnp.bool_)
     index = jnp.where(named, t, 0)
@@ -160,11 +161,11 @@ def ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[Array, Array]:
-    """-log of the probability of all alignments, (N,); log_probs is (T, N, C), targets (N, S) or joined, (sum S,).
+    """Return -log of the probability of all alignments, (N,), for log_probs (T, N, C) and targets (N, S) or (sum S,).
 
-    The second result serves torch's backward alone.
+    Only torch's backward reads the second result; it is empty here.
     """
-    del zero_infinity  # torch applies it in the gradient of what it returns here, and outside
+    del zero_infinity  # torch zeroes infinities after this operation and in its backward
     times, batch, _ = log_probs.shape
     lengths, inputs = jnp.asarray(target_lengths), jnp.asarray(input_lengths)
     if targets.ndim == 1:

@@ -1,4 +1,4 @@
-"""Normalisation over features, groups, batches. Running statistics come back as results, never as writes."""
+"""Normalisation over features, groups and batches. New running statistics are returned, never written in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcheck_suite.bridge.table import register_op
 
 
 def _standardised(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
-    """Return (x - mean) * rstd, mean and rstd, axes kept."""
+    """Return (x - mean) * rstd, mean and rstd, the reduced axes kept with length 1."""
     mean = jnp.mean(x, axis=axes, keepdims=True)
     off = x - mean
     rstd = 1 / jnp.sqrt(jnp.mean(off * off, axis=axes, keepdims=True) + eps)
@@ -31,7 +31,7 @@ def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
 def native_layer_norm(
     input: Array, normalized_shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
-    """Over the last axes; also mean and reciprocal deviation."""
+    """Return the layer norm over the last axes, the mean and the reciprocal standard deviation."""
     axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     out, mean, rstd = _standardised(input, axes, eps)
     return _affine(out, weight, bias), mean, rstd
@@ -41,7 +41,7 @@ def native_layer_norm(
 def fused_rms_norm(
     input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None
 ) -> tuple[Array, Array]:
-    """X / sqrt(mean x^2 + eps) over the last axes; eps is the machine's where none is given."""
+    """Return x / sqrt(mean x^2 + eps) over the last axes; eps defaults to the dtype's machine epsilon."""
     axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
     eps = float(jnp.finfo(input.dtype).eps) if eps is None else eps
     rstd = 1 / jnp.sqrt(jnp.mean(input * input, axis=axes, keepdims=True) + eps)
@@ -59,7 +59,7 @@ def native_group_norm(
     group: int,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    """Over each group of channels; also mean and reciprocal deviation, (N, group)."""
+    """Return the group norm, and mean and reciprocal standard deviation of (N, group)."""
     out, mean, rstd = _standardised(input.reshape(N, group, C // group * HxW), (2,), eps)
     shape = (1, C, *[1] * (input.ndim - 2))
     out = out.reshape(input.shape)
@@ -116,7 +116,7 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Over the batch, or by running statistics; the new ones are the last two results."""
+    """Return the batch norm by batch or running statistics; the last two results are the new running statistics."""
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -124,7 +124,7 @@ def batch_norm_functional(
 def batch_norm_without_statistics(
     input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
 ) -> tuple[Any, ...]:
-    """Over the batch, with no running statistics."""
+    """Return the batch norm by batch statistics, without running ones."""
     return _batch_norm(input, weight, bias, None, None, training, momentum, eps)[:3]
 
 
@@ -138,7 +138,7 @@ def batch_norm_no_training(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """By running statistics."""
+    """Return the batch norm by running statistics."""
     return _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
 
 
@@ -153,7 +153,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Over the batch, or by running statistics, which it does not update."""
+    """Return the batch norm by batch or running statistics, which it does not update."""
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
 
 
@@ -167,14 +167,14 @@ def batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    """Over the batch; output, mean, rstd, a reserve of torch's own, and the new running statistics."""
+    """Return the batch norm, its mean and rstd, an empty reserve buffer and the new running statistics."""
     out, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
     return out, mean, rstd, jnp.zeros(0, jnp.uint8), *running
 
 
 @register_op("aten._weight_norm_interface")
 def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
-    """G v / |v|, the norm taken over all axes but `dim`; also the norm, without its gradient."""
+    """Return g * v / |v| with the norm over all axes but `dim`, and the detached norm."""
     axes = tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     norm = jnp.sqrt(jnp.sum(v * v, axis=axes, keepdims=True))
     return v * (g / norm), lax.stop_gradient(norm)
@@ -182,7 +182,7 @@ def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
 
 @register_op("aten.renorm")
 def renorm(self: Array, p: Any, dim: int, maxnorm: Any) -> Array:
-    """Slices along `dim` scaled down to a norm of at most `maxnorm`."""
+    """Return the slices along `dim` scaled down to a norm of at most `maxnorm`."""
     axes = tuple(a for a in range(self.ndim) if a != dim % self.ndim)
     norm = vector_norm(self, p, axes, keepdim=True)
     return jnp.where(norm > maxnorm, self * (maxnorm / (norm + 1e-7)), self)

@@ -1,4 +1,4 @@
-"""Padding: with a constant, by reflection, by the border's value. Circular padding is slices by the time it is here."""
+"""Constant, reflection and replication padding. Export decomposes circular padding into slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcheck_suite.bridge.table import register_op
 
 @register_op("aten.constant_pad_nd")
 def constant_pad_nd(self: Array, pad: Sequence[int], value: Any = 0) -> Array:
-    """Pairs (before, after) from the last axis on; negative ones cut away."""
+    """Return self padded by (before, after) pairs, the last axis first; negative widths crop."""
     widths = [(0, 0, 0)] * self.ndim
     for i in range(len(pad) // 2):
         widths[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
@@ -23,7 +23,7 @@ def constant_pad_nd(self: Array, pad: Sequence[int], value: Any = 0) -> Array:
 
 
 def _taken(self: Array, padding: Sequence[int], place: Any) -> Array:
-    """Take, along each padded axis, entries at `place(positions, length)`."""
+    """Return the entries at `place(positions, length)` along each padded axis."""
     for i in range(len(padding) // 2):
         axis = self.ndim - 1 - i
         length = self.shape[axis]
@@ -39,11 +39,11 @@ def _reflected(positions: Any, length: int) -> Any:
 
 @register_op("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d")
 def reflection_pad(self: Array, padding: Sequence[int]) -> Array:
-    """By reflection at the border's entry."""
+    """Return self padded by reflection at the border entries."""
     return _taken(self, padding, _reflected)
 
 
 @register_op("aten.replication_pad1d", "aten.replication_pad2d", "aten.replication_pad3d")
 def replication_pad(self: Array, padding: Sequence[int]) -> Array:
-    """By the border's entry."""
+    """Return self padded with copies of the border entries."""
     return _taken(self, padding, lambda positions, length: np.clip(positions, 0, length - 1))

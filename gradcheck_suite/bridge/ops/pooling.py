@@ -1,4 +1,4 @@
-"""Pooling. Windows are gathered, so that one rule serves every argument and the maximum's gradient has one place."""
+"""Pooling. Windows are gathered, so one rule serves all arguments and one entry gets a maximum's gradient."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ import numpy.typing as npt
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_inexact
+from gradcheck_suite.bridge.ops.convolution import per_axis
 from gradcheck_suite.bridge.table import register_op
 
 Places = npt.NDArray[np.int64]
 
 
-def _each(value: Any, n: int) -> list[Any]:
-    values = [value] if isinstance(value, int) else list(value)
-    return values * n if len(values) == 1 else values
-
-
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Places:
-    """Return the place of each tap of each window, (windows, kernel); outside [0, size) is padding."""
+    """Return the input index of each kernel element, (windows, kernel); indices outside [0, size) are padding."""
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-span // stride) if ceil_mode else span // stride) + 1
     if ceil_mode and (count - 1) * stride >= size + padding:
@@ -32,7 +28,7 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 
 def _adaptive(size: int, out: int) -> Places:
-    """Return the places of adaptive pooling's windows, (out, longest); -1 fills the shorter ones."""
+    """Return the input indices of adaptive pooling's windows, (out, longest); -1 pads the shorter windows."""
     starts = [i * size // out for i in range(out)]
     ends = [-(-(i + 1) * size // out) for i in range(out)]
     longest = max((e - s for s, e in zip(starts, ends, strict=True)), default=0)
@@ -42,7 +38,7 @@ def _adaptive(size: int, out: int) -> Places:
 
 
 def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, Places]:
-    """Return (..., *windows, taps) of the last axes of x, and each tap's flat place there, (*windows, taps)."""
+    """Return the windows over x's last axes, (..., *windows, taps), and each tap's flat index, (*windows, taps)."""
     n = len(places)
     spatial = x.shape[x.ndim - n :]
     flat: Any = np.zeros((1,) * (2 * n), np.int64)
@@ -76,15 +72,15 @@ def _max_pool(n: int) -> None:
         dilation: Any = 1,
         ceil_mode: bool = False,
     ) -> tuple[Array, Array]:
-        """The largest of each window and its place; among equals the first."""
-        kernel = _each(kernel_size, n)
-        stride = _each(stride, n) if stride not in ((), []) else kernel
-        arguments = zip(self.shape[-n:], kernel, stride, _each(padding, n), _each(dilation, n), strict=True)
+        """Return the maximum of each window and its index; the first of equal maxima wins."""
+        kernel = per_axis(kernel_size, n)
+        stride = per_axis(stride, n) if stride not in ((), []) else kernel
+        arguments = zip(self.shape[-n:], kernel, stride, per_axis(padding, n), per_axis(dilation, n), strict=True)
         return _max(self, [_windows(*each, ceil_mode) for each in arguments])
 
     def adaptive(self: Array, output_size: Any) -> tuple[Array, Array]:
-        """The largest of windows that share out the input evenly."""
-        sizes = zip(self.shape[-n:], _each(output_size, n), strict=True)
+        """Return the maximum of each adaptive window and its index."""
+        sizes = zip(self.shape[-n:], per_axis(output_size, n), strict=True)
         return _max(self, [_adaptive(size, size if out is None else out) for size, out in sizes])
 
     if n > 1:  # torch builds one dimension from two
@@ -102,9 +98,9 @@ def _avg_pool(n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Array:
-        """The mean of each window; what it divides by counts padding or not, or is given."""
-        kernel, pads = _each(kernel_size, n), _each(padding, n)
-        stride = _each(stride, n) if stride not in ((), []) else kernel
+        """Return the mean of each window; the divisor includes padding, excludes it, or is given."""
+        kernel, pads = per_axis(kernel_size, n), per_axis(padding, n)
+        stride = per_axis(stride, n) if stride not in ((), []) else kernel
         sizes = self.shape[-n:]
         places = [_windows(s, k, t, p, 1, ceil_mode) for s, k, t, p in zip(sizes, kernel, stride, pads, strict=True)]
         total = jnp.sum(_gathered(self, places, 0)[0], axis=-1)
@@ -118,9 +114,9 @@ def _avg_pool(n: int) -> None:
         return total / jnp.asarray(count, self.dtype)
 
     def adaptive(self: Array, output_size: Any) -> Array:
-        """Means over windows that share out the input evenly."""
+        """Return the mean of each adaptive window."""
         sizes = self.shape[-n:]
-        outs = [s if o is None else o for s, o in zip(sizes, _each(output_size, n), strict=True)]
+        outs = [s if o is None else o for s, o in zip(sizes, per_axis(output_size, n), strict=True)]
         places = [_adaptive(s, o) for s, o in zip(sizes, outs, strict=True)]
         count: Any = np.ones((1,) * n)
         for axis, where in enumerate(places):
@@ -141,7 +137,7 @@ for _n in (1, 2, 3):
 def max_unpool(
     self: Array, indices: Array, output_size: Sequence[int], stride: Any = None, padding: Any = None
 ) -> Array:
-    """Each entry at the place that `indices` gives it, zeros elsewhere."""
+    """Return zeros with each entry written at its index of the flattened output."""
     del stride, padding
     n = len(output_size)
     lead = self.shape[: self.ndim - n]
@@ -149,6 +145,6 @@ def max_unpool(
     where = indices.reshape(flat.shape)
     out = jnp.zeros((flat.shape[0], int(np.prod(output_size))), self.dtype)
     written = out.at[jnp.arange(flat.shape[0])[:, None], where].set(lax.stop_gradient(flat))
-    # torch's gradient is that of the place, also for an entry that another one overwrote there
+    # torch hands an overwritten entry the gradient of its index, too
     linear = out.at[jnp.arange(flat.shape[0])[:, None], where].add(flat)
     return (written + (linear - lax.stop_gradient(linear))).reshape(*lead, *output_size)

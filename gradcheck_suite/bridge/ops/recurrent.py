@@ -1,4 +1,4 @@
-"""Recurrent layers: a scan over time of one cell. Gates are in torch's order."""
+"""Recurrent layers: a scan of one cell over time. Gates are in torch's order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _split(weights: tuple[Array, ...]) -> tuple[Array, Array, Array | None, Arra
 
 
 def lstm_step(state: State, x: Array, weights: tuple[Array, ...]) -> tuple[State, Array]:
-    """Input, forget, cell and output gates."""
+    """Return the next (h, c) and h; the gates are input, forget, cell and output."""
     (h, c), (w_ih, w_hh, b_ih, b_hh, w_hr) = state, _split(weights)
     i, f, g, o = jnp.split(_affine(x, w_ih, b_ih) + _affine(h, w_hh, b_hh), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -42,7 +42,7 @@ def lstm_step(state: State, x: Array, weights: tuple[Array, ...]) -> tuple[State
 
 
 def gru_step(state: State, x: Array, weights: tuple[Array, ...]) -> tuple[State, Array]:
-    """Reset, update and new gates."""
+    """Return the next (h,) and h; the gates are reset, update and new."""
     (h,), (w_ih, w_hh, b_ih, b_hh, _) = state, _split(weights)
     r_x, z_x, n_x = jnp.split(_affine(x, w_ih, b_ih), 3, axis=-1)
     r_h, z_h, n_h = jnp.split(_affine(h, w_hh, b_hh), 3, axis=-1)
@@ -58,13 +58,13 @@ def _plain(state: State, x: Array, weights: tuple[Array, ...]) -> Array:
 
 
 def tanh_step(state: State, x: Array, weights: tuple[Array, ...]) -> tuple[State, Array]:
-    """tanh(W x + U h)."""
+    """Return h = tanh(W x + U h), as the state and as the output."""
     h = jnp.tanh(_plain(state, x, weights))
     return (h,), h
 
 
 def relu_step(state: State, x: Array, weights: tuple[Array, ...]) -> tuple[State, Array]:
-    """max(0, W x + U h), its gradient at 0 being 0."""
+    """Return h = max(0, W x + U h), as the state and as the output; the gradient at 0 is 0."""
     h = _plain(state, x, weights)
     h = jnp.where(h <= 0, 0, h)
     return (h,), h
@@ -112,14 +112,14 @@ def _layers(
 
 @register_op("aten.lstm.input")
 def lstm(input: Array, hx: Sequence[Array], params: Sequence[Array], *arguments: Any) -> tuple[Array, ...]:
-    """Outputs, and the last h and c."""
+    """Return the outputs of all steps and the last h and c."""
     out, states = _layers(lstm_step, input, hx, params, *arguments)
     return out, *states
 
 
 def _one_state(name: str, cell: Cell) -> None:
     def layers(input: Array, hx: Array, params: Sequence[Array], *arguments: Any) -> tuple[Array, ...]:
-        """Outputs, and the last h."""
+        """Return the outputs of all steps and the last h."""
         out, states = _layers(cell, input, [hx], params, *arguments)
         return out, *states
 
@@ -139,7 +139,7 @@ def _cell_weights(w_ih: Array, w_hh: Array, b_ih: Array | None, b_hh: Array | No
 def lstm_cell(
     input: Array, hx: Sequence[Array], w_ih: Array, w_hh: Array, b_ih: Array | None = None, b_hh: Array | None = None
 ) -> tuple[Array, ...]:
-    """One step: h and c."""
+    """Return h and c after one step."""
     return lstm_step(tuple(hx), input, _cell_weights(w_ih, w_hh, b_ih, b_hh))[0]
 
 
@@ -147,7 +147,7 @@ def _register_cell(name: str, cell: Cell) -> None:
     def one(
         input: Array, hx: Array, w_ih: Array, w_hh: Array, b_ih: Array | None = None, b_hh: Array | None = None
     ) -> Array:
-        """One step: h."""
+        """Return h after one step."""
         return cell((hx,), input, _cell_weights(w_ih, w_hh, b_ih, b_hh))[1]
 
     register_op(name)(one)

@@ -1,4 +1,4 @@
-"""Sums, products, extremes and norms over axes."""
+"""Sums, products, extrema and norms over axes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_float, is_inexact, jax_dtype
+from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_inexact, jax_dtype
 from gradcheck_suite.bridge.table import register_op
 
 Dims = int | Sequence[int] | None
 
 
 def axes_of(x: Array, dim: Dims) -> tuple[int, ...]:
-    """Return the axes that torch's `dim` means: none and an empty list are all of them."""
+    """Return the axes that torch's `dim` names: None and an empty list name all axes."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return () if x.ndim == 0 else tuple(d % x.ndim for d in dims)
 
 
-def _summed(self: Array, dtype: torch.dtype | None) -> Array:
+def as_accumulated(self: Array, dtype: torch.dtype | None) -> Array:
+    """Return self in the dtype of torch's sums and products: int64 for integers and booleans if none is given."""
     if dtype is not None:
         return self.astype(jax_dtype(dtype))
     return self if is_inexact(self) else self.astype(jnp.int64)
@@ -32,8 +33,8 @@ def _summed(self: Array, dtype: torch.dtype | None) -> Array:
 
 @register_op("aten.sum.dim_IntList")
 def sum_(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Integers and booleans are summed as int64."""
-    return jnp.sum(_summed(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
+    """Return the sum; integers and booleans are summed as int64."""
+    return jnp.sum(as_accumulated(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
 
 
 register_op("aten.sum.default")(lambda self, dtype=None: sum_(self, None, False, dtype))
@@ -41,8 +42,8 @@ register_op("aten.sum.default")(lambda self, dtype=None: sum_(self, None, False,
 
 @register_op("aten.nansum")
 def nansum(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Sum, NaN counting as 0."""
-    x = _summed(self, dtype)
+    """Return the sum with NaN replaced by 0."""
+    x = as_accumulated(self, dtype)
     return jnp.sum(jnp.where(jnp.isnan(x), 0, x), axis=axes_of(self, dim), keepdims=keepdim)
 
 
@@ -52,7 +53,7 @@ def _count(x: Array, axes: Sequence[int]) -> int:
 
 @register_op("aten.mean.dim")
 def mean(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """The mean; NaN of nothing."""
+    """Return the mean, which is NaN for no entries."""
     x = self if dtype is None else self.astype(jax_dtype(dtype))
     axes = axes_of(x, dim)
     return jnp.sum(x, axis=axes, keepdims=keepdim) / jnp.asarray(_count(x, axes), x.dtype)
@@ -63,22 +64,22 @@ register_op("aten.mean.default")(lambda self, dtype=None: mean(self, None, False
 
 @register_op("aten.prod.dim_int")
 def prod(self: Array, dim: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """The product; its gradient is right where factors are 0."""
-    return jnp.prod(_summed(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
+    """Return the product; its gradient is right where factors are 0, too."""
+    return jnp.prod(as_accumulated(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
 
 
-register_op("aten.prod.default")(lambda self, dtype=None: jnp.prod(_summed(self, dtype)))
+register_op("aten.prod.default")(lambda self, dtype=None: jnp.prod(as_accumulated(self, dtype)))
 
 
 @register_op("aten.amax")
 def amax(self: Array, dim: Dims = (), keepdim: bool = False) -> Array:
-    """The largest; equals share the gradient."""
+    """Return the maximum; equal maxima share the gradient evenly."""
     return jnp.max(self, axis=axes_of(self, dim), keepdims=keepdim)
 
 
 @register_op("aten.amin")
 def amin(self: Array, dim: Dims = (), keepdim: bool = False) -> Array:
-    """The smallest; equals share the gradient."""
+    """Return the minimum; equal minima share the gradient evenly."""
     return jnp.min(self, axis=axes_of(self, dim), keepdims=keepdim)
 
 
@@ -88,7 +89,7 @@ register_op("aten.min.default")(lambda self: amin(self))
 
 @register_op("aten.aminmax")
 def aminmax(self: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """The smallest and the largest."""
+    """Return the minimum and the maximum."""
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
@@ -107,13 +108,13 @@ def _selected(x: Array, dim: int, keepdim: bool, which: Any) -> tuple[Array, Arr
 
 @register_op("aten.max.dim")
 def max_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """The largest and its index; only that one has a gradient."""
+    """Return the maximum and its index; only the entry at that index gets the gradient."""
     return _selected(self, dim, keepdim, jnp.argmax)
 
 
 @register_op("aten.min.dim")
 def min_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """The smallest and its index; only that one has a gradient."""
+    """Return the minimum and its index; only the entry at that index gets the gradient."""
     return _selected(self, dim, keepdim, jnp.argmin)
 
 
@@ -125,13 +126,13 @@ def _arg(self: Array, dim: int | None, keepdim: bool, which: Any) -> Array:
 
 @register_op("aten.argmax")
 def argmax(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """The index of the first of the largest."""
+    """Return the index of the first maximum."""
     return _arg(self, dim, keepdim, jnp.argmax)
 
 
 @register_op("aten.argmin")
 def argmin(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """The index of the first of the smallest."""
+    """Return the index of the first minimum."""
     return _arg(self, dim, keepdim, jnp.argmin)
 
 
@@ -141,25 +142,25 @@ def _of_booleans(self: Array, result: Array) -> Array:
 
 @register_op("aten.any")
 def any_(self: Array, dim: Dims = None, keepdim: bool = False) -> Array:
-    """Whether one is not zero; uint8 of uint8."""
+    """Return whether any entry is nonzero, as uint8 for a uint8 tensor."""
     return _of_booleans(self, jnp.any(self != 0, axis=axes_of(self, dim), keepdims=keepdim))
 
 
 @register_op("aten.all")
 def all_(self: Array, dim: Dims = None, keepdim: bool = False) -> Array:
-    """Whether none is zero; uint8 of uint8."""
+    """Return whether all entries are nonzero, as uint8 for a uint8 tensor."""
     return _of_booleans(self, jnp.all(self != 0, axis=axes_of(self, dim), keepdims=keepdim))
 
 
 @register_op("aten.count_nonzero")
 def count_nonzero(self: Array, dim: Dims = None) -> Array:
-    """How many are not zero."""
+    """Return the number of nonzero entries."""
     return jnp.sum(self != 0, axis=axes_of(self, dim), dtype=jnp.int64)
 
 
 @register_op("aten.logsumexp")
 def logsumexp(self: Array, dim: Dims, keepdim: bool = False) -> Array:
-    """Log sum e^x; -infinity of nothing but -infinity."""
+    """Return log sum e^x, which is -infinity where all entries are."""
     x = self if is_inexact(self) else self.astype(default_float())
     axes = axes_of(x, dim)
     if x.size == 0:
@@ -174,14 +175,10 @@ def logsumexp(self: Array, dim: Dims, keepdim: bool = False) -> Array:
 def vector_norm(
     self: Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Array:
-    """(sum |x|^ord)^(1/ord); where the norm is 0 so is its gradient."""
+    """Return (sum |x|^ord)^(1/ord); the gradient is 0 where the norm is 0."""
     x = self if dtype is None else self.astype(jax_dtype(dtype))
     axes, order = axes_of(x, dim), float(ord)
-    if is_complex(x):
-        nought = x == 0
-        size = jnp.where(nought, 0, jnp.abs(jnp.where(nought, 1, x)))
-    else:
-        size = absolute(x) if is_float(x) else jnp.abs(x)
+    size = absolute(x)
     if order == 0:
         return jnp.sum(lax.stop_gradient(size != 0), axis=axes, keepdims=keepdim, dtype=size.dtype)
     if order == 1:

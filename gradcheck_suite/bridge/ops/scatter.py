@@ -1,4 +1,4 @@
-"""Writing by index: the value of every entry, and the gradient of what was overwritten, which is 0."""
+"""Writes by index. An overwritten entry gets gradient 0."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _position(indices: Sequence[Array | None]) -> int:
 
 @register_op("aten.index_put", "aten._unsafe_index_put")
 def index_put(self: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
-    """Self with self[i, j, ...] replaced by the values, or added to."""
+    """Return self with self[i, j, ...] replaced by the values, or the values added to it."""
     given = [tensor for tensor in indices if tensor is not None]
     if len(given) == 1 and given[0].dtype == jnp.bool_ and values.size == 1:
-        # one value for all: no need to know how many places there are
+        # a single value needs no count of the True entries, so the mask may be traced
         behind = self.ndim - _position(indices) - given[0].ndim
         value = values.reshape(()).astype(self.dtype)
         mask = given[0].reshape(*given[0].shape, *[1] * behind)
@@ -53,13 +53,13 @@ def _scattered(self: Array, dim: int, index: Array, src: Any, how: str) -> Array
 
 @register_op("aten.scatter.src", "aten.scatter.value")
 def scatter(self: Array, dim: int, index: Array, src: Any = None, value: Any = None) -> Array:
-    """Self with self[index[i, j], j] = src[i, j] for dim 0."""
+    """Return self with self[index[i, j], j] = src[i, j] for dim 0."""
     return _scattered(self, dim, index, value if src is None else src, "set")
 
 
 @register_op("aten.scatter_add")
 def scatter_add(self: Array, dim: int, index: Array, src: Array) -> Array:
-    """Self with self[index[i, j], j] += src[i, j] for dim 0."""
+    """Return self with self[index[i, j], j] += src[i, j] for dim 0."""
     return _scattered(self, dim, index, src, "add")
 
 
@@ -67,13 +67,13 @@ def scatter_add(self: Array, dim: int, index: Array, src: Array) -> Array:
 def scatter_reduce_old(
     self: Array, dim: int, index: Array, src: Any = None, *, reduce: str, value: Any = None
 ) -> Array:
-    """Scatter that adds or multiplies."""
+    """Return `scatter` that adds or multiplies in place of replacing."""
     how = {"add": "add", "multiply": "multiply"}[reduce]
     return _scattered(self, dim, index, value if src is None else src, how)
 
 
 def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
-    """Self times the entries of src that the index sends to each place, with a right gradient where factors are 0."""
+    """Return self times the entries of src whose index points to it; the gradient is right where factors are 0."""
     if self.ndim == 0:
         return _multiplied(self.reshape(1), 0, index.reshape(-1), src.reshape(-1)).reshape(())
     dim = dim % self.ndim
@@ -85,7 +85,7 @@ def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
 
 
 def _reduced(self: Array, dim: int, index: Array, src: Array, reduce: str, include_self: bool) -> Array:
-    """Torch's scatter_reduce, its gradients those of torch: equals share, products over the others."""
+    """Return torch's scatter_reduce with torch's gradients: equal extrema share the gradient evenly."""
     neutral = {"sum": 0, "mean": 0, "prod": 1}
     if reduce in neutral:
         start = self if include_self else _scattered(self, dim, index, neutral[reduce], "set")
@@ -125,7 +125,7 @@ def _reduced(self: Array, dim: int, index: Array, src: Array, reduce: str, inclu
 
 @register_op("aten.scatter_reduce.two")
 def scatter_reduce(self: Array, dim: int, index: Array, src: Array, reduce: str, include_self: bool = True) -> Array:
-    """Sum, prod, mean, amax or amin of the entries that an index sends to one place."""
+    """Return the sum, prod, mean, amax or amin of the entries whose index points to the same element."""
     if index.size == 0:
         return self
     return _reduced(self, dim, index, src, reduce, include_self)
@@ -145,19 +145,19 @@ def _at(self: Array, dim: int, index: Array, source: Array, how: str, alpha: Any
 
 @register_op("aten.index_add")
 def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Any = 1) -> Array:
-    """Self with slices added to those that an index names."""
+    """Return self with `source`'s slices added at these indices."""
     return _at(self, dim, index, source, "add", alpha)
 
 
 @register_op("aten.index_copy")
 def index_copy(self: Array, dim: int, index: Array, source: Array) -> Array:
-    """Self with slices replaced."""
+    """Return self with the slices at these indices replaced by `source`'s."""
     return _at(self, dim, index, source, "set")
 
 
 @register_op("aten.index_fill")
 def index_fill(self: Array, dim: int, index: Array, value: Any) -> Array:
-    """Self with slices filled by a value."""
+    """Return self with the slices at these indices filled with a value."""
     if self.ndim == 0:
         return jnp.asarray(value).astype(self.dtype)
     return self.at[_whole(self, dim, index)].set(jnp.asarray(value).astype(self.dtype))
@@ -165,13 +165,13 @@ def index_fill(self: Array, dim: int, index: Array, value: Any) -> Array:
 
 @register_op("aten.masked_fill")
 def masked_fill(self: Array, mask: Array, value: Any) -> Array:
-    """Self with a value where the mask holds."""
+    """Return self with a value where the mask is True."""
     return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
 
 
 @register_op("aten.masked_scatter")
 def masked_scatter(self: Array, mask: Array, source: Array) -> Array:
-    """Self with the entries of source, in order, where the mask holds."""
+    """Return self with the entries of source, in order, where the mask is True."""
     x, m = jnp.broadcast_arrays(self, mask.astype(jnp.bool_))
     order = jnp.clip(jnp.cumsum(m.reshape(-1)) - 1, 0, source.size - 1)
     return jnp.where(m, source.reshape(-1)[order].reshape(x.shape), x)
@@ -179,7 +179,7 @@ def masked_scatter(self: Array, mask: Array, source: Array) -> Array:
 
 @register_op("aten.put")
 def put(self: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
-    """Self with entries, by their number in the flattened tensor, replaced or added to."""
+    """Return self with the entries at these indices of the flattened tensor replaced, or added to."""
     place = self.reshape(-1).at[index.reshape(-1)]
     values = source.reshape(-1).astype(self.dtype)
     return (place.add(values) if accumulate else place.set(values)).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""New tensors from the entries of others: joined, repeated, turned round, written into."""
+"""Concatenation, repetition, flips, triangles and writes into views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcheck_suite.bridge.table import register_op
 
 @register_op("aten._to_copy")
 def to_copy(self: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
-    """In another dtype; floating numbers become integers towards 0."""
+    """Return self in another dtype; floats are truncated to integers."""
     if dtype is None:
         return self
     if jnp.iscomplexobj(self) and not dtype.is_complex:
@@ -26,20 +26,20 @@ def to_copy(self: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
 
 @register_op("aten.view.dtype")
 def view_dtype(self: Array, dtype: torch.dtype) -> Array:
-    """The same bits read as another dtype."""
+    """Return the same bits read as another dtype."""
     return self.view(jax_dtype(dtype))
 
 
 @register_op("aten.copy")
 def copy(self: Array, src: Array, non_blocking: bool = False) -> Array:
-    """src, in the shape and dtype of self."""
+    """Return src in the shape and dtype of self."""
     del non_blocking
     return jnp.broadcast_to(to_copy(src, None).astype(self.dtype), self.shape)
 
 
 @register_op("aten.cat")
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Joined along an axis; tensors of shape (0,) are left out."""
+    """Return the tensors concatenated along an axis; tensors of shape (0,) are ignored."""
     kept = [x for x in tensors if x.shape != (0,)] or list(tensors[:1])
     dtype = promote(*tensors)[0].dtype
     return jnp.concatenate([x.astype(dtype) for x in kept], axis=dim)
@@ -47,25 +47,25 @@ def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
 
 @register_op("aten.stack")
 def stack(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Joined along a new axis."""
+    """Return the tensors stacked along a new axis."""
     return jnp.stack(promote(*tensors), axis=dim)
 
 
 @register_op("aten.repeat")
 def repeat(self: Array, repeats: Sequence[int]) -> Array:
-    """Tiled; new axes in front."""
+    """Return self tiled, new axes in front."""
     return jnp.tile(self, tuple(repeats))
 
 
 @register_op("aten.flip")
 def flip(self: Array, dims: Sequence[int]) -> Array:
-    """Backwards along some axes."""
+    """Return self reversed along some axes."""
     return self if self.ndim == 0 else jnp.flip(self, tuple(dims))
 
 
 @register_op("aten.roll")
 def roll(self: Array, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Array:
-    """Shifted round along some axes, or along all as if they were one."""
+    """Return self rolled along some axes, or flattened, rolled and reshaped."""
     shifts = [shifts] if isinstance(shifts, int) else list(shifts)
     dims = [dims] if isinstance(dims, int) else list(dims)
     if self.ndim == 0 or self.size == 0:
@@ -75,19 +75,19 @@ def roll(self: Array, shifts: int | Sequence[int], dims: int | Sequence[int] = (
 
 @register_op("aten.tril")
 def tril(self: Array, diagonal: int = 0) -> Array:
-    """The lower triangle."""
+    """Return the lower triangle."""
     return jnp.tril(self, diagonal)
 
 
 @register_op("aten.triu")
 def triu(self: Array, diagonal: int = 0) -> Array:
-    """The upper triangle."""
+    """Return the upper triangle."""
     return jnp.triu(self, diagonal)
 
 
 @register_op("aten.diag_embed")
 def diag_embed(self: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Array:
-    """The last axis on the diagonal of two new ones."""
+    """Return the last axis on the diagonal of two new axes."""
     n = self.shape[-1]
     size = n + abs(offset)
     rows, columns = np.arange(n) + max(-offset, 0), np.arange(n) + max(offset, 0)
@@ -99,7 +99,7 @@ def diag_embed(self: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
 def slice_scatter(
     self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
-    """Self, with src written to a slice."""
+    """Return self with src written to a slice."""
     index = [slice(None)] * self.ndim
     index[dim] = slice(start, end, step)
     return self.at[tuple(index)].set(src.astype(self.dtype))
@@ -107,7 +107,7 @@ def slice_scatter(
 
 @register_op("aten.select_scatter")
 def select_scatter(self: Array, src: Array, dim: int, index: int) -> Array:
-    """Self, with src written to one entry of an axis."""
+    """Return self with src written to one index of an axis."""
     index = index % self.shape[dim]
     return slice_scatter(self, jnp.expand_dims(src, dim), dim, index, index + 1)
 
@@ -123,7 +123,7 @@ def _written(self: Array, places: Array, src: Array) -> Array:
 
 @register_op("aten.diagonal_scatter")
 def diagonal_scatter(self: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
-    """Self, with src written to a diagonal."""
+    """Return self with src written to a diagonal."""
     return _written(self, jnp.diagonal(_places(self), offset, dim1, dim2), src)
 
 
@@ -131,13 +131,13 @@ def diagonal_scatter(self: Array, src: Array, offset: int = 0, dim1: int = 0, di
 def as_strided_scatter(
     self: Array, src: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Array:
-    """Self, with src written to places in memory."""
+    """Return self with src written to strided positions of contiguous memory."""
     return _written(self, as_strided(_places(self), size, stride, storage_offset), src)
 
 
 @register_op("aten.pixel_shuffle")
 def pixel_shuffle(self: Array, upscale_factor: int) -> Array:
-    """(..., C r^2, H, W) to (..., C, H r, W r)."""
+    """Return (..., C, H * r, W * r) for (..., C * r^2, H, W)."""
     r, (*lead, c, h, w) = upscale_factor, self.shape
     x = self.reshape(*lead, c // (r * r), r, r, h, w)
     n = len(lead)
@@ -146,7 +146,7 @@ def pixel_shuffle(self: Array, upscale_factor: int) -> Array:
 
 @register_op("aten.pixel_unshuffle")
 def pixel_unshuffle(self: Array, downscale_factor: int) -> Array:
-    """(..., C, H r, W r) to (..., C r^2, H, W)."""
+    """Return (..., C * r^2, H, W) for (..., C, H * r, W * r)."""
     r, (*lead, c, h, w) = downscale_factor, self.shape
     x = self.reshape(*lead, c, h // r, r, w // r, r)
     n = len(lead)
@@ -155,14 +155,14 @@ def pixel_unshuffle(self: Array, downscale_factor: int) -> Array:
 
 @register_op("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(self: Array, groups: int) -> Array:
-    """Channels dealt out among groups."""
+    """Return self with channels interleaved across groups."""
     n, c, *rest = self.shape
     return self.reshape(n, groups, c // groups, *rest).swapaxes(1, 2).reshape(self.shape)
 
 
 @register_op("aten.block_diag")
 def block_diag(tensors: Sequence[Array]) -> Array:
-    """Matrices along a diagonal."""
+    """Return the block-diagonal matrix of the tensors."""
     blocks = [jnp.atleast_2d(x) for x in promote(*tensors)]
     out = jnp.zeros((sum(b.shape[0] for b in blocks), sum(b.shape[1] for b in blocks)), blocks[0].dtype)
     row = column = 0

@@ -1,4 +1,4 @@
-"""Sorting, and running sums, products and extremes."""
+"""Sorting, and cumulative sums, products and extrema."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from gradcheck_suite.bridge.dtypes import Array, is_inexact, jax_dtype
+from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.ops.reductions import as_accumulated
 from gradcheck_suite.bridge.table import register_op
 
 
 def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
-    """Return values and their places, equals in their order; NaN is the largest."""
+    """Return the sorted values and their indices; the sort is stable, and NaN is the largest."""
     if self.ndim == 0:
         return self, jnp.zeros((), jnp.int64)
     order = jnp.argsort(lax.stop_gradient(self), axis=dim, stable=True, descending=descending).astype(jnp.int64)
@@ -22,7 +23,7 @@ def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
 
 @register_op("aten.sort.default")
 def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    """Values in order, and where they were."""
+    """Return the sorted values and their indices."""
     return _sorted(self, dim, descending)
 
 
@@ -30,14 +31,14 @@ def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, A
 def sort_stable(
     self: Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> tuple[Array, Array]:
-    """The same; equals keep their order."""
+    """Return the sorted values and their indices; equal values keep their order."""
     del stable
     return _sorted(self, dim, descending)
 
 
 @register_op("aten.argsort.default")
 def argsort(self: Array, dim: int = -1, descending: bool = False) -> Array:
-    """Where the values in order were."""
+    """Return the indices that sort the tensor."""
     return _sorted(self, dim, descending)[1]
 
 
@@ -46,7 +47,7 @@ register_op("aten.argsort.stable")(lambda self, *, stable, dim=-1, descending=Fa
 
 @register_op("aten.topk")
 def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
-    """The k largest, the largest first, and where they were."""
+    """Return the k largest values, in descending order, and their indices."""
     del sorted
     values, order = _sorted(self, dim, largest)
     if self.ndim == 0:
@@ -54,29 +55,23 @@ def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     return tuple(lax.slice_in_dim(x, 0, k, axis=dim % self.ndim) for x in (values, order))  # type: ignore[return-value]
 
 
-def _accumulated(self: Array, dtype: torch.dtype | None) -> Array:
-    if dtype is not None:
-        return self.astype(jax_dtype(dtype))
-    return self if is_inexact(self) else self.astype(jnp.int64)
-
-
 @register_op("aten.cumsum")
 def cumsum(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    """Running sums; int64 of integers."""
-    x = _accumulated(self, dtype)
+    """Return cumulative sums, int64 for integers."""
+    x = as_accumulated(self, dtype)
     return x if x.ndim == 0 else jnp.cumsum(x, axis=dim)
 
 
 @register_op("aten.cumprod")
 def cumprod(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    """Running products; the gradient is right where factors are 0."""
-    x = _accumulated(self, dtype)
+    """Return cumulative products; the gradient is right where factors are 0, too."""
+    x = as_accumulated(self, dtype)
     return x if x.ndim == 0 or x.size == 0 else lax.associative_scan(jnp.multiply, x, axis=dim % x.ndim)
 
 
 @register_op("aten.logcumsumexp")
 def logcumsumexp(self: Array, dim: int) -> Array:
-    """Logarithms of running sums of exponentials."""
+    """Return the logarithms of cumulative sums of exponentials."""
     return self if self.ndim == 0 or self.size == 0 else lax.cumlogsumexp(self, axis=dim % self.ndim)
 
 
@@ -100,11 +95,11 @@ def _running(self: Array, dim: int, better: Any) -> tuple[Array, Array]:
 
 @register_op("aten.cummax")
 def cummax(self: Array, dim: int) -> tuple[Array, Array]:
-    """The largest so far, and where; of equals the last."""
+    """Return the cumulative maximum and its index, the last of equal entries."""
     return _running(self, dim, jnp.greater_equal)
 
 
 @register_op("aten.cummin")
 def cummin(self: Array, dim: int) -> tuple[Array, Array]:
-    """The smallest so far, and where; of equals the last."""
+    """Return the cumulative minimum and its index, the last of equal entries."""
     return _running(self, dim, jnp.less_equal)

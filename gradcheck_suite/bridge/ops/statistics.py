@@ -1,4 +1,4 @@
-"""Variances, deviations, medians and quantiles."""
+"""Variances, standard deviations, medians and order statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcheck_suite.bridge.table import register_op
 
 
 def _var(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Array, Array]:
-    """Return variance and mean."""
+    """Return the variance and the mean."""
     count = math.prod(x.shape[a] for a in axes)
     centre = jnp.sum(x, axis=axes, keepdims=True) / count if count else jnp.sum(x, axis=axes, keepdims=True) * jnp.nan
     off = x - centre
@@ -26,7 +26,7 @@ def _var(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> t
 
 
 def _root(variance: Array) -> Array:
-    """The square root, its gradient 0 at 0 as torch's `std` has it."""
+    """Return the square root with gradient 0 at 0, as torch's `std` has it."""
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
 
 
@@ -36,25 +36,25 @@ def _correction(correction: Any) -> Any:
 
 @register_op("aten.var.correction")
 def var(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Array:
-    """The variance, over (count - correction)."""
+    """Return the variance, divided by (count - correction)."""
     return _var(self, axes_of(self, dim), _correction(correction), keepdim)[0]
 
 
 @register_op("aten.var_mean.correction")
 def var_mean(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """The variance and the mean."""
+    """Return the variance and the mean."""
     return _var(self, axes_of(self, dim), _correction(correction), keepdim)
 
 
 @register_op("aten.std.correction")
 def std(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Array:
-    """The standard deviation; where it is 0 so is its gradient."""
+    """Return the standard deviation; the gradient is 0 where it is 0."""
     return _root(var(self, dim, correction=correction, keepdim=keepdim))
 
 
 @register_op("aten.std_mean.correction")
 def std_mean(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """The standard deviation and the mean."""
+    """Return the standard deviation and the mean."""
     variance, centre = var_mean(self, dim, correction=correction, keepdim=keepdim)
     return _root(variance), centre
 
@@ -69,19 +69,19 @@ def _kth(x: Array, k: int, dim: int, keepdim: bool) -> tuple[Array, Array]:
 
 @register_op("aten.kthvalue")
 def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """The kth smallest, counted from 1, and its index."""
+    """Return the kth smallest value, counted from 1, and its index."""
     return _kth(self, k - 1, dim, keepdim)
 
 
 @register_op("aten.median.dim")
 def median_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """The lower of the middle ones; NaN, which sorts last, where there is one."""
+    """Return the lower median and its index; a slice with a NaN gives NaN."""
     return _median(self, dim, keepdim, skip_nan=False)
 
 
 @register_op("aten.nanmedian.dim")
 def nanmedian_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """The lower of the middle ones among numbers."""
+    """Return the lower median of the entries that are not NaN, and its index."""
     return _median(self, dim, keepdim, skip_nan=True)
 
 
@@ -99,7 +99,7 @@ def _median(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array
 
 
 def _evenly(x: Array, value: Array) -> Array:
-    """`value`, an entry of x, with the gradient shared among all entries equal to it."""
+    """Return `value`, an entry of x, whose gradient all equal entries share evenly."""
     still = lax.stop_gradient(x)
     same = (still == value) | (jnp.isnan(still) & jnp.isnan(value))
     return jnp.sum(jnp.where(same, x, 0)) / jnp.sum(same)
@@ -107,13 +107,13 @@ def _evenly(x: Array, value: Array) -> Array:
 
 @register_op("aten.median.default")
 def median(self: Array) -> Array:
-    """Of all entries; equals share the gradient."""
+    """Return the median of all entries; equal entries share the gradient evenly."""
     flat = self.reshape(-1)
     return _evenly(flat, lax.stop_gradient(_median(flat, 0, False, skip_nan=False)[0]))
 
 
 @register_op("aten.nanmedian.default")
 def nanmedian(self: Array) -> Array:
-    """Of all numbers; equals share the gradient."""
+    """Return the median of all entries that are not NaN; equal entries share the gradient evenly."""
     flat = self.reshape(-1)
     return _evenly(flat, lax.stop_gradient(_median(flat, 0, False, skip_nan=True)[0]))

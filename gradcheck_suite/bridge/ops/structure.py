@@ -1,4 +1,4 @@
-"""Operations that compute nothing: assertions, sizes, hints to torch's own compiler."""
+"""Operations without arithmetic: assertions, sizes, constraints for torch's compiler."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from gradcheck_suite.bridge.table import register_op
     "aten.sym_constrain_range_for_size",
 )
 def nothing(*_: Any, **__: Any) -> None:
-    """What torch checked when it exported."""
+    """Return nothing: torch checked the assertion at export."""
 
 
 @register_op("aten.sym_size.int")
 def sym_size(self: Array, dim: int) -> int:
-    """The length of an axis."""
+    """Return the length of an axis."""
     return self.shape[dim]
 
 
 @register_op("aten.sym_numel")
 def sym_numel(self: Array) -> int:
-    """The number of entries."""
+    """Return the number of entries."""
     return self.size
 
 
 @register_op("aten._local_scalar_dense", dynamic=True)
 def item(self: Array) -> bool | int | float | complex:
-    """A tensor's only value, as a Python number."""
+    """Return the tensor's only value as a Python number."""
     number: bool | int | float | complex = lax.stop_gradient(self).item()
     return number

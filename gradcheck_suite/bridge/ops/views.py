@@ -1,4 +1,4 @@
-"""Other shapes of the same entries: views, slices, transpositions. JAX has no views, and export left no writes."""
+"""Views, slices and transpositions. JAX copies in place of views: the exported graph has no in-place writes."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from gradcheck_suite.bridge.table import register_op
     "aten.lift_fresh_copy",
 )
 def alias(self: Array, memory_format: Any = None) -> Array:
-    """The same entries."""
+    """Return self."""
     del memory_format
     return self
 
 
 @register_op("aten.detach")
 def detach(self: Array) -> Array:
-    """The same entries, from which no gradient flows."""
+    """Return self without gradient."""
     return lax.stop_gradient(self)
 
 
 @register_op("aten.view.default", "aten._unsafe_view", "aten.reshape")
 def view(self: Array, size: Sequence[int] = (), shape: Sequence[int] = ()) -> Array:
-    """Another shape of as many entries; -1 is whatever is left."""
+    """Return self reshaped; -1 is inferred."""
     return jnp.reshape(self, tuple(size) or tuple(shape))
 
 
 @register_op("aten.permute")
 def permute(self: Array, dims: Sequence[int]) -> Array:
-    """Axes in another order."""
+    """Return self with its axes permuted."""
     return jnp.transpose(self, tuple(dims))
 
 
 @register_op("aten.transpose.int")
 def transpose(self: Array, dim0: int, dim1: int) -> Array:
-    """Two axes exchanged."""
+    """Return self with two axes exchanged."""
     return self if self.ndim == 0 else jnp.swapaxes(self, dim0, dim1)
 
 
 @register_op("aten.t")
 def t(self: Array) -> Array:
-    """A matrix transposed."""
+    """Return the transposed matrix."""
     return self.T
 
 
 @register_op("aten.expand")
 def expand(self: Array, size: Sequence[int], implicit: bool = False) -> Array:
-    """Axes of length 1 repeated; -1 keeps an axis as it is."""
+    """Return self with axes of length 1 broadcast; -1 keeps an axis."""
     del implicit
     lead = len(size) - self.ndim
     full = [self.shape[i - lead] if n == -1 else n for i, n in enumerate(size)]
@@ -66,13 +66,13 @@ def expand(self: Array, size: Sequence[int], implicit: bool = False) -> Array:
 
 @register_op("aten.squeeze.default")
 def squeeze(self: Array) -> Array:
-    """Without axes of length 1."""
+    """Return self without axes of length 1."""
     return jnp.squeeze(self)
 
 
 @register_op("aten.squeeze.dim", "aten.squeeze.dims")
 def squeeze_dims(self: Array, dim: int | Sequence[int]) -> Array:
-    """Without the named axes that are of length 1."""
+    """Return self without those of the given axes that have length 1."""
     dims = [dim] if isinstance(dim, int) else list(dim)
     if self.ndim == 0:
         return self
@@ -81,13 +81,13 @@ def squeeze_dims(self: Array, dim: int | Sequence[int]) -> Array:
 
 @register_op("aten.unsqueeze")
 def unsqueeze(self: Array, dim: int) -> Array:
-    """With an axis of length 1."""
+    """Return self with a new axis of length 1."""
     return jnp.expand_dims(self, dim)
 
 
 @register_op("aten.slice.Tensor")
 def slice_(self: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
-    """start:end:step along an axis; ends outside are cut."""
+    """Return self[start:end:step] along an axis."""
     index = [slice(None)] * self.ndim
     index[dim] = slice(start, end, step)
     return self[tuple(index)]
@@ -95,19 +95,19 @@ def slice_(self: Array, dim: int = 0, start: int | None = None, end: int | None 
 
 @register_op("aten.select.int")
 def select(self: Array, dim: int, index: int) -> Array:
-    """One entry of an axis, without that axis."""
+    """Return one index of an axis, without that axis."""
     return lax.index_in_dim(self, index, dim, keepdims=False)
 
 
 @register_op("aten.diagonal")
 def diagonal(self: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
-    """The diagonal of two axes, as the last axis."""
+    """Return the diagonal of two axes as the last axis."""
     return jnp.diagonal(self, offset, dim1, dim2)
 
 
 @register_op("aten.unfold")
 def unfold(self: Array, dimension: int, size: int, step: int) -> Array:
-    """Windows along an axis, each as a new last axis."""
+    """Return the windows along an axis; the new last axis is the window."""
     if self.ndim == 0:
         return jnp.broadcast_to(self, (size,))
     starts = np.arange(0, self.shape[dimension] - size + 1, step)
@@ -117,7 +117,7 @@ def unfold(self: Array, dimension: int, size: int, step: int) -> Array:
 
 @register_op("aten.as_strided")
 def as_strided(self: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
-    """Entries by their place in memory, which is that of a contiguous tensor: a strided one is not told apart."""
+    """Return strided entries of self's memory, taken to be contiguous: the strides of a view are not known here."""
     place = np.full((), storage_offset or 0)
     for n, s in zip(size, stride, strict=True):
         place = place[..., None] + np.arange(n) * s
@@ -126,7 +126,7 @@ def as_strided(self: Array, size: Sequence[int], stride: Sequence[int], storage_
 
 @register_op("aten.split.Tensor", "aten.unsafe_split.Tensor")
 def split(self: Array, split_size: int, dim: int = 0) -> tuple[Array, ...]:
-    """Pieces of one size, the last one possibly smaller."""
+    """Return pieces of one size; the last one may be smaller."""
     if split_size == 0:
         return (self,)
     return tuple(jnp.split(self, list(range(split_size, self.shape[dim], split_size)), axis=dim))
@@ -134,17 +134,17 @@ def split(self: Array, split_size: int, dim: int = 0) -> tuple[Array, ...]:
 
 @register_op("aten.split_with_sizes", "aten.unsafe_split_with_sizes")
 def split_with_sizes(self: Array, split_sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]:
-    """Pieces of given sizes."""
+    """Return pieces of the given sizes."""
     return tuple(jnp.split(self, np.cumsum(split_sizes)[:-1].tolist(), axis=dim))
 
 
 @register_op("aten.unbind.int")
 def unbind(self: Array, dim: int = 0) -> tuple[Array, ...]:
-    """The entries of an axis, each without it."""
+    """Return the slices along an axis, each without it."""
     return tuple(lax.index_in_dim(self, i, dim, keepdims=False) for i in range(self.shape[dim]))
 
 
 @register_op("aten.broadcast_tensors")
 def broadcast_tensors(tensors: Sequence[Array]) -> tuple[Array, ...]:
-    """All in their common shape."""
+    """Return the tensors broadcast to their common shape."""
     return tuple(jnp.broadcast_arrays(*tensors))

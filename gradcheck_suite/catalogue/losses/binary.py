@@ -1,4 +1,4 @@
-"""Losses of yes-or-no predictions, one for each element."""
+"""Losses of binary predictions, one for each element."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    Arguments,
+    Arrays,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    on,
+)
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     class_weights,
     count_elements,
     elements_per_item,
-    on,
-    on_floats,
     per_item,
     positive,
 )
 
 F = torch.nn.functional
 CLOSEST = 2.0**-7
-"""How close to 0 or 1 a probability comes before it is clamped; exact in every dtype, 1 - CLOSEST too."""
+"""Distance from 0 or 1 at which a probability is clamped. CLOSEST and 1 - CLOSEST are exact in every dtype."""
 
 
 def _targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
-    """Draw targets of 0 and 1, three quarters of them 0, and element weights where the options ask for them."""
+    """Return drawn targets of 0 and 1, of which three quarters are 0 on average, and element weights if asked for."""
     shape = (len(ignored), *signal.size)
     arrays: Arrays = {"target": (rng.random(shape) < 0.25).astype(np.float64)}
     return {**arrays, "weight": positive(rng, *shape)} if options.get("weight") else arrays
@@ -87,7 +94,7 @@ def _rows_per_item(options: Options, batch: Arguments) -> jax.Array:
 KINDS = (
     LossDefinition(
         "bce_with_logits",
-        on_floats(pos_weight=(False, True), weight=(False, True)),
+        on(*FLOATS, pos_weight=(False, True), weight=(False, True)),
         _targets,
         _with_logits,
         count_elements,
@@ -96,7 +103,7 @@ KINDS = (
     ),
     LossDefinition(
         "bce",
-        on_floats(weight=(False, True)),
+        on(*FLOATS, weight=(False, True)),
         _targets,
         _bce,
         count_elements,

@@ -1,4 +1,4 @@
-"""Losses over classes: one class or one distribution for a vector, for each position of a sequence, for each pixel."""
+"""Losses over classes. A vector, each position of a sequence and each pixel has one class or one distribution."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
-from gradcheck_suite.catalogue.losses.common import (
+from gradcheck_suite.catalogue.definitions import (
     FLOATS,
+    Arguments,
+    Arrays,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    on,
+)
+from gradcheck_suite.catalogue.losses.common import (
     Bools,
     at_positions,
     class_weights,
     classes_last,
     count_weights,
     never_uniform,
-    on,
     per_item,
     positions,
     positive,
@@ -30,17 +37,19 @@ SMOOTHING = (0.0, 0.1)
 
 
 def skewed_classes(signal: Signal, rng: np.random.Generator, items: int) -> Arrays:
-    """Draw a class for every position, each class half as likely as the one before it."""
+    """Return drawn classes, (n, *positions), each class half as likely as the class before it."""
     odds = 0.5 ** np.arange(signal.features)
     return {"target": rng.choice(signal.features, (items, *positions(signal)), p=odds / odds.sum())}
 
 
 def ignore_some(rng: np.random.Generator, ignored: Bools) -> Bools:
-    """Return `ignored` with about a third of the other positions, but never the last one of an item.
+    """Return a mask of ignored positions, (n, *positions): those given and about a third of the others.
+
+    At least one position of every item that has a valid one stays valid.
 
     Args:
-        rng: source of randomness.
-        ignored: (n, *positions).
+        rng: the random generator.
+        ignored: (n, *positions), the positions that are ignored already.
     """
     flat = ignored.reshape(len(ignored), -1)
     dropped = rng.random(flat.shape) < 1 / 3
@@ -91,7 +100,7 @@ def _smoothed(options: Options, distribution: jax.Array) -> jax.Array:
 
 
 def _cross(options: Options, out: jax.Array, distribution: jax.Array) -> jax.Array:
-    """Return -sum_c w_c q_c log p_c at every position; `distribution` q has its classes last."""
+    """Return -sum_c w_c q_c log p_c, (n, *positions); the last axis of `distribution` q is the classes."""
     log_probabilities = jax.nn.log_softmax(classes_last(out))
     return -(_weights(options, log_probabilities.shape[-1]) * distribution * log_probabilities).sum(axis=-1)
 
@@ -120,7 +129,7 @@ def _targets_per_item(options: Options, batch: Arguments) -> jax.Array:
 
 
 def _ignores(options: Options) -> bool:
-    # the loss of a batch that ignores every target is 0/0, but torch sends nothing back to an ignored position
+    # the mean of no valid targets is 0/0, but torch's gradient of an ignored position is 0
     ignores: bool = options["ignore_index"]
     return ignores
 
@@ -131,7 +140,7 @@ def _uniform(signal: Signal, options: Options) -> bool:
 
 
 def _distributions(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
-    """Draw Dirichlet(1/2, ..., 1/2) probabilities over the class axis."""
+    """Return drawn Dirichlet(1/2, ..., 1/2) probabilities over the class axis."""
     drawn = rng.standard_gamma(0.5, (len(ignored), *signal.size))
     axis = 1 if signal.form == "image" else -1
     return {"target": drawn / drawn.sum(axis=axis, keepdims=True)}
@@ -153,7 +162,7 @@ def _soft_cross_entropy_items(options: Options, out: jax.Array, batch: Arguments
 
 
 def _count_positions(options: Options, batch: Tensors) -> torch.Tensor:
-    # torch divides by the positions, with class weights too: they weigh the sum only
+    # torch divides by the number of positions even with class weights, which scale the sum only
     target = batch["target"]
     return torch.tensor(target.numel() // target.shape[1 if target.ndim == 4 else -1], device=target.device)
 
@@ -163,7 +172,7 @@ def _positions_per_item(options: Options, batch: Arguments) -> jax.Array:
 
 
 def _weighted_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
-    # a weight of 0 is how a loss mask leaves padding out
+    # a loss mask gives padding the weight 0
     weight = np.where(at_positions(signal, ignored), 0.0, positive(rng, len(ignored), *positions(signal)))
     return {**skewed_classes(signal, rng, len(ignored)), "weight": weight}
 
@@ -191,7 +200,7 @@ KINDS = (
         "cross_entropy",
         on(
             *FLOATS,
-            features=2,
+            min_features=2,
             ignore_index=(False, True),
             label_smoothing=SMOOTHING,
             class_weights=(False, True),
@@ -206,7 +215,7 @@ KINDS = (
     ),
     LossDefinition(
         "soft_cross_entropy",
-        on(*FLOATS, features=2, label_smoothing=SMOOTHING, class_weights=(False, True)),
+        on(*FLOATS, min_features=2, label_smoothing=SMOOTHING, class_weights=(False, True)),
         _distributions,
         _soft_cross_entropy,
         _count_positions,
@@ -215,7 +224,7 @@ KINDS = (
     ),
     LossDefinition(
         "nll",
-        on(*FLOATS, features=2, ignore_index=(False, True), class_weights=(False, True)),
+        on(*FLOATS, min_features=2, ignore_index=(False, True), class_weights=(False, True)),
         _class_targets,
         _nll,
         _count_targets,
@@ -226,7 +235,7 @@ KINDS = (
     ),
     LossDefinition(
         "weighted_cross_entropy",
-        on(*FLOATS, features=2, gamma=(0.0, 2.0)),
+        on(*FLOATS, min_features=2, gamma=(0.0, 2.0)),
         _weighted_targets,
         _weighted_cross_entropy,
         count_weights,

@@ -1,6 +1,6 @@
-"""Losses that ask for a margin, between classes, between vectors or from a threshold.
+"""Margin losses, between classes, between vectors or from a threshold.
 
-Their kinks lie where drawn data never falls, but for one: an output of exactly 0 has cosine 0 with everything.
+Drawn data does not hit their kinks, with one exception: an output of exactly 0 has cosine 0 with every vector.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    Arguments,
+    Arrays,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    on,
+)
 from gradcheck_suite.catalogue.losses.classification import skewed_classes
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
@@ -18,10 +27,9 @@ from gradcheck_suite.catalogue.losses.common import (
     count_elements,
     count_items,
     elements_per_item,
+    elementwise,
     hinge,
     normal_targets,
-    on,
-    on_floats,
     one_per_item,
     per_item,
     rows,
@@ -31,25 +39,25 @@ from gradcheck_suite.catalogue.losses.common import (
 
 F = torch.nn.functional
 COSINE_EPS = float(np.float32(1e-12))
-"""What torch adds to both squared norms of a cosine embedding: a float32 constant, whatever the dtype."""
+"""torch's addend to both squared norms of a cosine embedding: a float32 constant for every dtype."""
 TRIPLET_EPS = 1e-6
-"""What torch adds to every difference inside a triplet's distances."""
+"""torch's addend to every difference in a triplet's distances."""
 
 
 def _hinge_embedding(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     return F.hinge_embedding_loss(out, batch["target"], margin=options["margin"], reduction=reduction)
 
 
-def _hinge_embedding_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    return per_item(jnp.where(batch["target"] == 1, out, hinge(options["margin"] - out)))
+def _hinge_embedding_elements(out: jax.Array, target: jax.Array, margin: float) -> jax.Array:
+    return jnp.where(target == 1, out, hinge(margin - out))
 
 
 def _soft_margin(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     return F.soft_margin_loss(out, batch["target"], reduction=reduction)
 
 
-def _soft_margin_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    return per_item(jnp.logaddexp(-batch["target"] * out, 0.0))
+def _soft_margin_elements(out: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.logaddexp(-target * out, 0.0)
 
 
 def _classes(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
@@ -72,7 +80,7 @@ def _multi_margin_items(options: Options, out: jax.Array, batch: Arguments) -> j
     right = jax.nn.one_hot(batch["target"], classes, dtype=out.dtype)
     score = (right * out).sum(axis=-1, keepdims=True)
     loss = ((1 - right) * hinge(options["margin"] - score + out) ** options["p"]).sum(axis=-1) / classes
-    # torch's manual puts the weight inside the power; torch has it outside
+    # torch's documentation has the weight inside the power, its implementation outside
     return per_item((0.5 + batch["target"]) * loss if options["class_weights"] else loss)
 
 
@@ -123,27 +131,13 @@ def _ranking_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Ar
 
 
 KINDS = (
-    LossDefinition(
-        "hinge_embedding",
-        on_floats(margin=(1.0, 0.5)),
-        sign_targets,
-        _hinge_embedding,
-        count_elements,
-        _hinge_embedding_items,
-        elements_per_item,
+    elementwise(
+        "hinge_embedding", _hinge_embedding, _hinge_embedding_elements, targets=sign_targets, margin=(1.0, 0.5)
     ),
-    LossDefinition(
-        "soft_margin",
-        on_floats(),
-        sign_targets,
-        _soft_margin,
-        count_elements,
-        _soft_margin_items,
-        elements_per_item,
-    ),
+    elementwise("soft_margin", _soft_margin, _soft_margin_elements, targets=sign_targets),
     LossDefinition(
         "multi_margin",
-        on("vector", "sequence", features=2, p=(1, 2), margin=(1.0,), class_weights=(False, True)),
+        on("vector", "sequence", min_features=2, p=(1, 2), margin=(1.0,), class_weights=(False, True)),
         _classes,
         _multi_margin,
         count_elements,
@@ -152,8 +146,8 @@ KINDS = (
     ),
     LossDefinition(
         "cosine_embedding",
-        # a vector of one feature has no direction to learn
-        on("vector", features=2, margin=(0.0, 0.25)),
+        # the cosine of vectors of one feature is constant but for its sign
+        on("vector", min_features=2, margin=(0.0, 0.25)),
         _with_another,
         _cosine,
         count_items,
@@ -162,8 +156,8 @@ KINDS = (
     ),
     LossDefinition(
         "triplet_margin",
-        # with one feature the two distances mostly differ by a constant
-        on("vector", features=2, margin=(1.0, 0.5)),
+        # with one feature the two distances mostly differ by a constant, and the gradient is 0
+        on("vector", min_features=2, margin=(1.0, 0.5)),
         _pair,
         _triplet,
         count_items,
@@ -172,7 +166,7 @@ KINDS = (
     ),
     LossDefinition(
         "margin_ranking",
-        on_floats(margin=(0.0, 0.5)),
+        on(*FLOATS, margin=(0.0, 0.5)),
         _ranked,
         _ranking,
         count_elements,

@@ -1,4 +1,4 @@
-"""Losses that measure a predicted distribution: divergence and negative log-likelihoods."""
+"""Losses of predicted distributions: the Kullback-Leibler divergence and negative log-likelihoods."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ import numpy as np
 import torch
 from jax.scipy.special import xlogy
 
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Options, Signal, Tensors, product
-from gradcheck_suite.catalogue.losses.common import (
+from gradcheck_suite.catalogue.definitions import (
     FLOATS,
+    Arguments,
+    Arrays,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    on,
+    product,
+)
+from gradcheck_suite.catalogue.losses.common import (
     Bools,
     count_elements,
     count_items,
     elements_per_item,
     normal_targets,
-    on,
-    on_floats,
     one_per_item,
     per_item,
     positive,
@@ -30,7 +37,7 @@ SMALLEST_VARIANCE = 0.125
 
 
 def _kl_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
-    """Draw probabilities over the class axis, no smaller than about 1/100, or their logarithms."""
+    """Return drawn probabilities over the class axis, none below about 1/100, or their logarithms."""
     drawn = positive(rng, len(ignored), *signal.size) ** 2
     probabilities = drawn / drawn.sum(axis=1 if signal.form == "image" else -1, keepdims=True)
     return {"target": np.log(probabilities) if options["log_target"] else probabilities}
@@ -40,7 +47,7 @@ def _kl_div(options: Options, out: torch.Tensor, batch: Tensors, reduction: str)
     log_probabilities = F.log_softmax(out, dim=1 if out.ndim == 4 else -1)
     target, log_target = batch["target"], options["log_target"]
     if reduction == "mean" and not options["batchmean"]:
-        # `reduction="mean"` is this very mean and a warning with every call
+        # `reduction="mean"` computes this mean, too, and warns at every call
         return F.kl_div(log_probabilities, target, reduction="none", log_target=log_target).mean()
     reduction = "batchmean" if reduction == "mean" else reduction
     return F.kl_div(log_probabilities, target, reduction=reduction, log_target=log_target)
@@ -111,7 +118,7 @@ def _gaussian_nll_items(options: Options, out: jax.Array, batch: Arguments) -> j
 KINDS = (
     LossDefinition(
         "kl_div",
-        on(*FLOATS, features=2, batchmean=(True, False), log_target=(False, True)),
+        on(*FLOATS, min_features=2, batchmean=(True, False), log_target=(False, True)),
         _kl_targets,
         _kl_div,
         _kl_count,
@@ -120,7 +127,7 @@ KINDS = (
     ),
     LossDefinition(
         "poisson_nll",
-        on_floats(log_input=(True, False)),
+        on(*FLOATS, log_input=(True, False)),
         _event_counts,
         _poisson_nll,
         count_elements,
