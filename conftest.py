@@ -25,7 +25,7 @@ _COMMON = {
     "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
 }
 _FIXED, _RANDOM = settings.get_profile("ci"), settings.get_profile("default")
-settings.register_profile("ci", parent=_FIXED, max_examples=100, **_COMMON)
+settings.register_profile("ci", parent=_FIXED, max_examples=50, **_COMMON)
 settings.register_profile("full", parent=_FIXED, max_examples=500, **_COMMON)
 settings.register_profile("gpu", parent=_FIXED, max_examples=50, **_COMMON)
 settings.register_profile("dev", parent=_RANDOM, max_examples=20, **_COMMON)

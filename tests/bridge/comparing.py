@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
 from gradcheck_suite.bridge.table import is_dynamic, lowering_of
-from gradcheck_suite.references.programs import COMPILER_OPTIONS
+from gradcheck_suite.references.programs import Programs
 
 LEAVE_SOME_EMPTY = {
     "_batch_norm_with_update_functional",
@@ -33,6 +33,8 @@ LEAVE_SOME_EMPTY = {
 }
 TOLERANCE = 1e-11
 """Of the largest entry: a few thousand roundings of float64 on a handful of numbers."""
+_PROGRAMS = Programs()
+"""Calls that differ only in their tensors' values share a program."""
 
 
 def error_between(expected: Any, got: Any) -> float:
@@ -100,7 +102,7 @@ def compare(
     def run(moving: Any, still: Any, weights: Any) -> Any:
         full = [moving.get(i, still.get(i, x)) for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(full, spec)
-        results = jax.tree.leaves(lowering(*a, **k))
+        results = tuple(jax.tree.leaves(lowering(*a, **k)))
         total = sum((jnp.sum(jnp.real(results[i] * jnp.conj(w))) for i, w in weights.items()), jnp.zeros(()))
         return total, results
 
@@ -109,8 +111,11 @@ def compare(
     weights = {i: to_array(c) for i, c in cotangents.items()}
     function = jax.value_and_grad(run, has_aux=True) if through and inputs else lambda *a: (run(*a), {})
     if jit and not is_dynamic(op):
-        function = jax.jit(function).lower(moving, arrays, weights).compile(COMPILER_OPTIONS)
-    (_, results), gradient = function(moving, arrays, weights)
+        fixed = tuple(repr(x) for i, x in enumerate(leaves) if i not in moving and i not in arrays)
+        key = (lowering, str(op), repr(spec), fixed)
+        (_, results), gradient = _PROGRAMS.call(key, function, moving, arrays, weights, store=False)
+    else:
+        (_, results), gradient = function(moving, arrays, weights)
 
     assert len(results) >= len(outs), f"{op}: {len(results)} results, expected {len(outs)}"
     for i, (x, y) in enumerate(zip(outs, results, strict=False)):

@@ -1,17 +1,17 @@
-"""Operations with many arguments, their arguments drawn: every combination, not the usual ones alone."""
+"""Operations with many arguments against torch, the arguments drawn: each combination is a program to compile."""
 
 from __future__ import annotations
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from properties.helpers import scaled
 from tests.bridge.comparing import compare
 from tests.bridge.samples import tensor
 
 aten = torch.ops.aten
-EXAMPLES = 15
-few = settings(max_examples=EXAMPLES)
+few = scaled(10)
 small = st.integers(1, 2)
 
 
