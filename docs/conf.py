@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gradcheck_suite
+from gradcheck_suite.trainers import TRAINERS
 
 project = "gradcheck-suite"
 author = "the gradcheck-suite developers"
 release = version = gradcheck_suite.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_generated"]
 needs_sphinx = "8.2"
 
 # docstrings say `name` for code, as Markdown does
@@ -28,3 +31,19 @@ html_css_files = ["console.css"]
 html_title = f"gradcheck-suite {release}"
 html_show_copyright = False
 html_show_sphinx = False
+
+
+def trainers_table() -> str:
+    """Return the table of extras and of the trainers that each brings."""
+    brought: dict[str, list[str]] = {}
+    for trainer in TRAINERS.values():
+        brought.setdefault(trainer.package, []).append(f"`{trainer.name}`")
+    rows = [f"| `{extra}` | {', '.join(names)} |" for extra, names in brought.items()]
+    return "\n".join(["| extra | trainers |", "| --- | --- |", *rows, ""])
+
+
+def setup(app: object) -> None:
+    """Write what pages include and the code decides."""
+    folder = Path(__file__).parent / "_generated"
+    folder.mkdir(exist_ok=True)
+    (folder / "trainers.md").write_text(trainers_table())

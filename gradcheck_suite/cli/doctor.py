@@ -11,6 +11,7 @@ from gradcheck_suite.cli import parsers, statuses
 from gradcheck_suite.cli.abilities import abilities
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution import environment
+from gradcheck_suite.trainers import PACKAGES
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -26,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = abilities()
     flags = environment.precision_flags()
     devices = environment.devices()
-    _section("versions", {name: version or "not installed" for name, version in environment.versions().items()})
+    versions = environment.versions(PACKAGES)
+    _section("versions", {name: version or "not installed" for name, version in versions.items()})
     _section("machine", {"platform": platform.platform(), "processors": str(os.cpu_count())})
     _section("devices", {name: ", ".join(listed) or "none" for name, listed in devices.items()})
     _section("precision flags, as verify sets them", {name: str(value) for name, value in flags.items()})

@@ -1,4 +1,4 @@
-"""What a user should know beside the result, on standard error, one line each."""
+"""Notes on standard error beside the result, one line each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from gradcheck_suite.trainers import TRAINERS
 
 
-def tell_of_trainers(names: Iterable[str]) -> None:
-    """Say which of the loops are trainers of a version that was never tested with."""
+def note_untested_trainers(names: Iterable[str]) -> None:
+    """Print a note for each loop that is a trainer whose installed version is not a tested one."""
     for name in names:
         note = TRAINERS[name].note if name in TRAINERS else None
         if note:

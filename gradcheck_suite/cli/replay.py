@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradcheck_suite.cli import parsers, statuses
-from gradcheck_suite.cli.notes import tell_of_trainers
+from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.counterexamples import Stored, read_case_file
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment.prepare()
     environment.set_precision()
     loop, problem = _subjects(arguments, stored, name)
-    tell_of_trainers([name])
+    note_untested_trainers([name])
 
     from gradcheck_suite.cli import output
     from gradcheck_suite.records.description import describe_case

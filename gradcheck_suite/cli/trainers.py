@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from gradcheck_suite.cli import parsers, places, statuses
-from gradcheck_suite.cli.notes import tell_of_trainers
+from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.files import write_json
 from gradcheck_suite.records.store import append_record, this_command
-from gradcheck_suite.trainers import TRAINERS, Trainer
+from gradcheck_suite.trainers import PACKAGES, TRAINERS, Trainer
 
 DEFAULT_EXAMPLES = 20
 
@@ -24,7 +24,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "--heads",
         action="store_true",
-        help="ask hf-trainer alone, about heads of transformers' models",
+        help="ask hf-trainer alone, about models of transformers with different heads",
     )
     parser.add_argument("--list", action="store_true", help="print the trainers and stop")
     parser.add_argument(
@@ -51,17 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
         return statuses.HOLDS
     if reasons := environment.missing():
         raise CannotRunHere(reasons[0])
-    trainers = _chosen(_of_heads(arguments.trainers) if arguments.heads else arguments.trainers)
+    trainers = _chosen(_models_only(arguments.trainers) if arguments.heads else arguments.trainers)
     places.expect_places(arguments.reports, json=arguments.json)
     environment.prepare()
     environment.keep_working_directory_clean()
     environment.set_precision()
-    tell_of_trainers(trainer.name for trainer in trainers)
+    note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.output import subjects
-    from gradcheck_suite.trainers.study import ask, head_questions, questions_for
+    from gradcheck_suite.trainers.questions import model_questions
+    from gradcheck_suite.trainers.study import ask
     from gradcheck_suite.trainers.table import closing, line
 
-    about = environment.environment()
+    about = environment.environment(PACKAGES)
     print(
         f"{subjects((trainer.name for trainer in trainers), about['versions'])}: up to {arguments.examples} cases for "
         f"each question, seed {arguments.seed}, float64 on cpu",
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     answers = []
     try:
         for trainer in trainers:
-            for question in head_questions() if arguments.heads else questions_for(trainer):
+            for question in model_questions() if arguments.heads else trainer.questions:
                 answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed)
                 if answer.result is not None and answer.result.interrupted:
                     raise KeyboardInterrupt
@@ -84,12 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     for text in closing(answers):
         print(text)
     if all(answer.result is None for answer in answers):
-        raise CannotRunHere("no question could be put here: what was missing stands above")
-    violated = any(a.result is not None and not a.result.holds for a in answers)
+        raise CannotRunHere("no question could be asked here: the lines above say what is missing")
+    violated = any(answer.violated for answer in answers)
     return statuses.VIOLATED if violated and not arguments.exit_zero else statuses.HOLDS
 
 
-def _of_heads(names: list[str]) -> list[str]:
+def _models_only(names: list[str]) -> list[str]:
     if others := [name for name in names if name != "hf-trainer"]:
         raise UsageError(f"--heads asks hf-trainer alone; got {others[0]!r}: leave it out, or leave out --heads")
     return ["hf-trainer"]
@@ -105,5 +106,5 @@ def _chosen(names: list[str]) -> list[Trainer]:
             raise CannotRunHere(trainer.missing)
     installed = chosen or [trainer for trainer in TRAINERS.values() if trainer.missing is None]
     if not installed:
-        raise CannotRunHere("no trainer is installed: pip install transformers accelerate lightning, or one of them")
+        raise CannotRunHere(f"no trainer is installed: pip install {' '.join(PACKAGES)}, or one of them")
     return installed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.cli import parsers, places, statuses
 from gradcheck_suite.cli.interrupts import noted_interrupts
-from gradcheck_suite.cli.notes import tell_of_trainers
+from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.generation.coverage import Reach
@@ -29,7 +29,7 @@ from gradcheck_suite.schema.contract import (
 )
 from gradcheck_suite.schema.options import OPTIMIZER_NAMES
 from gradcheck_suite.schema.results import Result, Verdict, results_to_json
-from gradcheck_suite.trainers import TRAINERS
+from gradcheck_suite.trainers import PACKAGES, TRAINERS
 
 if TYPE_CHECKING:
     from gradcheck_suite.cli.progress import Progress
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.execution.devices import checked_device
 
     checked_device(arguments.device)
-    about = environment.environment()
+    about = environment.environment(PACKAGES)
     print(output.header(arguments, about), flush=True)
     results: list[Result] = []
     unjudged: list[str] = []
@@ -193,7 +193,7 @@ def _subjects(arguments: argparse.Namespace) -> tuple[dict[str, Loop], Problem |
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
     if arguments.loops:
         loops = {text: resolve_loop(text) for text in arguments.loops}
-        tell_of_trainers(loops)
+        note_untested_trainers(loops)
     else:
         from gradcheck_suite.loops.modes import MODES
 

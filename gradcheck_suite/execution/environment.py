@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,20 @@ MINIMUM = {
 """Lowest version of each package the suite uses."""
 MAIN_JOB = ("torch", "jax", "jaxlib", "numpy", "hypothesis", "rich")
 """The packages that `verify` and `replay` need."""
-TRAINERS = ("transformers", "accelerate", "lightning")
-"""Packages that bring trainers, named where they are installed."""
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 """The environment variable that names the folder of compiled programs; set to nothing, none are kept."""
 
 
-def versions() -> dict[str, str | None]:
-    """Return the version of the suite, of Python and of each package; None where one that it uses is not installed."""
+def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
+    """Return the version of the suite, of Python and of each package that the suite uses, None where it is missing.
+
+    Args:
+        optional: further packages, listed only where they are installed.
+    """
     from gradcheck_suite import __version__
 
     found: dict[str, str | None] = {"gradcheck-suite": __version__, "python": platform.python_version()}
-    for package in (*MINIMUM, *TRAINERS):
+    for package in (*MINIMUM, *optional):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -135,10 +137,14 @@ def cache_directory() -> Path | None:
     return Path(base) / "gradcheck-suite"
 
 
-def environment() -> dict[str, Any]:
-    """Return what a record says of where it was made, as JSON-ready data; no path and no name of the machine."""
+def environment(optional: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what a record says of where it was made, as JSON-ready data; no path and no name of the machine.
+
+    Args:
+        optional: further packages whose versions are listed where they are installed.
+    """
     return {
-        "versions": versions(),
+        "versions": versions(optional),
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
         "processor_count": os.cpu_count(),

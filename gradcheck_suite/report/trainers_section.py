@@ -8,28 +8,28 @@ from typing import Any
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
-from gradcheck_suite.trainers.study import HEAD
-from gradcheck_suite.trainers.table import cut
+from gradcheck_suite.trainers.questions import MODEL
+from gradcheck_suite.trainers.table import cut_text
 
 KEY, TITLE = "trainers", "Real trainers"
 
 
 def trainers(records: Sequence[Record]) -> Section:
-    """Return a table of trainers and questions, and one of transformers' model heads."""
+    """Return a table of trainers and questions, and one of transformers' models."""
     if not records:
         return Section(KEY, TITLE, missing="No trainer has been asked yet: run `gradcheck-suite trainers`.")
     newest = [r.data for r in latest(records, lambda d: (d["trainer"], d["version"], d["question"]))]
-    heads = [data for data in newest if data["question"].startswith(HEAD)]
+    models = [data for data in newest if data["question"].startswith(MODEL)]
     answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for data in newest:
-        if data not in heads:
+        if data not in models:
             answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
     violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
     text = (
         f"{len(answers)} trainers and versions ran unpatched, as they are installed; {violated} of them hand their "
         "optimizer a gradient that differs from the large batch's for some question.",
     )
-    tables = (_questions(answers), _heads(heads)) if heads else (_questions(answers),)
+    tables = (_questions(answers), _models(models)) if models else (_questions(answers),)
     return Section(KEY, TITLE, text, tables, commands=commands_of(records))
 
 
@@ -46,12 +46,12 @@ def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]
     )
 
 
-def _heads(heads: Sequence[Mapping[str, Any]]) -> Table:
+def _models(answers: Sequence[Mapping[str, Any]]) -> Table:
     rows = tuple(
-        (data["question"].removeprefix(HEAD), _version(data), _cell(data), _explanation(data)) for data in heads
+        (data["question"].removeprefix(MODEL), _version(data), _cell(data), _explanation(data)) for data in answers
     )
     return Table(
-        "Model heads of transformers under its Trainer", ("head", "version", "verdict", "what its gradient is"), rows
+        "Models of transformers under its Trainer", ("model", "version", "verdict", "what its gradient is"), rows
     )
 
 
@@ -73,4 +73,4 @@ def _cell(data: Mapping[str, Any] | None) -> Cell:
     if data is None or data["result"] is None:
         return None
     violation = data["result"]["violation"]
-    return "holds" if violation is None else f"{violation['diagnosis']} {cut(violation['case']['plan'])}"
+    return "holds" if violation is None else f"{violation['diagnosis']} {cut_text(violation['case']['plan'])}"

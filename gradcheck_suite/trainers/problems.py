@@ -1,7 +1,6 @@
 """Problems in the form that language model trainers take: dictionaries with `input_ids` and `labels`, padded rows.
 
-The models are transformers' own, tiny and with random weights, so that a trainer meets them as it meets any other: by
-their `forward`, their loss and what their loss accepts.
+The models are transformers' own, tiny and with random weights.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ IGNORED = -100
 ATTENTION = "eager"
 """Old versions build the other implementations' masks in float32, too narrow for a float64 run."""
 SPREAD = 0.5
-"""Standard deviation of the weights: wide, so that rows differ in their losses as those of a trained model do."""
+"""Standard deviation of the weights: large, so that the losses of rows differ as those of a trained model do."""
 
 
 def padded_rows(items: int, seed: int) -> dict[str, torch.Tensor]:
@@ -30,24 +29,30 @@ def padded_rows(items: int, seed: int) -> dict[str, torch.Tensor]:
         `input_ids`, `attention_mask` and `labels`, all (items, `LONGEST`); labels are the input ids, `IGNORED` where
         there is padding.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, VOCABULARY, (items, LONGEST), generator=generator)
-    lengths = torch.randint(2, LONGEST + 1, (items, 1), generator=generator)
-    there = torch.arange(LONGEST) < lengths
+    ids, is_token = padded_ids(items, torch.Generator().manual_seed(seed), range(1, VOCABULARY))
     return {
-        "input_ids": torch.where(there, ids, 0),
-        "attention_mask": there.long(),
-        "labels": torch.where(there, ids, IGNORED),
+        "input_ids": ids,
+        "attention_mask": is_token.long(),
+        "labels": torch.where(is_token, ids, IGNORED),
     }
 
 
+def padded_ids(
+    items: int, generator: torch.Generator, vocabulary: range, shortest: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no padding."""
+    ids = torch.randint(vocabulary.start, vocabulary.stop, (items, LONGEST), generator=generator)
+    is_token = torch.arange(LONGEST) < torch.randint(shortest, LONGEST + 1, (items, 1), generator=generator)
+    return torch.where(is_token, ids, 0), is_token
+
+
 def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return how many targets a causal language model's mean divides by: a row's first token is nobody's target."""
+    """Return how many targets a causal language model's mean divides by: the first token of a row is no target."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def own_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss that the model computes of its labels."""
+    """Return the loss that the model computes from its labels."""
     return model(**batch).loss
 
 
@@ -81,7 +86,7 @@ SMOOTHING = 0.1
 
 
 def smoothed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean cross-entropy against targets that hold back `SMOOTHING`, spread over the vocabulary."""
+    """Return the mean cross-entropy with `SMOOTHING` of each target spread evenly over the vocabulary."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits, targets = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
     return torch.nn.functional.cross_entropy(
@@ -99,12 +104,12 @@ def _gpt2() -> torch.nn.Module:
             n_head=2,
             initializer_range=SPREAD,
             attn_implementation=ATTENTION,
-            **_WITHOUT_CHANCE,
+            **_WITHOUT_DROPOUT,
         )
     )
 
 
-_WITHOUT_CHANCE: dict[str, Any] = {
+_WITHOUT_DROPOUT: dict[str, Any] = {
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,

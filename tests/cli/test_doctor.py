@@ -30,7 +30,7 @@ def test_where_a_package_is_too_old(run, monkeypatch):
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_where_a_package_is_missing(run, monkeypatch, name):
     versions = environment.versions()
-    monkeypatch.setattr(environment, "versions", lambda: {**versions, name: None})
+    monkeypatch.setattr(environment, "versions", lambda *_: {**versions, name: None})
     outcome = run("doctor")
     assert outcome.status == 1
     assert f"{name} is not installed: pip install '{name}>=" in outcome.out

@@ -7,7 +7,8 @@ import importlib.metadata
 import pytest
 
 from gradcheck_suite.trainers import TRAINERS
-from gradcheck_suite.trainers.study import Question, ask
+from gradcheck_suite.trainers.questions import Question
+from gradcheck_suite.trainers.study import ask
 
 
 def at_version(package, version):

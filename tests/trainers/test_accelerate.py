@@ -9,11 +9,11 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accel
 from gradcheck_suite import CannotRunHere, Case, Plan, check
 from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.dense import MEAN
-from gradcheck_suite.trainers.study import QUESTIONS
+from gradcheck_suite.trainers.questions import PLANS
 
 from .expecting import at_version, cells, diagnosis
 
-RIGHT = (None,) * len(QUESTIONS)
+RIGHT = (None,) * len(PLANS)
 # equal counts, unequal counts, short last window, epoch shorter than K, several epochs, sum loss
 FOUND = {
     "accelerate": (None, "mean-of-means", "wrong-scale", "wrong-scale", None, "wrong-scale"),
@@ -23,7 +23,7 @@ FOUND = {
 pytestmark = at_version("accelerate", "1.15.0")
 
 
-@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(FOUND, QUESTIONS))
+@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(FOUND, PLANS))
 def test_accelerate(trainer, question, wanted):
     assert diagnosis(trainer, question) == wanted
 

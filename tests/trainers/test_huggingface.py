@@ -17,14 +17,14 @@ from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.dense import MEAN
 from gradcheck_suite.trainers.problems import llama, next_tokens, padded_rows, seeded
-from gradcheck_suite.trainers.study import QUESTIONS, SMOOTHING_QUESTIONS, TEXT_QUESTIONS
+from gradcheck_suite.trainers.questions import PADDED_ROWS, PLANS, SMOOTHED
 
 from .expecting import at_version, cells, diagnosis
 
 OLD, NEW = at_version("transformers", "4.45.2"), at_version("transformers", "5.23.0")
 # equal counts, unequal counts, short last window, epoch shorter than K, several epochs, sum loss
 BY_K = (None, "mean-of-means", "tail-leak", "wrong-scale", None, "wrong-scale")
-RIGHT = (None,) * len(QUESTIONS)
+RIGHT = (None,) * len(PLANS)
 IN_OLD = {"hf-trainer": BY_K, "hf-trainer-plain": BY_K}
 IN_NEW = {
     "hf-trainer": RIGHT,
@@ -33,25 +33,17 @@ IN_NEW = {
 }
 
 
-DROPPING = (
-    "BertForMaskedLM",
-    "T5ForConditionalGeneration",
-    "LlamaForSequenceClassification",
-    "BertForTokenClassification",
-)
-
-
 @OLD
-@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(IN_OLD, QUESTIONS))
+@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(IN_OLD, PLANS))
 def test_the_old_trainer(trainer, question, wanted):
     """transformers#24725, #22098: means of means; a short last window joins the next epoch's first."""
     assert diagnosis(trainer, question) == wanted
 
 
 @OLD
-@pytest.mark.parametrize("question", [*TEXT_QUESTIONS, *SMOOTHING_QUESTIONS], ids=lambda question: question.name)
+@pytest.mark.parametrize("question", [*PADDED_ROWS, *SMOOTHED], ids=lambda question: question.name)
 def test_the_old_trainer_on_padded_rows_takes_means_of_means(question):
-    trainer = "hf-trainer-smoothing" if question in SMOOTHING_QUESTIONS else "hf-trainer"
+    trainer = "hf-trainer-smoothing" if question in SMOOTHED else "hf-trainer"
     assert diagnosis(trainer, question, examples=12, small=False) in ("mean-of-means", "tail-leak")
 
 
@@ -78,15 +70,15 @@ def test_the_new_trainer_holds_on_the_command_line(tmp_path):
 
 
 @NEW
-@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(IN_NEW, QUESTIONS))
+@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(IN_NEW, PLANS))
 def test_the_new_trainer(trainer, question, wanted):
     assert diagnosis(trainer, question) == wanted
 
 
 @NEW
 def test_the_new_trainer_holds_on_padded_rows():
-    assert diagnosis("hf-trainer", TEXT_QUESTIONS[0]) is None
-    assert diagnosis("hf-trainer-smoothing", SMOOTHING_QUESTIONS[0], examples=3) is None
+    assert diagnosis("hf-trainer", PADDED_ROWS[0]) is None
+    assert diagnosis("hf-trainer-smoothing", SMOOTHED[0], examples=3) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -113,22 +105,22 @@ def test_the_new_trainer_counts_the_first_tokens_of_a_gpt2_too():
 
 @NEW
 @pytest.mark.parametrize(
-    "head",
+    "name",
     ["BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForSequenceClassification", "BertForTokenClassification"],
 )
-def test_the_new_trainer_leaves_the_division_to_heads_that_drop_the_count(head):
+def test_the_new_trainer_leaves_the_division_to_models_that_ignore_the_count(name):
     """transformers#47688."""
-    problem = resolve_problem(f"gradcheck_suite.trainers.heads:{head}")
-    violation = check(TRAINERS["hf-trainer"].load(), Case(head, Plan((2, 2, 2), 3)), problem=problem).violation
+    problem = resolve_problem(f"gradcheck_suite.trainers.models:{name}")
+    violation = check(TRAINERS["hf-trainer"].load(), Case(name, Plan((2, 2, 2), 3)), problem=problem).violation
     assert violation.diagnosis == "wrong-scale"
     assert "3" in violation.explanation
 
 
-@pytest.mark.parametrize("head", ["LlamaForCausalLM", "ViTForImageClassification"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "ViTForImageClassification"])
 @NEW
-def test_the_new_trainer_holds_where_the_head_takes_the_count(head):
-    problem = resolve_problem(f"gradcheck_suite.trainers.heads:{head}")
-    assert check(TRAINERS["hf-trainer"].load(), Case(head, Plan((1, 2, 2), 2)), problem=problem).holds
+def test_the_new_trainer_holds_where_the_model_takes_the_count(name):
+    problem = resolve_problem(f"gradcheck_suite.trainers.models:{name}")
+    assert check(TRAINERS["hf-trainer"].load(), Case(name, Plan((1, 2, 2), 2)), problem=problem).holds
 
 
 def test_another_loss_than_the_models_own_is_refused():

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs lightning: pip install '.[lightning]'")
 
-from gradcheck_suite.trainers.study import QUESTIONS
+from gradcheck_suite.trainers.questions import PLANS
 
 from .expecting import at_version, cells, diagnosis
 
@@ -14,12 +14,12 @@ from .expecting import at_version, cells, diagnosis
 FOUND = {
     "lightning": (None, "mean-of-means", "wrong-scale", "wrong-scale", None, "wrong-scale"),
     "lightning-manual": (None, "mean-of-means", "tail-leak", "tail-leak", None, "wrong-scale"),
-    "fabric": (None,) * len(QUESTIONS),
-    "fabric-printed": ("first-only",) * len(QUESTIONS),
+    "fabric": (None,) * len(PLANS),
+    "fabric-printed": ("first-only",) * len(PLANS),
 }
 
 
 @at_version("lightning", "2.6.6")
-@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(FOUND, QUESTIONS))
+@pytest.mark.parametrize(("trainer", "question", "wanted"), cells(FOUND, PLANS))
 def test_lightning(trainer, question, wanted):
     assert diagnosis(trainer, question) == wanted

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import runpy
 import subprocess
 import sys
+import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +16,12 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_loop
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution import environment
-from gradcheck_suite.trainers import TRAINERS, Trainer
+from gradcheck_suite.loops.sound import plain
+from gradcheck_suite.trainers import PACKAGES, TRAINERS, Trainer
+from tests.docs.pages import ROOT
 
-ABSENT = Trainer("absent", ("no-such-trainer", "accelerate"), "gradcheck_suite.loops.modes:zero_", ("1.0",), "nothing")
-HERE = Trainer("here", ("pytest",), "gradcheck_suite.loops.modes:MODES", ("1.0", "2.0"), "something installed")
+ABSENT = Trainer("absent", plain, "nothing", ("no-such-trainer>=1", "accelerate>=1.0"), ("1.0",))
+HERE = Trainer("here", plain, "a sound loop", ("pytest>=8",), ("1.0", "2.0"))
 
 
 def _version(package):
@@ -53,7 +58,7 @@ def test_the_study_says_so_too(capsys):
 @pytest.mark.usefixtures("listed")
 def test_an_unknown_trainer_gets_the_names(capsys):
     assert main(["trainers", "hf"]) == 2
-    assert "one of hf-trainer, hf-trainer-plain" in capsys.readouterr().err
+    assert f"one of {', '.join(TRAINERS)}; got 'hf'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("listed")
@@ -66,53 +71,50 @@ def test_an_untested_version_is_noted_and_a_tested_one_is_not():
     assert HERE.note == (
         f"here is tested with pytest 1.0 and 2.0; {_version('pytest')} is installed, and is run all the same"
     )
-    assert Trainer("here", ("pytest",), HERE.place, (_version("pytest"),), "").note is None
+    assert replace(HERE, tested=(_version("pytest"),)).note is None
     assert ABSENT.note is None
 
 
-def test_the_note_goes_to_standard_error_and_the_run_goes_on(capsys, monkeypatch, tmp_path):
-    known = Trainer("here", ("pytest",), "gradcheck_suite.loops.sound:plain", ("1.0",), "a sound loop")
-    monkeypatch.setitem(TRAINERS, "here", known)
-    problem = "gradcheck_suite.trainers.dense:MEAN"
-    status = main(["verify", "here", "--problem", problem, "--examples", "2", "--reports", str(tmp_path)])
-    captured = capsys.readouterr()
-    assert captured.err == f"gradcheck-suite: note: {known.note}\n"
-    assert (status, "here  holds" in captured.out) == (0, True)
-
-
-def test_the_verdict_says_which_version_it_is_about(capsys, monkeypatch, tmp_path):
-    known = Trainer("here", ("pytest",), "gradcheck_suite.loops.sound:plain", (_version("pytest"),), "a sound loop")
-    monkeypatch.setitem(TRAINERS, "here", known)
+def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(TRAINERS, "here", HERE)
     path = tmp_path / "result.json"
     problem = "gradcheck_suite.trainers.dense:MEAN"
     command = ["verify", "here", "--problem", problem, "--examples", "1", "--reports", str(tmp_path)]
-    assert main([*command, "--json", str(path)]) == 0
-    assert f", pytest {known.version}: 1 case per loop" in capsys.readouterr().out.splitlines()[0]
-    assert json.loads(path.read_text())["environment"]["versions"]["pytest"] == known.version
+    status = main([*command, "--json", str(path)])
+    captured = capsys.readouterr()
+    assert captured.err == f"gradcheck-suite: note: {HERE.note}\n"
+    assert (status, "here  holds" in captured.out) == (0, True)
+    assert f", pytest {HERE.version}: 1 case per loop" in captured.out.splitlines()[0]
+    assert json.loads(path.read_text())["environment"]["versions"]["pytest"] == HERE.version
 
 
-def test_the_environment_names_every_package_that_brings_a_trainer():
-    wanted = {package for trainer in TRAINERS.values() for package in trainer.packages}
-    assert wanted == set(environment.TRAINERS)
-    found = environment.versions()
-    assert {name: found.get(name) for name in wanted} == {name: _version(name) for name in wanted}
-    assert {name for name in wanted if name in found} == {name for name in wanted if _version(name)}
+def test_the_environment_lists_the_packages_of_trainers_that_are_installed():
+    found = environment.versions(PACKAGES)
+    assert {name: found.get(name) for name in PACKAGES} == {name: _version(name) for name in PACKAGES}
+    assert {name for name in PACKAGES if name in found} == {name for name in PACKAGES if _version(name)}
 
 
-def test_a_version_whose_names_moved_is_one_line():
-    moved = Trainer("moved", ("pytest",), "gradcheck_suite.loops.modes:no_such_loop", ("1.0",), "")
+def test_a_version_that_lacks_a_name_is_one_line():
+    moved = replace(HERE, name="moved", imports=("gradcheck_suite.loops.modes:no_such_loop",), tested=("1.0",))
     with pytest.raises(CannotRunHere, match=r"moved cannot be loaded with pytest .* it is tested with 1.0"):
         moved.load()
 
 
-def test_every_trainer_has_a_row_of_its_own_and_an_adapter():
+def test_extras_and_tox_install_what_the_records_say():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    pinned = {pin for name, group in groups.items() if name.startswith("trainers-") for pin in group}
     for name, trainer in TRAINERS.items():
         assert trainer.name == name
-        assert trainer.about
-        assert trainer.tested
-        assert trainer.place.startswith("gradcheck_suite.trainers.")
+        assert set(extras[trainer.package]) == set(trainer.requires)
+        assert {f"{trainer.package}=={version}" for version in trainer.tested} <= pinned
         if trainer.missing is None:
             assert callable(trainer.load())
+
+
+def test_the_guide_lists_every_trainer():
+    table = runpy.run_path(str(ROOT / "docs" / "conf.py"))["trainers_table"]()
+    assert all(f"`{name}`" in table for name in TRAINERS)
 
 
 def test_listing_the_trainers_imports_none():

@@ -1,4 +1,4 @@
-"""What trainers keep in the process from one run to the next, put aside: every case finds the process as if new."""
+"""State that trainers leave in the process: it is reset before every run, so that no case depends on an earlier one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from functools import cache
 
 
 @cache
-def settle() -> None:
-    """Take what is imported by now out of the garbage collector's sight: some trainers collect after every run.
+def freeze_imported_objects() -> None:
+    """Exclude the objects that exist by now, mostly modules, from garbage collection.
 
-    That pass over all modules' objects is otherwise half of a small case's time.
+    Some trainers collect after every run, and that pass is otherwise half of a small case's time.
     """
     gc.collect()
     gc.freeze()
 
 
-def forget_accelerate() -> None:
-    """Let Accelerate's next `Accelerator` start from nothing: its state is shared by all of a process."""
+def reset_accelerate() -> None:
+    """Reset the state of Accelerate that all `Accelerator`s of a process share."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -30,7 +30,7 @@ def forget_accelerate() -> None:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let loggers say nothing below an error, and nobody warn: a trainer's advice is no verdict on it."""
+    """Silence warnings and these loggers below errors: a trainer's advice is no verdict on it."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,8 +1,8 @@
-"""Heads of transformers' models, tiny and with random weights, each a problem by its class's name.
+"""Models of transformers, tiny and with random weights, each a problem by the name of its class.
 
-    gradcheck-suite verify hf-trainer --problem gradcheck_suite.trainers.heads:BertForMaskedLM
+    gradcheck-suite verify hf-trainer --problem gradcheck_suite.trainers.models:BertForMaskedLM
 
-Whether a trainer's gradient is right hangs on what a head does with the count of targets that it is handed.
+Whether a trainer's gradient is right depends on how the model's loss uses `num_items_in_batch`.
 """
 
 from __future__ import annotations
@@ -15,48 +15,41 @@ import torch
 import transformers
 
 from gradcheck_suite.schema.contract import Problem
-from gradcheck_suite.trainers.problems import ATTENTION, IGNORED, next_tokens, own_loss, seeded
+from gradcheck_suite.trainers.problems import ATTENTION, IGNORED, LONGEST, next_tokens, own_loss, padded_ids, seeded
 
-VOCABULARY, LONGEST, CLASSES, PIXELS = 13, 6, 3, 8
+VOCABULARY, CLASSES, PIXELS = 13, 3, 8
 Batch = dict[str, torch.Tensor]
-
-
-def _rows(items: int, generator: torch.Generator, shortest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and which of them are there; the others are padding on the right."""
-    ids = torch.randint(3, VOCABULARY, (items, LONGEST), generator=generator)
-    there = torch.arange(LONGEST) < torch.randint(shortest, LONGEST + 1, (items, 1), generator=generator)
-    return torch.where(there, ids, 0), there
 
 
 def _text(items: int, seed: int, label: Callable[..., torch.Tensor], shortest: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids, there = _rows(items, generator, shortest)
-    return {"input_ids": ids, "attention_mask": there.long(), "labels": label(ids, there, generator)}
+    ids, is_token = padded_ids(items, generator, range(3, VOCABULARY), shortest)
+    return {"input_ids": ids, "attention_mask": is_token.long(), "labels": label(ids, is_token, generator)}
 
 
 def _every_token(items: int, seed: int) -> Batch:
-    return _text(items, seed, lambda ids, there, _: torch.where(there, ids, IGNORED))
+    return _text(items, seed, lambda ids, is_token, _: torch.where(is_token, ids, IGNORED))
 
 
 def _some_tokens(items: int, seed: int) -> Batch:
-    def label(ids: torch.Tensor, there: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        chosen = there & (torch.rand(ids.shape, generator=generator) < 0.6)
-        chosen[:, 0] = True  # no row without a target
+    def label(ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        chosen = is_token & (torch.rand(ids.shape, generator=generator) < 0.6)
+        chosen[:, 0] = True  # every row has a target
         return torch.where(chosen, ids, IGNORED)
 
     return _text(items, seed, label)
 
 
 def _class_of_tokens(items: int, seed: int) -> Batch:
-    def label(ids: torch.Tensor, there: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return torch.where(there, torch.randint(0, CLASSES, ids.shape, generator=generator), IGNORED)
+    def label(ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return torch.where(is_token, torch.randint(0, CLASSES, ids.shape, generator=generator), IGNORED)
 
     return _text(items, seed, label)
 
 
 def _class_of_row(items: int, seed: int) -> Batch:
-    # without padding, which only some of these heads look at
-    return _text(items, seed, lambda ids, there, g: torch.randint(0, CLASSES, (len(ids),), generator=g), LONGEST)
+    # without padding, which only some of these models take into account
+    return _text(items, seed, lambda ids, is_token, g: torch.randint(0, CLASSES, (len(ids),), generator=g), LONGEST)
 
 
 def _class_of_image(items: int, seed: int) -> Batch:
@@ -70,14 +63,14 @@ def _not_ignored(batch: Batch) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Head:
-    """What a kind of head is trained on.
+class _Task:
+    """What the models of one task are trained on.
 
     Attributes:
-        batch: its items.
-        count: what its mean divides by; items when None.
-        models: the models that are tried, by the first part of their class's name, with settings of their own.
-        settings: of every such model.
+        batch: (items, seed) -> a batch.
+        count: what the model's mean divides by; the number of items if None.
+        models: first part of a model's class name -> settings of its configuration.
+        settings: settings of every model's configuration.
     """
 
     batch: Callable[[int, int], Batch]
@@ -101,7 +94,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.5,
 }
-_CHANCES = (
+_DROPOUTS = (
     "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout_prob hidden_dropout attention_dropout dropout "
     "activation_dropout classifier_dropout attn_pdrop resid_pdrop embd_pdrop dropout_rate seq_classif_dropout "
     "summary_first_dropout embedding_dropout embed_dropout encoder_layerdrop decoder_layerdrop"
@@ -129,11 +122,11 @@ _ENCODERS: dict[str, dict[str, Any]] = {
 _DECODERS: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "GPT2": _GPT, "GPTNeoX": {}}
 _CLASSES = {"num_labels": CLASSES}
 _IMAGE = {"image_size": PIXELS, "patch_size": 4}
-HEADS: dict[str, _Head] = {
-    "ForCausalLM": _Head(
+TASKS: dict[str, _Task] = {
+    "ForCausalLM": _Task(
         _every_token, next_tokens, {"Llama": {}, "Mistral": {}, "Qwen2": {}, "GPTNeoX": {}, "Bloom": {**_GPT}}
     ),
-    "LMHeadModel": _Head(
+    "LMHeadModel": _Task(
         _every_token,
         next_tokens,
         {
@@ -143,13 +136,13 @@ HEADS: dict[str, _Head] = {
             "Bert": {"is_decoder": True},
         },
     ),
-    "ForMaskedLM": _Head(_some_tokens, _not_ignored, _ENCODERS),
-    "ForConditionalGeneration": _Head(
+    "ForMaskedLM": _Task(_some_tokens, _not_ignored, _ENCODERS),
+    "ForConditionalGeneration": _Task(
         _every_token, _not_ignored, {"T5": _T5, "MT5": _T5, "Bart": _BART, "Pegasus": _BART}
     ),
-    "ForSequenceClassification": _Head(_class_of_row, None, {**_ENCODERS, **_DECODERS}, _CLASSES),
-    "ForTokenClassification": _Head(_class_of_tokens, _not_ignored, {**_ENCODERS, **_DECODERS}, _CLASSES),
-    "ForImageClassification": _Head(
+    "ForSequenceClassification": _Task(_class_of_row, None, {**_ENCODERS, **_DECODERS}, _CLASSES),
+    "ForTokenClassification": _Task(_class_of_tokens, _not_ignored, {**_ENCODERS, **_DECODERS}, _CLASSES),
+    "ForImageClassification": _Task(
         _class_of_image,
         None,
         {
@@ -160,17 +153,17 @@ HEADS: dict[str, _Head] = {
         _CLASSES,
     ),
 }
-"""Kinds of heads, by the last part of their class's name."""
-NAMES = tuple(model + head for head, kind in HEADS.items() for model in kind.models)
-"""Every head's class, by name; each is an attribute of this module, a function that returns the problem."""
+"""Last part of a model's class name -> its task."""
+NAMES = tuple(model + name for name, task in TASKS.items() for model in task.models)
+"""The class names of the models; each is an attribute of this module, a function that returns the problem."""
 
 
 def _problem(name: str) -> Problem:
-    head = next(head for head in HEADS if name.endswith(head))
-    kind, model = HEADS[head], name.removesuffix(head)
-    settings = {**_COMMON, **dict.fromkeys(_CHANCES.split(), 0.0), **kind.models[model], **kind.settings}
+    suffix = next(suffix for suffix in TASKS if name.endswith(suffix))
+    task, model = TASKS[suffix], name.removesuffix(suffix)
+    settings = {**_COMMON, **dict.fromkeys(_DROPOUTS.split(), 0.0), **task.models[model], **task.settings}
     make, config = getattr(transformers, name), getattr(transformers, f"{model}Config")
-    return Problem(seeded(lambda: make(config(**settings))), kind.batch, own_loss, count=kind.count)
+    return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
 
 
 def __getattr__(name: str) -> Callable[[], Problem]:

@@ -1,19 +1,19 @@
-"""Hugging Face Accelerate as loops: its own `accumulate()`, the recipe its guide gives for unequal counts, `no_sync`.
+"""Hugging Face Accelerate: its `accumulate()`, the recipe that its guide gives for unequal counts, and `no_sync`.
 
-Accelerate leaves the loop to its user, so what runs here is the code that its guide prints.
+Accelerate leaves the loop to its user, so the loops here are those that its guide prints.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from accelerate import Accelerator
-
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.schema.contract import Batch, TrainingRun
-from gradcheck_suite.trainers.process import forget_accelerate, settle
+from gradcheck_suite.trainers.process_state import freeze_imported_objects, reset_accelerate
+from gradcheck_suite.trainers.record import Trainer
 
 
 def accelerate(run: TrainingRun) -> None:
@@ -62,13 +62,41 @@ def accelerate_scaler(run: TrainingRun) -> None:
     _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps, mixed_precision="fp16"))
 
 
-def _accelerator(run: TrainingRun, **settings: Any) -> Accelerator:
-    settle()
-    forget_accelerate()
+_trainer = partial(
+    Trainer,
+    requires=("accelerate>=1.0",),
+    tested=("1.15.0",),
+    imports=("accelerate:Accelerator", "accelerate.state:AcceleratorState", "accelerate.state:GradientState"),
+)
+TRAINERS = (
+    _trainer(name="accelerate", loop=accelerate, about="Accelerate's accumulate(), as its guide prints it"),
+    _trainer(
+        name="accelerate-counted",
+        loop=accelerate_counted,
+        about="Accelerate's recipe for samples of variable size",
+    ),
+    _trainer(
+        name="accelerate-no-sync",
+        loop=accelerate_no_sync,
+        about="Accelerate's no_sync() in a loop that counts and divides itself",
+    ),
+    _trainer(
+        name="accelerate-scaler",
+        loop=accelerate_scaler,
+        about="Accelerate's accumulate() in fp16, with its GradScaler; CUDA only",
+    ),
+)
+
+
+def _accelerator(run: TrainingRun, **settings: Any) -> Any:
+    from accelerate import Accelerator
+
+    freeze_imported_objects()
+    reset_accelerate()
     return Accelerator(cpu=run.device.type == "cpu", **settings)
 
 
-def _accumulate(run: TrainingRun, accelerator: Accelerator) -> None:
+def _accumulate(run: TrainingRun, accelerator: Any) -> None:
     model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
     for _ in range(run.epochs):
         for batch in loader:

@@ -1,17 +1,17 @@
-"""Lightning's Fabric as loops: a sound one on its primitives, and accumulation as its guide prints it.
+"""Lightning's Fabric: a sound loop on its primitives, and accumulation as its guide prints it.
 
-Fabric leaves the loop to its user; its own are `setup`, `backward`, `no_backward_sync` and the wrapped optimizer.
+Fabric leaves the loop to its user; it provides `setup`, `backward`, `no_backward_sync` and the wrapped optimizer.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from lightning.fabric import Fabric
-
 from gradcheck_suite.schema.contract import TrainingRun
-from gradcheck_suite.trainers.process import quiet, settle
+from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet
+from gradcheck_suite.trainers.record import Trainer
 
 
 def fabric(run: TrainingRun) -> None:
@@ -44,8 +44,21 @@ def fabric_printed(run: TrainingRun) -> None:
                     optimizer.zero_grad()
 
 
+_trainer = partial(Trainer, requires=("lightning>=2.5",), tested=("2.6.6",), imports=("lightning.fabric:Fabric",))
+TRAINERS = (
+    _trainer(name="fabric", loop=fabric, about="Lightning Fabric in a loop that counts and divides itself"),
+    _trainer(
+        name="fabric-printed",
+        loop=fabric_printed,
+        about="Lightning Fabric's accumulation, as its guide prints it",
+    ),
+)
+
+
 def _set_up(run: TrainingRun) -> tuple[Any, Any, Any, Any]:
-    settle()
+    from lightning.fabric import Fabric
+
+    freeze_imported_objects()
     owner = Fabric(accelerator="cpu" if run.device.type == "cpu" else "gpu", devices=1)
     model, optimizer = owner.setup(run.model, run.optimizer)
     return owner, model, optimizer, owner.setup_dataloaders(run.loader)
