@@ -1,7 +1,11 @@
-"""Counterexamples that travel: a violation as one Python file that needs torch alone, to send to a mender."""
+"""Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever mends the loop.
+
+A script's functions are the suite's own, copied by their source: what a script checks is what the suite checks. Loops
+are not run here; the numbers come from the violation's evidence.
+"""
 
 from __future__ import annotations
 
-from gradcheck_suite.report.scripts.assembly import script_text
+from gradcheck_suite.report.scripts.writer import script_text
 
 __all__ = ["script_text"]

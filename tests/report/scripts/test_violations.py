@@ -22,6 +22,7 @@ from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification.check import check
 from tests.faults import loops as faults
 from tests.report.scripts.problems import load, status
+from tests.report.scripts.same_source import assert_copied, executed_functions
 
 NAME = "somebodys.py:loop"
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
@@ -59,6 +60,17 @@ def violation_of(loop, case, problem=None):
     return found
 
 
+@pytest.fixture(scope="module")
+def executed():
+    """The source of every function that the suite calls to judge sound and faulty loops."""
+    with executed_functions() as functions:
+        for optimizer in (None, "momentum"):
+            # a seed of its own, since references are kept
+            check(plain, Case(LINEAR, Plan((1, 2), 2), seed=97, optimizer=optimizer))
+        check(plain, Case("users.py:PROBLEM", Plan((1, 2), 2), seed=97), problem=problem())
+    return functions
+
+
 @pytest.mark.parametrize("optimizer", [None, "momentum", "adamw"])
 @pytest.mark.parametrize(
     ("loop", "kind"),
@@ -75,11 +87,13 @@ def violation_of(loop, case, problem=None):
         (exits, "raised"),
     ],
 )
-def test_every_kind_of_violation(loop, kind, optimizer, tmp_path, capsys):
+def test_every_kind_of_violation(loop, kind, optimizer, executed, capsys):
     plan = Plan((1, 2, 3), 2, 2) if kind != "non-finite" else Plan((2,), 1, 2)
     violation = violation_of(loop, Case(LINEAR, plan, seed=3, optimizer=optimizer))
     assert violation.kind == kind
-    script = load(script_text(loop, NAME, violation), tmp_path)
+    text = script_text(loop, NAME, violation)
+    assert_copied(text, executed)
+    script = load(text)
     assert status(script, loop) == 1
     told = capsys.readouterr().out
     assert told.endswith("the fault is there\n")
@@ -89,9 +103,9 @@ def test_every_kind_of_violation(loop, kind, optimizer, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("the fault is gone\n")
 
 
-def test_what_was_observed_is_recorded_and_comes_back(tmp_path, capsys):
+def test_what_was_observed_is_recorded_and_comes_back(capsys):
     violation = violation_of(no_reset, Case(LINEAR, PLAN, seed=3))
-    script = load(script_text(no_reset, NAME, violation), tmp_path)
+    script = load(script_text(no_reset, NAME, violation))
     assert script.OBSERVED.keys() == {"0.weight", "0.bias"}
     script.load_loop = lambda: no_reset
     assert script.main() == 1
@@ -102,8 +116,26 @@ def test_what_was_observed_is_recorded_and_comes_back(tmp_path, capsys):
     assert f"off by {violation.error:<10.3g} allowed {violation.allowed:.3g}" in told
 
 
+@pytest.mark.parametrize(
+    ("suites", "other"),
+    [
+        ("error[observed == expected] = 0.0", "error[observed == expected] = 1e-9"),  # a function
+        ("self.exceeded = True", "self.exceeded = False"),  # a method
+        ("SHOWN = 8", "SHOWN = 9"),  # a constant
+        ("def main():", "def dense_copy(gradient):\n    return gradient\n\n\ndef main():"),
+    ],
+)
+def test_a_copy_that_differs_from_the_suites_source_is_seen(suites, other, executed):
+    violation = violation_of(no_reset, Case(LINEAR, PLAN, seed=3))
+    text = script_text(no_reset, NAME, violation)
+    assert_copied(text, executed)
+    assert suites in text
+    with pytest.raises(AssertionError):
+        assert_copied(text.replace(suites, other), executed)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_special_numbers_stand_by_name(value, tmp_path):
+def test_special_numbers_stand_by_name(value):
     def spoils(run):
         for window in windows(run):
             run.optimizer.zero_grad()
@@ -114,31 +146,31 @@ def test_special_numbers_stand_by_name(value, tmp_path):
             run.optimizer.step()
 
     violation = violation_of(spoils, Case(LINEAR, PLAN))
-    script = load(script_text(spoils, NAME, violation), tmp_path)
+    script = load(script_text(spoils, NAME, violation))
     assert all(str(x) == str(value) for row in script.OBSERVED["0.weight"] for x in row)
     assert status(script, spoils) == 1
     assert status(script) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_low_precision_is_held_to_what_it_allows(dtype, tmp_path):
+def test_low_precision_is_held_to_what_it_allows(dtype):
     violation = violation_of(no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5))
-    script = load(script_text(no_divide, NAME, violation), tmp_path)
+    script = load(script_text(no_divide, NAME, violation))
     assert next(script.make_model().parameters()).dtype == getattr(torch, dtype)
     assert status(script, no_divide) == 1
     assert status(script) == 0
 
 
-def test_ignored_micro_batches_and_sparse_gradients(tmp_path):
+def test_ignored_micro_batches_and_sparse_gradients():
     plan = Plan((2, 1, 2), 2, 2, masked=(1,))
     violation = violation_of(no_reset, Case(SPARSE, plan, seed=2))
-    script = load(script_text(no_reset, NAME, violation), tmp_path)
-    assert (script.MICRO_BATCHES[1]["target"] == -100).all()
+    script = load(script_text(no_reset, NAME, violation))
+    assert (script.batch_of(script.MICRO_BATCHES[1])["target"] == -100).all()
     assert status(script, no_reset) == 1
     assert status(script) == 0
 
 
-def test_a_loop_may_change_what_it_is_given(tmp_path):
+def test_a_loop_may_change_what_it_is_given():
     """Every pass yields fresh copies, as the suite's own loader does."""
 
     def scribbles(run):
@@ -151,19 +183,19 @@ def test_a_loop_may_change_what_it_is_given(tmp_path):
             run.optimizer.step()
 
     violation = violation_of(no_reset, Case(LINEAR, Plan((1, 1), 2, 3)))
-    script = load(script_text(no_reset, NAME, violation), tmp_path)
+    script = load(script_text(no_reset, NAME, violation))
     assert status(script, scribbles) == 0
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_loop_of_the_suites_own_is_printed_in_full(name, tmp_path):
-    violation = Violation("gradient", "planted", "planted", Case(LINEAR, PLAN), "0.weight", 1, 1, 1.0, 1e-12)
+def test_a_loop_of_the_suites_own_is_printed_in_full(name):
+    violation = violation_of(no_reset, Case(LINEAR, PLAN))
     text = script_text(BUILT_IN[name], name, violation)
     assert "import gradcheck_suite" not in text
     assert "from gradcheck_suite" not in text
     reduction = "sum" if name == "summed" else "mean"
     assumes = getattr(BUILT_IN[name], "assumes", ())
-    script = load(text, tmp_path)
+    script = load(text)
     holds = reduction == "mean" and "equal-micro-batches" not in assumes
     assert script.main() == (0 if holds else 1)
 
@@ -204,34 +236,33 @@ def users_file(tmp_path):
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", ["PROBLEM", "COUNTED", "SUMMED", "make"])
-def test_a_users_problem_is_imported(name, dtype, optimizer, users_file, tmp_path):
+def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
     namespace: dict = {}
     exec(PROBLEMS, namespace)
     own = namespace[name]() if name == "make" else namespace[name]
     case = Case(f"{users_file}:{name}", Plan((1, 2, 3), 2, 2), dtype=dtype, optimizer=optimizer)
     violation = violation_of(no_reset, case, own)
     text = script_text(no_reset, NAME, violation, problem=own)
-    script = load(text, tmp_path)
+    script = load(text)
     assert "EXPECTED" not in text
     assert status(script, no_reset) == 1
     assert status(script) == 0
 
 
-def test_an_objective_that_is_no_sum_over_items(users_file, tmp_path, capsys):
+def test_an_objective_that_is_no_sum_over_items(users_file, executed):
     namespace: dict = {}
     exec(PROBLEMS, namespace)
     violation = violation_of(plain, Case(f"{users_file}:CENTRED", Plan((2, 3), 2)), namespace["CENTRED"])
     assert violation.kind == "not-accumulable"
     text = script_text(plain, NAME, violation, problem=namespace["CENTRED"])
-    assert load(text, tmp_path).main() == 1
+    assert_copied(text, executed)
+    assert load(text).main() == 1
     users_file.write_text(PROBLEMS.replace(".std(correction=0)", ".abs().mean()"))
-    assert load(text, tmp_path).main() == 0
+    assert load(text).main() == 0
 
 
-def test_a_generated_objective_that_is_no_sum_over_items(tmp_path):
-    script = load(
-        script_text(plain, NAME, Violation("not-accumulable", "planted", "planted", Case(LINEAR, PLAN))), tmp_path
-    )
+def test_a_generated_objective_that_is_no_sum_over_items():
+    script = load(script_text(plain, NAME, Violation("not-accumulable", "planted", "planted", Case(LINEAR, PLAN))))
     assert script.main() == 0
     script.loss = lambda model, batch: model(batch).std(correction=0)
     assert script.main() == 1
@@ -239,10 +270,10 @@ def test_a_generated_objective_that_is_no_sum_over_items(tmp_path):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_cuda_device(tmp_path):
+def test_on_a_cuda_device():
     for spec in (LINEAR, SPARSE):
         violation = violation_of(no_reset, Case(spec, PLAN, device="cuda"))
-        script = load(script_text(no_reset, NAME, violation), tmp_path)
-        assert all(tensor.is_cuda for batch in script.MICRO_BATCHES for tensor in batch.values())
+        script = load(script_text(no_reset, NAME, violation))
+        assert all(tensor.is_cuda for tensor in script.DATA.values())
         assert status(script, no_reset) == 1
         assert status(script) == 0

@@ -1,4 +1,4 @@
-"""The text of every layer and every loss, in plain torch, means what the catalogue means; whole scripts of each run."""
+"""The text of every layer and every loss, in plain torch, means what the catalogue means."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from gradcheck_suite.catalogue import LAYERS, LOSSES
 from gradcheck_suite.evidence.zoo.bugs.denominators import no_divide
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.strategies import cases, plans
-from gradcheck_suite.report.scripts import losses, models, script_text, subjects
+from gradcheck_suite.report.scripts import model_code, script_text, writer
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation
@@ -23,7 +23,6 @@ from tests.report.scripts.problems import gradients, layer_problems, load, loss_
 PLAN = Plan((1, 2), 2)
 RELATIVE = 1e-12
 NAME = "somebodys.py:loop"
-IMPORT = re.compile(r"^\s*(import|from)\s+gradcheck_suite", re.MULTILINE)
 KINDS = [*(("layer", name) for name in LAYERS), *(("loss", name) for name in LOSSES)]
 
 
@@ -38,14 +37,15 @@ def assert_same(observed, expected):
     np.testing.assert_allclose(np.asarray(observed), expected, rtol=0, atol=RELATIVE * largest)
 
 
-def assert_text_means_the_same(case, tmp_path):
+def assert_text_means_the_same(case):
     """Compare model, loss, count and data of a script with the catalogue's torch, on each micro-batch."""
     __tracebackhide__ = True
-    text = script_text(no_divide, NAME, Violation("step-count", "planted", "planted", case))
-    assert not IMPORT.search(text)
-    script, instance = load(text, tmp_path), generated_instance(case)
-    for j, batch in enumerate(script.MICRO_BATCHES):
-        own = instance.batch(case.plan.items(j))
+    # the shortest script: without a loop
+    text = script_text(no_divide, NAME, Violation("not-accumulable", "planted", "planted", case))
+    script, instance = load(text), generated_instance(case)
+    assert script.main() == 0
+    for j, items in enumerate(script.MICRO_BATCHES):
+        batch, own = script.batch_of(items), instance.batch(case.plan.items(j))
         assert batch.keys() == own.keys()
         assert all(torch.equal(batch[key], own[key]) and batch[key].dtype == own[key].dtype for key in own)
         assert script.count(batch).dtype == instance.count(own).dtype
@@ -61,32 +61,33 @@ def assert_text_means_the_same(case, tmp_path):
                 assert_same(observed[parameter], gradient)
 
 
-def assert_texts_mean_the_same(specs, tmp_path):
+def assert_texts_mean_the_same(specs):
     __tracebackhide__ = True
     for seed, spec in enumerate(specs):
-        assert_text_means_the_same(Case(spec, PLAN, seed=seed), tmp_path)
+        assert_text_means_the_same(Case(spec, PLAN, seed=seed))
 
 
 @pytest.mark.parametrize(("what", "name"), KINDS)
-def test_every_variant_means_what_the_catalogue_means(what, name, tmp_path):
+def test_every_variant_means_what_the_catalogue_means(what, name):
     specs = problems(what, name)
     assert specs
-    assert_texts_mean_the_same(specs, tmp_path)
+    assert_texts_mean_the_same(specs)
 
 
+@settings(max_examples=10)
 @given(cases(plan=plans(max_epochs=1, max_windows=2, max_accumulation_steps=2)))
-def test_drawn_models_mean_what_the_catalogue_means(tmp_path_factory, case):
+def test_drawn_models_mean_what_the_catalogue_means(case):
     """Layers of several kinds behind and inside each other."""
-    assert_text_means_the_same(case, tmp_path_factory.getbasetemp())
+    assert_text_means_the_same(case)
 
 
 @pytest.mark.parametrize(("name", "option"), [("leaky_relu", "negative_slope"), ("attention", "causal"),
                                               ("embedding", "padding_idx"), ("conv2d", "stride")])  # fmt: skip
-def test_a_planted_slip_in_a_layers_text_is_seen(name, option, tmp_path, monkeypatch):
+def test_a_planted_slip_in_a_layers_text_is_seen(name, option, monkeypatch):
     """An option that the text forgets, or a wrong one where it cannot be left out."""
     values = {o.o[option] for spec in layer_problems(name) for o in spec.layers if o.kind == name}
     assert len(values) > 1
-    real = models.constructor_call
+    real = model_code.constructor_call
 
     def slip(module, sources):
         call = real(module, sources)
@@ -94,32 +95,32 @@ def test_a_planted_slip_in_a_layers_text_is_seen(name, option, tmp_path, monkeyp
             return call.replace("causal=True", "causal=False")
         return re.sub(rf"(, )?{option}=[^,()]*(\([^()]*\))?", "", call)
 
-    monkeypatch.setattr(models, "constructor_call", slip)
+    monkeypatch.setattr(model_code, "constructor_call", slip)
     with pytest.raises((AssertionError, RuntimeError, UserWarning)):
-        assert_texts_mean_the_same(layer_problems(name), tmp_path)
+        assert_texts_mean_the_same(layer_problems(name))
 
 
-@pytest.mark.parametrize(("name", "slip"), [("mse", ('"mean"', '"sum"')), ("cross_entropy", ("0.1", "0.2")),
-                                            ("kl_div", ("batchmean", "sum"))])  # fmt: skip
-def test_a_planted_slip_in_a_losss_text_is_seen(name, slip, tmp_path, monkeypatch):
-    real = losses.body_text
-    monkeypatch.setattr(subjects, "body_text", lambda *a, **o: real(*a, **o).replace(*slip))
+@pytest.mark.parametrize(("name", "slip"), [("mse", ('batch, "mean"', 'batch, "sum"')),
+                                            ("cross_entropy", ("0.1", "0.2"))])  # fmt: skip
+def test_a_planted_slip_in_a_losss_text_is_seen(name, slip, monkeypatch):
+    real = writer.generated_text
+    monkeypatch.setattr(writer, "generated_text", lambda *a: real(*a).replace(*slip))
     with pytest.raises(AssertionError):
-        assert_texts_mean_the_same(loss_problems(name), tmp_path)
+        assert_texts_mean_the_same(loss_problems(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("what", "name"), KINDS)
-def test_a_script_is_right_about_its_loop(what, name, tmp_path, capsys):
-    """A planted fault: status 1, and JAX's literal is the large batch that the script computes in torch. Mended: 0."""
+def test_a_script_is_right_about_its_loop(what, name):
+    """With the planted fault: status 1, and JAX's literal is the large batch that the script computes. Mended: 0."""
     # the simplest of some kinds have a gradient of 0, such as a softmax of one feature
     verdicts = (check(no_divide, Case(spec, PLAN, seed=1)) for spec in problems(what, name))
     violation = next(verdict.violation for verdict in verdicts if verdict.violation)
-    script = load(script_text(no_divide, NAME, violation), tmp_path)
+    script = load(script_text(no_divide, NAME, violation))
     recomputed = script.large_batch()
     assert recomputed.keys() == script.EXPECTED.keys()
     for parameter, gradient in recomputed.items():
-        assert_same(gradient, script.EXPECTED[parameter])
+        # where the loss does not reach a parameter, torch's gradient is None and JAX's is zeros
+        assert_same(0.0 if gradient is None else gradient, script.EXPECTED[parameter])
     assert status(script, no_divide) == 1
-    assert "the fault is there" in capsys.readouterr().out
     assert status(script) == 0
-    assert "the fault is gone" in capsys.readouterr().out

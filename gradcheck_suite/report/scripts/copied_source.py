@@ -1,8 +1,8 @@
-"""Definitions copied out of the suite's own modules, each with everything it needs, so that a script stands alone.
+"""Definitions copied from the suite's modules, each with all that it needs, so that a script stands alone.
 
-A module's source is read as a tree: a name is looked up among the module's definitions and imports, what comes from
-another module of the suite is followed there, what comes from elsewhere becomes an import of the script. Texts are
-copied as they stand, comments included; only decorators that belong to the suite are left out.
+A name is looked up among its module's definitions and imports. A definition is copied as it stands, with comments, and
+without decorators that belong to the suite. A name imported from another module of the suite is looked up there. Any
+other import becomes an import of the script.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -23,8 +24,8 @@ class _Import:
     """`from module import name`, or `import module` where `name` is None; either may be renamed."""
 
     module: str
-    name: str | None
-    renamed: str | None
+    name: str | None = None
+    renamed: str | None = None
 
     @property
     def is_own(self) -> bool:
@@ -37,9 +38,11 @@ class _Import:
 
 
 @dataclass(frozen=True)
-class _Module:
-    source: str
-    names: dict[str, ast.stmt | _Import]
+class _Definition:
+    """A function, class or assignment as text, and the names that occur in it."""
+
+    text: str
+    names: tuple[str, ...]
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -67,36 +70,59 @@ def _named(node: ast.stmt) -> Iterator[tuple[str, ast.stmt | _Import]]:
 
 
 @cache
-def _read(module: str) -> _Module:
-    source = inspect.getsource(importlib.import_module(module))
-    body = _statements(ast.parse(source).body)
-    return _Module(source, dict(pair for node in body for pair in _named(node)))
+def _module(name: str) -> tuple[str, dict[str, ast.stmt | _Import]]:
+    """Return a module's source, and its top-level names with what each stands for."""
+    source = inspect.getsource(importlib.import_module(name))
+    return source, dict(pair for node in _statements(ast.parse(source).body) for pair in _named(node))
 
 
-class Sources:
+@cache
+def _look_up(module: str, name: str) -> _Definition | _Import | None:
+    """Return what a name stands for in a module of the suite; None where the module does not define it."""
+    source, names = _module(module)
+    node = names.get(name)
+    if node is None or isinstance(node, _Import):
+        return node
+    decorators = getattr(node, "decorator_list", [])
+    dropped = [decorator for decorator in decorators if _is_own(names, decorator)]
+    kept = [f"@{ast.get_source_segment(source, d)}" for d in decorators if d not in dropped]
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    children = [child for child in ast.iter_child_nodes(node) if child not in dropped]
+    needed = [inner.id for child in children for inner in ast.walk(child) if isinstance(inner, ast.Name)]
+    return _Definition("\n".join([*kept, *lines]), tuple(dict.fromkeys(needed)))
+
+
+def _is_own(names: dict[str, ast.stmt | _Import], decorator: ast.expr) -> bool:
+    """Return whether a decorator belongs to the suite: it says something to the suite only."""
+    found = names.get(next(node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)))
+    return found is not None and (not isinstance(found, _Import) or found.is_own)
+
+
+class CopiedSource:
     """Definitions and imports gathered so far; a definition comes after those it needs."""
 
     def __init__(self) -> None:
         self._imports: set[_Import] = set()
         self._texts: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def copy(self, *objects: Any) -> None:
+        """Gather some of the suite's functions and classes, and all that they need."""
+        for what in objects:
+            self.add(what.__module__, what.__name__)
 
     def add(self, module: str, *names: str) -> None:
         """Gather what some names mean in a module of the suite; names that it does not define are left alone."""
         for name in names:
-            found = _read(module).names.get(name)
+            found = _look_up(module, name)
             if isinstance(found, _Import):
                 self._follow(found)
             elif found is not None:
                 self._copy(module, name, found)
 
-    def add_needs(self, module: str, *trees: ast.AST) -> None:
-        """Gather what the names in some trees mean in a module of the suite."""
-        for tree in trees:
-            self.add(module, *(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
-
     def add_import(self, module: str, name: str | None = None) -> None:
         """Have the script import a module, or a name from it."""
-        self._imports.add(_Import(module, name, None))
+        self._imports.add(_Import(module, name))
 
     def _follow(self, found: _Import) -> None:
         if not found.is_own:
@@ -105,21 +131,21 @@ class Sources:
             assert found.renamed is None, f"{found}: what is renamed cannot be copied"
             self.add(found.module, found.name)
 
-    def _copy(self, module: str, name: str, node: ast.stmt) -> None:
-        dropped = [d for d in getattr(node, "decorator_list", ()) if _is_own(module, d)]
-        text = _text(_read(module).source, node, dropped)
+    def _copy(self, module: str, name: str, found: _Definition) -> None:
         if name in self._texts:
-            assert self._texts[name] == text, f"{name} of {module} and of another module cannot stand in one script"
+            other = self._texts[name] != found.text
+            assert not other, f"{name} of {module} and of another module cannot stand in one script"
             return
-        self._texts[name] = text
-        self.add_needs(module, *(child for child in ast.iter_child_nodes(node) if child not in dropped))
+        self._texts[name] = found.text
+        self.add(module, *found.names)
         # what it needs has come in between
         self._texts[name] = self._texts.pop(name)
 
-    @property
-    def definitions(self) -> list[str]:
-        """The texts, each after those it needs."""
-        return list(dict.fromkeys(self._texts.values()))
+    def take(self) -> list[str]:
+        """Return the texts gathered since the last call, each after those it needs."""
+        texts = [text for text in dict.fromkeys(self._texts.values()) if text not in self._taken]
+        self._taken.update(texts)
+        return texts
 
     @property
     def imports(self) -> list[str]:
@@ -136,16 +162,3 @@ class Sources:
 def _is_pythons(line: str) -> bool:
     """Return whether an import statement is about Python's own modules."""
     return line.split()[1].partition(".")[0] in sys.stdlib_module_names
-
-
-def _is_own(module: str, decorator: ast.expr) -> bool:
-    """Return whether a decorator belongs to the suite: it says something to the suite only."""
-    root = next(node.id for node in ast.walk(decorator) if isinstance(node, ast.Name))
-    found = _read(module).names.get(root)
-    return found is not None and (not isinstance(found, _Import) or found.is_own)
-
-
-def _text(source: str, node: ast.stmt, dropped: Sequence[ast.expr]) -> str:
-    kept = [d for d in getattr(node, "decorator_list", ()) if d not in dropped]
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    return "\n".join([*(f"@{ast.get_source_segment(source, d)}" for d in kept), *lines])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
 
 import torch
 
+from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.records.description import describe_case, error_text, violation_title
-from gradcheck_suite.references.reference import REFERENCES
-from gradcheck_suite.report.scripts.checks import AT_A_STEP, large_batch_text, main_text, numbers_text
-from gradcheck_suite.report.scripts.sources import Sources
-from gradcheck_suite.report.scripts.subjects import (
+from gradcheck_suite.report.scripts.check_code import AT_A_STEP, large_batch_text, main_text, numbers_text
+from gradcheck_suite.report.scripts.copied_source import CopiedSource
+from gradcheck_suite.report.scripts.training_code import (
     data_text,
     generated_text,
     is_imported,
@@ -19,7 +20,7 @@ from gradcheck_suite.report.scripts.subjects import (
     optimizer_text,
     problem_text,
 )
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.contract import Loop, Problem, TrainingRun
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import ProblemSpec
@@ -37,54 +38,57 @@ def script_text(
 ) -> str:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
 
+    The numbers come from the violation's evidence; the loop is not run.
+
     Args:
-        loop: the subject. It is run once more, to write down what it hands to its optimizer.
+        loop: the subject.
         name: of the loop as the command line takes it: `FILE.py:NAME` and `package.module:NAME` are imported from
             their place, the suite's own loops are printed in full.
-        violation: what the script is to show.
+        violation: what the script is to show; with evidence, where its kind is one that shows in a gradient.
         problem: the user's problem that the violation's case names, if it is not a generated one.
-        time_limit_s: seconds after which a loop that does not return is stopped.
+        time_limit_s: seconds after which the script stops a loop that did not return before.
     """
-    case = violation.case
-    reference = REFERENCES.get(case, problem)
-    instance = reference.instance
-    sources, parts = Sources(), []
-
-    def section(title: str, *texts: str) -> None:
-        """Add a part, below the definitions that it was the first to need."""
-        new = [text for text in sources.definitions if text not in written]
-        written.update(new)
-        parts.append(f"# {title}\n\n{_joined([*new, *texts])}")
-
-    written: set[str] = set()
+    case, sources = violation.case, CopiedSource()
     sources.add_import("torch")
-    where = f'DEVICE, DTYPE = torch.device("{case.device}"), torch.{case.dtype}'
+    parts = [f'DEVICE, DTYPE = torch.device("{case.device}"), torch.{case.dtype}']
     if case.device == "cuda":
-        where += '\ntorch.set_float32_matmul_precision("highest")\ntorch.backends.cudnn.allow_tf32 = False'
-    parts.append(where)
-    has_loop = violation.kind != "not-accumulable"
-    if has_loop:
-        sources.add("gradcheck_suite.schema.contract", "TrainingRun")
-        section("What a loop is handed")
-        section("The loop", loop_text(loop, name, sources))
-        section("The optimizer", optimizer_text(case, sources))
-    if isinstance(case.problem, ProblemSpec):
-        section("The model and its loss", generated_text(case.problem, instance, sources))
-        section("The data", data_text(instance))
-    else:
-        assert problem is not None
-        section("The model, its loss and the data", problem_text(case.problem, problem, instance, sources))
-    if violation.kind in AT_A_STEP:
-        numbers = numbers_text(loop, reference, violation, time_limit_s)
-        section("What is right, what was observed, how far off rounding allows", numbers)
-        section("What is right, computed by torch", large_batch_text(violation, sources))
-    section("The check", main_text(violation, instance.problem.reduction, time_limit_s, sources))
+        parts[0] += '\ntorch.set_float32_matmul_precision("highest")\ntorch.backends.cudnn.allow_tf32 = False'
+    for title, text in _sections(loop, name, violation, problem, time_limit_s, sources):
+        # definitions stand above the first text that needs them
+        parts.append(f"# {title}\n\n{_joined([*sources.take(), *text])}")
     body = "\n\n\n".join(parts)
     for special in ("inf", "nan"):
         if re.search(rf"(?<![\w.\"]){special}\b", body):
             sources.add_import("math", special)
     head = [_docstring(name, violation), "from __future__ import annotations", "\n".join(sources.imports)]
     return "\n\n".join([*head, body]) + "\n"
+
+
+def _sections(
+    loop: Loop,
+    name: str,
+    violation: Violation,
+    problem: Problem | None,
+    time_limit_s: float | None,
+    sources: CopiedSource,
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each section's title and its texts, with what they need gathered in `sources`."""
+    case = violation.case
+    instance = generated_instance(case) if problem is None else user_instance(case, problem)
+    if violation.kind != "not-accumulable":
+        sources.copy(TrainingRun)
+        yield "What a loop is handed", []
+        yield "The loop", [loop_text(loop, name, sources)]
+        yield "The optimizer", [optimizer_text(case, sources)]
+    if problem is None:
+        yield "The model and its loss", [generated_text(instance, sources)]
+    else:
+        yield "The model and its loss", [problem_text(problem, instance, sources)]
+    yield "The data", [data_text(instance, sources)]
+    if violation.kind in AT_A_STEP:
+        yield "What is right, what was observed, how far off rounding allows", [numbers_text(violation)]
+        yield "What is right, computed by torch", [large_batch_text(violation, sources)]
+    yield "The check", [main_text(violation, instance.problem.reduction, time_limit_s, sources)]
 
 
 def _joined(texts: list[str]) -> str:

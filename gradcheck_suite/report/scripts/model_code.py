@@ -17,11 +17,11 @@ from torch.nn.utils import parametrize
 from gradcheck_suite.catalogue import input_signal, layer_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.report.scripts.sources import PACKAGE, Sources
+from gradcheck_suite.report.scripts.copied_source import PACKAGE, CopiedSource
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 
-def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: Sources) -> str:
+def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSource) -> str:
     """Return the class `Model`, whose forward takes a batch; `sources` gets the classes it needs.
 
     Args:
@@ -58,7 +58,7 @@ def _is_plain(layers: Sequence[Layer], signal: Signal) -> bool:
     return True
 
 
-def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
+def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSource) -> Iterator[str]:
     for layer, module in zip(layers, chain.children(), strict=True):
         if layer_definition(layer).wraps:
             yield "torch.nn.Sequential("
@@ -87,7 +87,7 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) ->
         signal = out_signal(layer, signal)
 
 
-def constructor_call(module: torch.nn.Module, sources: Sources) -> str:
+def constructor_call(module: torch.nn.Module, sources: CopiedSource) -> str:
     """Return the call that builds a module like this one; values of parameters are not part of it."""
     kind = type(module)
     if parametrize.is_parametrized(module, "weight"):
@@ -101,7 +101,7 @@ def constructor_call(module: torch.nn.Module, sources: Sources) -> str:
     return _call("torch.nn", kind, module, sources)
 
 
-def _call(prefix: str, kind: type, module: torch.nn.Module, sources: Sources) -> str:
+def _call(prefix: str, kind: type, module: torch.nn.Module, sources: CopiedSource) -> str:
     arguments = []
     for parameter in _parameters(kind):
         if not hasattr(module, parameter.name):
@@ -132,5 +132,5 @@ def _same(value: Any, default: Any) -> bool:
     return value == default or (isinstance(value, tuple) and not isinstance(default, tuple) and set(value) == {default})
 
 
-def _argument(value: Any, sources: Sources) -> str:
+def _argument(value: Any, sources: CopiedSource) -> str:
     return constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')

@@ -1,0 +1,173 @@
+"""The part of a script that says what is right and finds out whether it is: tables of numbers, and `main`.
+
+Numbers are read from the violation's evidence; nothing is run.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from gradcheck_suite.execution.instance import loader_over, to_dtype
+from gradcheck_suite.execution.observer import Observer
+from gradcheck_suite.execution.parameters import replayed, structure
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.references.torch_reference import parameter_gradients
+from gradcheck_suite.report.scripts import runtime
+from gradcheck_suite.report.scripts.copied_source import CopiedSource
+from gradcheck_suite.report.scripts.tensor_literals import table
+from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.spec import ProblemSpec
+
+AT_A_STEP = ("gradient", "none-pattern", "non-finite")
+"""Kinds of violation that show in the gradients at one step."""
+MOST_SHOWN = 4096
+"""Elements of a gradient up to which a script holds what was observed: a user's model may be large."""
+HANGS = ("timed-out", "endless")
+"""Diagnoses for which a script limits the loop's time: it may catch whatever is raised inside it."""
+MAIN = '''\
+def main():
+    """Return 1 while the fault is there and 0 when it is gone."""
+{body}
+    print("the fault is gone" if right else "the fault is there")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())'''
+RUN = """\
+loop, model = load_loop(), make_model()
+optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+run = TrainingRun(
+    model=model,
+    optimizer=optimizer,
+    loader=loader_over(DATA, MICRO_BATCHES),
+    loss=loss,
+    count=count,
+    accumulation_steps={plan.accumulation_steps},
+    epochs={plan.epochs},
+    reduction="{reduction}",
+    device=DEVICE,
+    dtype=DTYPE,
+)
+observer = Observer(model, optimizer, limit={plan.step_limit}, trajectory={trajectory})
+torch.manual_seed({seed})"""
+
+
+def has_literal(violation: Violation) -> bool:
+    """Return whether the right gradient stands in the script as numbers.
+
+    With a real optimizer it depends on where the loop has taken the parameters, and a user's model may be large: there
+    the script computes it.
+    """
+    return isinstance(violation.case.problem, ProblemSpec) and violation.case.optimizer is None
+
+
+def numbers_text(violation: Violation) -> str:
+    """Return the tables `EXPECTED`, `OBSERVED` and `ALLOWED` of a step's gradients."""
+    evidence = violation.evidence
+    assert evidence is not None, f"a violation of kind {violation.kind} comes with the gradients that show it"
+    layout, tables = evidence.layout, []
+    names, allowed = [violation.parameter or ""], {violation.parameter or "": violation.allowed}
+    if isinstance(violation.case.problem, ProblemSpec):
+        names = list(layout.names)
+        allowed = {name: _short(layout.part(evidence.allowed, name)) for name in names}
+    if has_literal(violation):
+        tables.append(table("EXPECTED", {name: layout.part(evidence.expected, name).tolist() for name in names}))
+    seen = {name: evidence.seen(name) for name in names}
+    observed = {n: None if g is None else g.tolist() for n, g in seen.items() if g is None or g.size <= MOST_SHOWN}
+    return "\n\n".join([*tables, table("OBSERVED", observed), table("ALLOWED", allowed)])
+
+
+def _short(allowed: Vector) -> Any:
+    """Return one number where all elements are allowed the same."""
+    return allowed.flat[0].item() if np.ptp(allowed) == 0 else allowed.tolist()
+
+
+def large_batch_text(violation: Violation, sources: CopiedSource) -> str:
+    """Return `large_batch`, which computes the right gradient of the violated window."""
+    sources.copy(parameter_gradients, to_dtype)
+    index, moved = violation.window or 0, violation.case.optimizer is not None
+    lines = [
+        f"def large_batch({'parameters' if moved else ''}):",
+        f'    """Return the gradient of window {index}\'s items in one batch, in float64."""',
+        "    model = make_model().double()",
+        *(["    model.load_state_dict(parameters, strict=False)"] if moved else []),
+        f"    batch = to_dtype(batch_of({violation.case.plan.window_items(index)}), torch.float64)",
+        "    return parameter_gradients(loss(model, batch), model)",
+    ]
+    return "\n".join(lines)
+
+
+def main_text(violation: Violation, reduction: str, time_limit_s: float | None, sources: CopiedSource) -> str:
+    """Return `main`, which checks the very thing that was violated."""
+    if violation.kind == "not-accumulable":
+        body = _objective(violation, reduction, sources)
+    else:
+        sources.copy(loader_over, Observer, runtime.completes)
+        case, limit = violation.case, ""
+        if violation.diagnosis in HANGS and time_limit_s:
+            limit = f", seconds={time_limit_s:g}"
+        run = RUN.format(plan=case.plan, reduction=reduction, trajectory=case.optimizer is not None, seed=case.seed)
+        body = [run, *_check(violation, f"right = completes(loop, run, observer{limit})", sources)]
+    return MAIN.format(body=textwrap.indent("\n".join(body), "    "))
+
+
+def _check(violation: Violation, completes: str, sources: CopiedSource) -> list[str]:
+    """Return the statements that run the loop and decide what `right` is.
+
+    Args:
+        violation: which is checked for.
+        completes: the statement that runs the loop.
+        sources: gets the functions that the statements call.
+    """
+    plan = violation.case.plan
+    if violation.kind == "raised":
+        return [completes]
+    if violation.kind == "step-count" or violation.kind in AT_A_STEP:
+        sources.copy(runtime.steps_are_right)
+        steps = [f"{completes} and steps_are_right(observer, {plan.steps})"]
+        return steps if violation.kind == "step-count" else [*steps, *_gradient(violation, sources)]
+    if violation.diagnosis == "changed-model":
+        sources.copy(structure, runtime.structure_is_kept)
+        return ["before = structure(model)", f"{completes} and structure_is_kept(before, model)"]
+    sources.copy(runtime.parameters_are_right)
+    start = "start = {name: p.detach().clone() for name, p in observer.parameters.items()}"
+    expected = "start"
+    if violation.case.optimizer is not None:
+        sources.copy(replayed)
+        expected = "replayed(make_optimizer, start, observer.observations)"
+    return [start, f"{completes} and parameters_are_right(observer.parameters, {expected}, {plan.steps})"]
+
+
+def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:
+    sources.copy(runtime.gradient_is_right, runtime.largest_difference)
+    plan, window, epoch = violation.case.plan, violation.window or 0, violation.epoch or 0
+    step = epoch * len(plan.windows) + window
+    where = f"at step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):"
+    moved = "" if violation.case.optimizer is None else f"observer.observations[{step}].parameters"
+    expected, beside = "large", []
+    if has_literal(violation):
+        expected = "EXPECTED"
+        beside = ['print(f"torch\'s large batch is off EXPECTED by at most {largest_difference(EXPECTED, large):.3g}")']
+    lines = [
+        f'print("{where}")',
+        f"observed, large = observer.observations[{step}].gradients, large_batch({moved})",
+        *beside,
+        f"right = gradient_is_right(observed, {expected}, ALLOWED)",
+        'print(f"the gradient is off the recorded one by at most {largest_difference(OBSERVED, observed):.3g}")',
+    ]
+    return ["if right:", *(f"    {line}" for line in lines)]
+
+
+def _objective(violation: Violation, reduction: str, sources: CopiedSource) -> list[str]:
+    sources.copy(runtime.is_sum_over_items, to_dtype)
+    return [
+        "model = make_model().double()",
+        f"whole = to_dtype(batch_of({range(violation.case.plan.total_items)}), torch.float64)",
+        "parts = [to_dtype(batch_of(items), torch.float64) for items in MICRO_BATCHES]",
+        f"count_or_none = {'count' if reduction == 'mean' else None}",
+        "right = is_sum_over_items(lambda batch: loss(model, batch), count_or_none, whole, parts)",
+    ]

@@ -1,0 +1,162 @@
+"""Functions that only scripts run: they load a loop by its name, run it, and print how it compares with what is right.
+
+Each is copied into scripts word for word, together with the functions of the suite that it calls. Copied code needs
+Python and torch alone. Messages go to standard output; where a file or module cannot be imported, they go to standard
+error and the exit status is 2.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradcheck_suite.execution.observer import Observer, TooManySteps
+from gradcheck_suite.execution.parameters import Structure, drift, structure, structure_changes
+from gradcheck_suite.numerics.comparison import elementwise_error
+from gradcheck_suite.schema.contract import Batch, Loop, TrainingRun
+from gradcheck_suite.verification.separability import adds_up
+
+SHOWN = 8
+
+
+def load(place: str, name: str, folder: str) -> Any:
+    """Return what a name stands for in a Python file or a module of a folder; exit with status 2 where that fails."""
+    sys.path.insert(0, folder)
+    try:
+        if not place.endswith(".py"):
+            return attrgetter(name)(importlib.import_module(place))
+        spec = importlib.util.spec_from_file_location(f"file_of_{Path(place).stem}", Path(folder, place))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return attrgetter(name)(module)
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        print(f"cannot import {name} from {place} in {folder} ({reason}).", file=sys.stderr)
+        print("Install what is missing, or change the place in this script.", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float | None = None) -> bool:
+    """Run the loop; return whether it ends without raising and without stepping far too often.
+
+    Args:
+        loop: the loop under test.
+        run: what it trains with.
+        observer: counts its steps and stops it where they are too many.
+        seconds: after which the script ends with status 1, since the loop hangs.
+    """
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        loop(run)
+    except KeyboardInterrupt:
+        raise
+    except TooManySteps:
+        pass
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        print("the loop raises")
+        return False
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if observer.exceeded:
+        print(f"the loop calls optimizer.step() {len(observer.observations)} times and does not stop there")
+    return not observer.exceeded
+
+
+def steps_are_right(observer: Observer, expected: int) -> bool:
+    """Return whether the loop took one step per window."""
+    taken = len(observer.observations)
+    print(f"optimizer.step() was called {taken} times, the windows ask for {expected}")
+    return taken == expected
+
+
+def broadcast(*gradients: Any) -> list[torch.Tensor]:
+    """Return tensors, numbers or nested lists of them in float64 and in one shape; None stands for zeros."""
+    tensors = [torch.as_tensor(0.0 if g is None else g, dtype=torch.float64, device="cpu") for g in gradients]
+    return list(torch.broadcast_tensors(*tensors))
+
+
+def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Return how far gradients, by parameter, lie apart at most; `other` has every parameter of `one`."""
+    errors = [elementwise_error(*broadcast(one[name], other[name])) for name in one]
+    return max((float(error.max()) for error in errors if error.numel()), default=0.0)
+
+
+def gradient_is_right(observed: Mapping[str, Any], expected: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
+    """Compare gradients element by element and print the worst of them.
+
+    Args:
+        observed: parameter name -> the loop's gradient.
+        expected: parameter name -> the right gradient.
+        allowed: parameter name -> the bound on |observed - expected|, for each element or for all of them.
+    """
+    right = True
+    for name in allowed:
+        want, got, most = broadcast(expected[name], observed[name], allowed[name])
+        error = elementwise_error(got, want)
+        wrong = error > most
+        print(f"{name}: {int(wrong.sum())} of {want.numel()} elements are off by more than rounding allows")
+        if observed[name] is None:
+            print(f"    {name}.grad is None at the step")
+        elif not got.isfinite().all():
+            print(f"    {name}.grad is not finite at the step")
+        worst = sorted(wrong.nonzero().tolist(), key=lambda place: -float(error[tuple(place)]))
+        for place in worst[:SHOWN]:
+            numbers = (float(tensor[tuple(place)]) for tensor in (want, got, error, most))
+            line = "    {:<12} expected {:<24} observed {:<24} off by {:<10.3g} allowed {:.3g}"
+            print(line.format(str(place), *numbers))
+        right = right and not bool(wrong.any())
+    return right
+
+
+def structure_is_kept(before: Structure, model: torch.nn.Module) -> bool:
+    """Return whether the loop changed nothing about the model's parameters but their values."""
+    changes = structure_changes(before, structure(model))
+    print(f"changes to the model's parameters other than their values: {changes or 'none'}")
+    return changes is None
+
+
+def parameters_are_right(
+    observed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], steps: int
+) -> bool:
+    """Return whether the parameters are, up to rounding, where the optimizer alone takes them."""
+    errors = {name: drift(p.detach(), expected[name], steps) for name, p in observed.items()}
+    for name, (error, allowed) in errors.items():
+        print(f"{name} ends up off by {error:.3g}, allowed {allowed:.3g}")
+    return all(error <= allowed for error, allowed in errors.values())
+
+
+def is_sum_over_items(
+    loss: Callable[[Batch], Any], count: Callable[[Batch], Any] | None, whole: Batch, parts: Sequence[Batch]
+) -> bool:
+    """Return whether the mean over all items is the mean of its parts weighted by their counts, or a sum is theirs.
+
+    Args:
+        loss: batch -> its loss, in float64.
+        count: batch -> what its mean divides by; None where the loss is a sum.
+        whole: all items in one batch.
+        parts: the same items in several batches.
+    """
+    weigh = count or (lambda batch: 1.0)
+    with torch.no_grad():
+        large = float(weigh(whole)) * float(loss(whole))
+        counts = [float(weigh(part)) for part in parts]
+        terms = [n * float(loss(part)) for n, part in zip(counts, parts, strict=True) if n]
+    print(f"count * loss of all items {large:.12g}, summed over the micro-batches {sum(terms):.12g}")
+    if count is None:
+        return adds_up(large, terms)
+    print(f"count of all items {float(count(whole)):.12g}, summed over the micro-batches {sum(counts):.12g}")
+    return adds_up(large, terms) and adds_up(float(count(whole)), counts)
