@@ -120,7 +120,7 @@ def test_every_kind_of_violation_has_one_row():
 
 
 def test_every_assumption_has_one_row():
-    assert sorted(_first_cells(_section("check-my-loop.md", "## Or say what the loop relies on"))) == sorted(
+    assert sorted(_first_cells(_section("check-my-loop.md", "## Or declare what the loop assumes"))) == sorted(
         ASSUMPTIONS
     )
 
@@ -130,7 +130,7 @@ def test_every_option_of_the_marker_has_one_row():
 
 
 def test_every_field_of_a_run_is_explained():
-    shown = re.findall(r"`(\w+)(?:\([^`]*\))?`", _section("check-my-loop.md", "## What a loop is handed"))
+    shown = re.findall(r"`(\w+)(?:\([^`]*\))?`", _section("check-my-loop.md", "## What a loop receives"))
     assert set(gradcheck_suite.TrainingRun.__dataclass_fields__) <= set(shown)
 
 
