@@ -3,8 +3,8 @@
     def test_my_loop(verify_training_loop):
         verify_training_loop(train)
 
-Importing this imports neither torch nor jax; a run that verifies nothing pays nothing. Options and the marker have the
-prefix `gradcheck`. No Hypothesis profile is touched.
+Importing this module imports neither torch nor jax, so a run that verifies nothing pays nothing. Options and the marker
+have the prefix `gradcheck`. No Hypothesis profile is registered or loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gradcheck_suite.cli.options import EXAMPLES, MARKER_OPTIONS, SEED
+
 if TYPE_CHECKING:
+    from gradcheck_suite.cli.recording import Verified
+    from gradcheck_suite.records.verification import Counterexample
     from gradcheck_suite.schema.contract import Loop, Problem
+    from gradcheck_suite.schema.options import VerifyOptions
     from gradcheck_suite.schema.results import Result
 
 MARKER = "gradcheck"
-MARKER_OPTIONS = ("examples", "seed", "dtype", "device", "optimizer", "assumes", "time_limit_s", "second_opinion_s")
+OVERRIDES = (EXAMPLES, SEED)
+"""The options of the command line that pytest has too, as `--gradcheck-examples`; they override marker and call."""
 SECOND_OPINION_S = 10.0
-"""A test waits for JAX less long than a command does: one window is asked about in any case."""
+"""Default of `second_opinion_s` in a test, which waits for JAX less long than a command does."""
 _LINES = pytest.StashKey[list[str]]()
 _OUTPUT = "gradcheck_suite_lines"
 
@@ -30,8 +36,9 @@ _OUTPUT = "gradcheck_suite_lines"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the plugin's options."""
     group = parser.getgroup("gradcheck-suite", "verification of training loops")
-    group.addoption("--gradcheck-examples", type=int, metavar="N", help="cases per verified loop, over any marker")
-    group.addoption("--gradcheck-seed", type=int, metavar="S", help="of the drawn cases, over any marker")
+    for option in OVERRIDES:
+        help_text = f"{option.help}; overrides marker and call"
+        group.addoption(_flag(option.field), type=option.read, metavar=option.metavar, help=help_text)
     group.addoption(
         "--gradcheck-reports",
         type=Path,
@@ -52,99 +59,88 @@ def pytest_configure(config: pytest.Config) -> None:
 def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result]:
     """Return a function that verifies a loop and fails the test where it is violated.
 
-    It takes the loop, a `problem=` in place of random models, and what the marker takes; it returns the `Result`.
+    It takes the loop, a `problem=` in place of random models, and the options of the marker; it returns the `Result`.
     """
     config = request.config
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
-        chosen = _options(request.node, options)
+        from gradcheck_suite.cli.recording import Subject, record, verify_subject
         from gradcheck_suite.errors import UsageError
         from gradcheck_suite.execution import environment
+        from gradcheck_suite.trainers import PACKAGES
 
         environment.set_precision()
-        from gradcheck_suite.verification.verify import verify
-
         label = name or str(getattr(loop, "__name__", repr(loop)))
+        subject = Subject(
+            label, loop, problem, None if problem is None else f"{label}'s problem", importable=":" in label
+        )
         refusal = ""
         try:
-            result = verify(loop, name=label, problem=problem, problem_name=f"{label}'s problem", **chosen)
+            chosen = _options(request.node, options)
+            verified = verify_subject(subject, chosen, lambda verdict: None)
         except UsageError as error:
             refusal = str(error)
         if refusal:
             # outside of the handler, or pytest would print the message twice
             pytest.fail(f"gradcheck-suite: {refusal}", pytrace=False)
-        config.stash[_LINES].append(_line(result))
-        stored = _store(config.getoption("--gradcheck-reports"), result, loop, problem)
-        if result.interrupted:
+        config.stash[_LINES].append(_line(verified.result))
+        reports = config.getoption("--gradcheck-reports")
+        stored = None
+        if reports is not None:
+            stored = record(subject, chosen, verified, reports, environment.environment(PACKAGES))
+        if verified.result.interrupted:
             raise KeyboardInterrupt
-        if result.holds and not result.judged:
-            reasons = "; ".join([*result.skipped, *result.findings])
-            pytest.fail(f"{label}: none of {result.cases} cases could be judged: {reasons}", pytrace=False)
-        if result.violation is not None:
-            pytest.fail(_message(result, stored), pytrace=False)
-        return result
+        if message := _failure(verified, stored):
+            pytest.fail(message, pytrace=False)
+        return verified.result
 
     return verify_loop
 
 
-def _options(node: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `verify`: the command line's over the call's over the marker's."""
+def _flag(field: str) -> str:
+    return f"--gradcheck-{field}"
+
+
+def _options(node: Any, given: dict[str, Any]) -> VerifyOptions:
+    """Return the options of one call: the command line's over the call's over the marker's.
+
+    Raises:
+        UsageError: one does not exist, or its value is wrong.
+    """
+    from gradcheck_suite.errors import UsageError
+    from gradcheck_suite.schema.options import VerifyOptions
+
     chosen: dict[str, Any] = {"second_opinion_s": SECOND_OPINION_S}
     for marker in reversed(list(node.iter_markers(MARKER))):
         if marker.args:
-            pytest.fail(f"the marker {MARKER} takes keywords alone, got {marker.args!r}", pytrace=False)
+            raise UsageError(f"the marker {MARKER} takes keywords alone, got {marker.args!r}")
         chosen.update(marker.kwargs)
     chosen.update(given)
-    for option in ("examples", "seed"):
-        value = node.config.getoption(f"--gradcheck-{option}")
-        if value is not None:
-            chosen[option] = value
-    unknown = sorted(chosen.keys() - set(MARKER_OPTIONS))
-    if unknown:
-        pytest.fail(f"expected some of {', '.join(MARKER_OPTIONS)}; got {', '.join(unknown)}", pytrace=False)
-    if "seed" in chosen:
-        chosen["seed_value"] = chosen.pop("seed")
-    return chosen
+    overrides = {option.field: node.config.getoption(_flag(option.field)) for option in OVERRIDES}
+    chosen.update({field: value for field, value in overrides.items() if value is not None})
+    return VerifyOptions().replace(**chosen)
 
 
 def _line(result: Result) -> str:
-    verdict = "holds" if result.holds else f"VIOLATED ({result.violation.diagnosis})"  # type: ignore[union-attr]
-    worst = f", worst error {result.ratio:.2g} of what is allowed" if result.holds else ""
     opinion = f"; {result.second_opinion}" if result.second_opinion else ""
+    verdict, worst = "holds", f", worst error {result.ratio:.2g} of what is allowed"
+    if result.violation is not None:
+        verdict, worst = f"VIOLATED ({result.violation.diagnosis})", ""
     return f"{result.loop}: {verdict}, {result.cases} cases, {result.seconds:.1f} s{worst}{opinion}"
 
 
-def _store(reports: Path | None, result: Result, loop: Loop, problem: Problem | None) -> Path | None:
-    if reports is None:
-        return None
-    from gradcheck_suite.execution import environment
-    from gradcheck_suite.records.counterexamples import store_counterexample, store_script
-    from gradcheck_suite.records.store import append_record, this_command
-    from gradcheck_suite.report.scripts import script_text
-
-    about = environment.environment()
-    append_record(reports, "verify", result.to_json(), environment=about, command=this_command())
-    if result.violation is None:
-        return None
-    path = store_counterexample(reports, result, about)
-    # a loop that is local to a test cannot be named in a script
-    if ":" in result.loop:
-        store_script(path, script_text(loop, result.loop, result.violation, problem=problem))
-    return path
-
-
-def _message(result: Result, stored: Path | None) -> str:
+def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
     from gradcheck_suite.records.description import describe_violation, example_text
 
-    assert result.violation is not None
+    result = verified.result
+    if result.violation is None:
+        return verified.unjudged
     lines = [f"{result.loop} is violated", *describe_violation(result.violation), example_text(result.violation.case)]
-    if stored is not None:
-        lines.append(f"stored  {stored}")
-    return "\n".join(lines)
+    return "\n".join(lines if stored is None else [*lines, f"stored  {stored.case}"])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand what was verified to the main process where pytest-xdist spreads the run."""
+    """Hand the lines of this process to the main process where pytest-xdist spreads the run."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_OUTPUT] = session.config.stash[_LINES]
@@ -152,13 +148,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take what a worker of pytest-xdist verified."""
+    """Take the lines of a worker of pytest-xdist."""
     node.config.stash[_LINES].extend(getattr(node, "workeroutput", {}).get(_OUTPUT, ()))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
-    """Print one line per verified loop."""
+    """Print one line for each verified loop."""
     result = yield
     if lines := config.stash[_LINES]:
         terminalreporter.section("training loops verified")

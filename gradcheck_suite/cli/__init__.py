@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from gradcheck_suite.cli import statuses
+from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.parsers import BadUsageError, Parser, top_parser
 from gradcheck_suite.errors import UsageError
 
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
             command, rest = _command(argv)
             program = f"{PROGRAM} {command}"
             module = import_module(f"gradcheck_suite.cli.{command}")
-            parser = Parser(prog=program, description=module.__doc__, epilog=statuses.EPILOG)
+            parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.EPILOG)
             module.add_arguments(parser)
             status: int = module.run(parser.parse_intermixed_args(rest))
             sys.stdout.flush()
@@ -48,16 +48,16 @@ def run(argv: Sequence[str]) -> int:
     except (BadUsageError, UsageError) as error:
         return _fail(program, str(error))
     except SystemExit as error:  # --help and --version
-        return error.code if isinstance(error.code, int) else statuses.HOLDS
+        return error.code if isinstance(error.code, int) else exit_status.HOLDS
     except KeyboardInterrupt:
-        return _fail(program, "interrupted", statuses.INTERRUPTED)
+        return _fail(program, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:
         # the reader went away, as `| head` does: leave nothing that Python would try to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return statuses.BAD_USAGE
+        return exit_status.BAD_USAGE
     except Exception:
         traceback.print_exc()
-        return _fail(program, "this is a bug in gradcheck-suite; please report it", statuses.BUG)
+        return _fail(program, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
 
 def _command(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -68,7 +68,7 @@ def _command(argv: Sequence[str]) -> tuple[str, list[str]]:
     raise BadUsageError(f"expected a command, one of {', '.join(COMMANDS)}")
 
 
-def _fail(program: str, message: str, status: int = statuses.BAD_USAGE) -> int:
+def _fail(program: str, message: str, status: int = exit_status.BAD_USAGE) -> int:
     sys.stdout.flush()
     line = " ".join(message.split())
     print(f"{program}: error: {line}", file=sys.stderr, flush=True)

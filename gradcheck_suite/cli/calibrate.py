@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite.cli import parsers, places, statuses
+from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 from gradcheck_suite.schema.case import DTYPES
 
 if TYPE_CHECKING:
@@ -45,16 +44,14 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="DTYPE",
         help=f"of {', '.join(DTYPES)}; all of them without this",
     )
-    places.add_reports(parser, "where the record goes, and the chunks that an interrupted run goes on from")
+    output_paths.add_reports(parser, "where the record goes, and the chunks that an interrupted run goes on from")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the campaign, print its figures and record them."""
-    if reasons := environment.missing():
-        raise CannotRunHere(reasons[0])
-    places.expect_places(arguments.reports)
+    environment.expect_main_job()
+    output_paths.expect_writable(arguments.reports)
     environment.prepare()
-    environment.set_precision()
     from gradcheck_suite.evidence.calibration import campaign, table
     from gradcheck_suite.evidence.calibration.store import FILE, Store
     from gradcheck_suite.evidence.calibration.summary import false_alarms
@@ -85,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("interrupted: the same command goes on from here")
     else:
         about: dict[str, Any] = environment.environment()
-        append_record(arguments.reports, "calibration", data, environment=about, command=this_command())
+        append_record(arguments.reports, "calibration", data, environment=about)
     if false_alarms(data):
-        return statuses.VIOLATED
-    return statuses.INTERRUPTED if interrupted else statuses.HOLDS
+        return exit_status.VIOLATED
+    return exit_status.INTERRUPTED if interrupted else exit_status.HOLDS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from gradcheck_suite.cli import parsers, places, statuses
-from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.cli import exit_status, output_paths, parsers
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -16,23 +16,21 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "--examples", type=parsers.positive_integer, default=200, help="cases per printed loop (default %(default)s)"
     )
-    places.add_reports(parser, "each verdict is recorded in DIR/records")
+    output_paths.add_reports(parser, "each verdict is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Test the claims that the arguments name; print and record each verdict. A claim's being false is no failure."""
-    if reasons := environment.missing():
-        raise CannotRunHere(reasons[0])
-    places.expect_places(arguments.reports)
+    environment.expect_main_job()
+    output_paths.expect_writable(arguments.reports)
     environment.prepare()
-    environment.set_precision()
     from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
     from gradcheck_suite.evidence.claims.printed import printed_loops, verify_printed
 
     unknown = [name for name in arguments.claims if name not in CLAIMS]
     if unknown:
         raise UsageError(f"expected the number of a claim, one of {', '.join(CLAIMS)}; got {unknown[0]!r}")
-    about, command = environment.environment(), this_command()
+    about = environment.environment()
     for number in arguments.claims or CLAIMS:
         claim = CLAIMS[number]
         finding = claim.check()
@@ -51,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             "figures": dict(finding.figures),
             "counterexample": finding.counterexample,
         }
-        append_record(arguments.reports, "claim", data, environment=about, command=command)
+        append_record(arguments.reports, "claim", data, environment=about)
     unexpected = False
     for printed in printed_loops() if not arguments.claims else ():
         result = verify_printed(printed, examples=arguments.examples)
@@ -60,5 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
             f"loop {printed.number}  as it stands: {data['bare']}; within what it needs: {data['within']}", flush=True
         )
         unexpected |= not result.as_expected
-        append_record(arguments.reports, "claim", data, environment=about, command=command)
-    return statuses.VIOLATED if unexpected else statuses.HOLDS
+        append_record(arguments.reports, "claim", data, environment=about)
+    return exit_status.VIOLATED if unexpected else exit_status.HOLDS

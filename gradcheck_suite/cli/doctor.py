@@ -7,10 +7,11 @@ import contextlib
 import os
 import platform
 
-from gradcheck_suite.cli import parsers, statuses
-from gradcheck_suite.cli.abilities import abilities
+from gradcheck_suite.cli import exit_status, parsers
+from gradcheck_suite.cli.capabilities import capabilities
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution import environment
+from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.trainers import PACKAGES
 
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     reasons = environment.missing()
     with contextlib.suppress(CannotRunHere):
         environment.set_precision()
-    found = abilities()
+    found = capabilities()
     flags = environment.precision_flags()
     devices = environment.devices()
     versions = environment.versions(PACKAGES)
@@ -35,15 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     _section("compiled programs", {"kept in": str(environment.cache_directory() or "nowhere")})
     _section("can run here", {a.name: f"no: {a.reason}" if a.reason else "yes" for a in found})
     if len(reasons) > 1:
-        _section("to install", dict(enumerate(reasons, start=1)))
-    able = all(ability.reason is None for ability in found if ability.main)
+        _section("to install", {str(number): reason for number, reason in enumerate(reasons, start=1)})
+    able = all(capability.reason is None for capability in found if capability.main)
     print("the main job can run here" if able else "the main job cannot run here")
-    return statuses.HOLDS if able else statuses.VIOLATED
+    return exit_status.HOLDS if able else exit_status.VIOLATED
 
 
-def _section(title: str, rows: dict[str, str] | dict[int, str]) -> None:
-    print(title)
-    width = max((len(str(name)) for name in rows), default=0)
-    for name, text in rows.items():
-        print(f"  {name!s:<{width}}  {text}")
-    print()
+def _section(title: str, rows: dict[str, str]) -> None:
+    print("\n".join([title, *(f"  {line}" for line in aligned(rows.items())), ""]))

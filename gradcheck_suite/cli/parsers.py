@@ -1,4 +1,4 @@
-"""Arguments: a parser whose errors are one line, and the types that options have in common."""
+"""The argument parser, whose errors are one line, and the types of option values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.schema.case import MAX_SEED
-from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 
 class BadUsageError(Exception):
@@ -30,8 +30,7 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
     """Return the parser of what stands before a command: `--help`, `--version`, or a word that is no command."""
     from gradcheck_suite import __version__
 
-    width = max(map(len, commands))
-    listed = "\n".join(f"  {name:<{width}}  {what}" for name, what in commands.items())
+    listed = "\n".join(f"  {line}" for line in aligned(commands.items()))
     parser = Parser(
         prog=program,
         usage=f"{program} COMMAND ...",
@@ -85,17 +84,6 @@ def _integer(text: str, low: int, high: int | None, expected: str) -> int:
     if value < low or (high is not None and value > high):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
-
-
-def add_time_limit(parser: Parser) -> None:
-    """Add `--time-limit`."""
-    parser.add_argument(
-        "--time-limit",
-        type=seconds,
-        default=DEFAULT_TIME_LIMIT,
-        metavar="SECONDS",
-        help="how long a loop may take on one case before it counts as one that hangs (default %(default)g)",
-    )
 
 
 def add_problem(parser: Parser) -> None:

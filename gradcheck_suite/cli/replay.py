@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradcheck_suite.cli import parsers, statuses
+from gradcheck_suite.cli import exit_status, parsers
 from gradcheck_suite.cli.notes import note_untested_trainers
+from gradcheck_suite.cli.options import TIME_LIMIT, add_option
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.counterexamples import Stored, read_case_file
+from gradcheck_suite.records.counterexamples import StoredCase, read_case_file
 from gradcheck_suite.schema.contract import Loop, Problem
 
 _T = TypeVar("_T")
@@ -27,7 +28,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the file names)",
     )
     parsers.add_problem(parser)
-    parsers.add_time_limit(parser)
+    add_option(parser, TIME_LIMIT)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,20 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.loop or stored.loop
     if name is None:
         raise UsageError(f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it")
-    if reasons := environment.missing():
-        raise CannotRunHere(reasons[0])
+    environment.expect_main_job()
     environment.prepare()
-    environment.set_precision()
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 
-    from gradcheck_suite.cli import output
+    from gradcheck_suite.cli import verdict_text
     from gradcheck_suite.records.description import describe_case
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.second_opinion import second_opinion
 
     case = stored.case
-    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit)
+    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit_s)
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
@@ -61,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     said += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     print("\n".join(f"    {line}" for line in said), end="\n" if said else "")
     if verdict.violation is not None:
-        print("\n".join(output.violation_lines(verdict.violation)))
-        return statuses.VIOLATED
+        print("\n".join(verdict_text.violation_lines(verdict.violation)))
+        return exit_status.VIOLATED
     if not verdict.finding:
         print(f"    worst error {verdict.ratio:.2g} of what is allowed")
     print("\n".join(f"    {line}" for line in describe_case(case)))
-    return statuses.HOLDS
+    return exit_status.HOLDS
 
 
-def _subjects(arguments: argparse.Namespace, stored: Stored, name: str) -> tuple[Loop, Problem | None]:
+def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
 
     asked, named = arguments.problem, stored.case.problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite.cli import parsers, places, statuses
+from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import expect_writable_folder, write_json, write_text
 from gradcheck_suite.records.store import FOLDER
@@ -13,7 +13,7 @@ from gradcheck_suite.records.store import FOLDER
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    places.add_reports(parser, "where the records are and the report goes")
+    output_paths.add_reports(parser, "where the records are and the report goes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,4 +38,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{reports / name}  {(reports / name).stat().st_size / 1024:.0f} KiB")
     for problem in report.problems:
         print(f"left out: {problem}")
-    return statuses.HOLDS
+    return exit_status.HOLDS

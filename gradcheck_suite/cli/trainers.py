@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite.cli import parsers, places, statuses
+from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
+from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.records.files import write_json
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 from gradcheck_suite.trainers import PACKAGES, TRAINERS, Trainer
 
 DEFAULT_EXAMPLES = 20
@@ -39,25 +40,20 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--exit-zero", action="store_true", help="status 0 also where a trainer is violated: that is an answer too"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the answers here as JSON")
-    places.add_reports(parser, "each answer is recorded in DIR/records")
+    output_paths.add_reports(parser, "each answer is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the trainers that the arguments name."""
     if arguments.list:
-        width = max(map(len, TRAINERS))
-        for name, trainer in TRAINERS.items():
-            print(f"{name:<{width}}  {trainer.about} [{trainer.status}]")
-        return statuses.HOLDS
-    if reasons := environment.missing():
-        raise CannotRunHere(reasons[0])
+        print("\n".join(aligned((name, f"{t.about} [{t.status}]") for name, t in TRAINERS.items())))
+        return exit_status.HOLDS
+    environment.expect_main_job()
     trainers = _chosen(_models_only(arguments.trainers) if arguments.heads else arguments.trainers)
-    places.expect_places(arguments.reports, json=arguments.json)
+    output_paths.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
-    environment.keep_working_directory_clean()
-    environment.set_precision()
     note_untested_trainers(trainer.name for trainer in trainers)
-    from gradcheck_suite.cli.output import subjects
+    from gradcheck_suite.cli.verdict_text import subjects
     from gradcheck_suite.trainers.questions import model_questions
     from gradcheck_suite.trainers.study import ask
     from gradcheck_suite.trainers.table import closing, line
@@ -77,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                     raise KeyboardInterrupt
                 answers.append(answer)
                 print(line(answer), flush=True)
-                append_record(arguments.reports, "trainer", answer.to_json(), environment=about, command=this_command())
+                append_record(arguments.reports, "trainer", answer.to_json(), environment=about)
     finally:
         if arguments.json is not None and answers:
             document = {"schema": 1, "environment": about, "answers": [answer.to_json() for answer in answers]}
@@ -87,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be asked here: the lines above say what is missing")
     violated = any(answer.violated for answer in answers)
-    return statuses.VIOLATED if violated and not arguments.exit_zero else statuses.HOLDS
+    return exit_status.VIOLATED if violated and not arguments.exit_zero else exit_status.HOLDS
 
 
 def _models_only(names: list[str]) -> list[str]:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite.cli import parsers, places, statuses
-from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.cli import exit_status, output_paths, parsers
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.files import write_json
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 from gradcheck_suite.schema.case import DTYPES
 from gradcheck_suite.schema.results import Result, json_number
 
@@ -43,21 +43,19 @@ def add_arguments(parser: parsers.Parser) -> None:
         help=f"of all cases, one of {', '.join(DTYPES)} (default: each bug's own, float64 for most)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
-    places.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")
+    output_paths.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the bugs that the arguments name, then the sound loops; print and store the scoreboard."""
-    if reasons := environment.missing():
-        raise CannotRunHere(reasons[0])
+    environment.expect_main_job()
     bugs = _chosen(arguments.bugs)
     if arguments.list:
         for bug in bugs:
             print(f"{bug.number:>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
-        return statuses.HOLDS
-    places.expect_places(arguments.reports, json=arguments.json)
+        return exit_status.HOLDS
+    output_paths.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
-    environment.set_precision()
     from gradcheck_suite.evidence.zoo.table import HEADER, line, summary
 
     about = environment.environment()
@@ -83,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, {"schema": 1, "environment": about, **data})
     if not interrupted and not arguments.bugs:
-        append_record(arguments.reports, "zoo", data, environment=about, command=this_command())
+        append_record(arguments.reports, "zoo", data, environment=about)
     if not (all(row.passed for row in rows) and all(result.holds for result in sound)):
-        return statuses.VIOLATED
-    return statuses.INTERRUPTED if interrupted else statuses.HOLDS
+        return exit_status.VIOLATED
+    return exit_status.INTERRUPTED if interrupted else exit_status.HOLDS
 
 
 def _chosen(names: list[str]) -> list[Bug]:

@@ -1,6 +1,6 @@
-"""What a run depends on beside its case, as data: versions, devices, precision flags, and what this machine can run.
+"""The environment of a run: versions, devices, precision flags, environment variables, and what is missing.
 
-Nothing here imports torch or jax before it is asked to, and everything works where they are missing or broken.
+Importing this module imports neither torch nor jax, and its functions work where one of them is missing or broken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MINIMUM = {
 MAIN_JOB = ("torch", "jax", "jaxlib", "numpy", "hypothesis", "rich")
 """The packages that `verify` and `replay` need."""
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
-"""The environment variable that names the folder of compiled programs; set to nothing, none are kept."""
+"""The environment variable with the folder of compiled programs; if it is empty, none are kept."""
 
 
 def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
@@ -68,17 +68,29 @@ def missing() -> list[str]:
     return reasons
 
 
+def expect_main_job() -> None:
+    """Refuse to run where a package is missing or too old; imports none of them.
+
+    Raises:
+        CannotRunHere: the first reason of `missing()`.
+    """
+    if reasons := missing():
+        raise CannotRunHere(reasons[0])
+
+
 def prepare() -> None:
-    """Set what must be set before torch and jax are imported or used; whatever the user has set stays."""
+    """Set the environment variables and precision flags of a command; a variable that the user has set stays.
+
+    Raises:
+        CannotRunHere: torch or jax cannot be imported.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # references run on the CPU: a GPU's memory and start-up time are left to the loop
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-
-def keep_working_directory_clean() -> None:
-    """Send what Hypothesis notes down for itself to the cache, and not into the user's working directory."""
+    # Hypothesis would make a folder in the user's working directory
     folder = cache_directory() or Path(tempfile.gettempdir()) / "gradcheck-suite"
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(folder) / "hypothesis"))
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
+    set_precision()
 
 
 def set_precision() -> None:
@@ -98,7 +110,7 @@ def set_precision() -> None:
 
 
 def precision_flags() -> dict[str, Any]:
-    """Return the precision flags of torch and jax as they are; of a framework that cannot be imported, none."""
+    """Return the precision flags of torch and jax; a framework that cannot be imported has none."""
     flags: dict[str, Any] = {}
     torch = imported("torch")
     if not isinstance(torch, str):
@@ -114,7 +126,7 @@ def precision_flags() -> dict[str, Any]:
 
 
 def devices() -> dict[str, list[str]]:
-    """Return the devices that torch and jax see; none of a framework that cannot be imported."""
+    """Return the devices that torch and jax see; a framework that cannot be imported sees none."""
     found: dict[str, list[str]] = {"torch": [], "jax": []}
     torch = imported("torch")
     if not isinstance(torch, str):
@@ -130,7 +142,7 @@ def devices() -> dict[str, list[str]]:
 
 
 def cache_directory() -> Path | None:
-    """Return where programs are kept, or None when `GRADCHECK_SUITE_CACHE` is set to nothing."""
+    """Return the folder of compiled programs, or None where `GRADCHECK_SUITE_CACHE` is empty."""
     if (chosen := os.environ.get(CACHE_VARIABLE)) is not None:
         return Path(chosen) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -138,7 +150,7 @@ def cache_directory() -> Path | None:
 
 
 def environment(optional: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what a record says of where it was made, as JSON-ready data; no path and no name of the machine.
+    """Return the environment of a record as JSON-ready data, without paths and without the machine's name.
 
     Args:
         optional: further packages whose versions are listed where they are installed.
@@ -154,7 +166,7 @@ def environment(optional: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the processor's name, or its architecture where the system gives no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

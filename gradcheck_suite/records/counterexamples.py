@@ -1,4 +1,4 @@
-"""Violations kept on disk: one file each in the form that `gradcheck-suite replay` takes, and a script beside it."""
+"""Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.records.files import write_json, write_text
+from gradcheck_suite.records.files import write_json
 from gradcheck_suite.schema.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.schema.results import Result
 
@@ -19,8 +19,8 @@ _LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What a case's file holds.
+class StoredCase:
+    """The content of a case's file.
 
     Attributes:
         case: to run again.
@@ -60,23 +60,7 @@ def store_counterexample(reports: Path, result: Result, environment: Mapping[str
     return path
 
 
-def script_path(stored: Path) -> Path:
-    """Return where the script of a stored counterexample belongs: beside it, under the same name."""
-    return stored.with_suffix(".py")
-
-
-def store_script(stored: Path, text: str) -> Path:
-    """Write the script of a stored counterexample, whole or not at all, and return where.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    path = script_path(stored)
-    write_text(path, text)
-    return path
-
-
-def read_case_file(path: Path) -> Stored:
+def read_case_file(path: Path) -> StoredCase:
     """Read a stored counterexample, a bare case, or a `--json` result that holds exactly one violation.
 
     Raises:
@@ -101,19 +85,19 @@ def read_case_file(path: Path) -> Stored:
         raise UsageError(f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})") from None
 
 
-def _stored(data: Any) -> Stored:
+def _stored(data: Any) -> StoredCase:
     if not isinstance(data, Mapping):
         raise UsageError(f"expected a JSON object that holds a case, got {type(data).__name__}")
     if "results" in data:
         return _only_violation(data)
     if "case" not in data:
-        return Stored(case_from_json(data), None)
+        return StoredCase(case_from_json(data), None)
     if data.get("schema") != SCHEMA:
         raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
-    return Stored(case_from_json(data["case"]), _loop_name(data.get("loop")))
+    return StoredCase(case_from_json(data["case"]), _loop_name(data.get("loop")))
 
 
-def _only_violation(data: Mapping[str, Any]) -> Stored:
+def _only_violation(data: Mapping[str, Any]) -> StoredCase:
     if data.get("schema") != SCHEMA or not isinstance(data["results"], list):
         raise UsageError(f"expected the results of schema {SCHEMA}, got schema {data.get('schema')!r}")
     violated = [r for r in data["results"] if isinstance(r, Mapping) and isinstance(r.get("violation"), Mapping)]
@@ -122,7 +106,7 @@ def _only_violation(data: Mapping[str, Any]) -> Stored:
             f"expected the results of exactly one violated loop, got {len(violated)}: "
             f"pass one of the files under {FOLDER}/ of the reports folder"
         )
-    return Stored(case_from_json(violated[0]["violation"].get("case")), _loop_name(violated[0].get("loop")))
+    return StoredCase(case_from_json(violated[0]["violation"].get("case")), _loop_name(violated[0].get("loop")))
 
 
 def _loop_name(name: Any) -> str | None:

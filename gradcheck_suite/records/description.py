@@ -7,6 +7,7 @@ from typing import Any
 
 from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
 from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
 from gradcheck_suite.schema.results import Violation
@@ -73,7 +74,7 @@ def describe_case(case: Case) -> list[str]:
         *zip(("split", ""), describe_plan(case.plan), strict=False),
         ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
     ]
-    return _aligned(pairs)
+    return aligned(pairs)
 
 
 def violation_title(kind: str, diagnosis: str) -> str:
@@ -92,7 +93,7 @@ def describe_violation(violation: Violation) -> list[str]:
         pairs.append(("parameter", violation.parameter))
     if violation.error is not None and violation.allowed is not None:
         pairs.append(("error", error_text(violation.error, violation.allowed)))
-    lines += _aligned(pairs)
+    lines += aligned(pairs)
     lines += violation.details
     return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]
 
@@ -133,9 +134,3 @@ def _options(options: Mapping[str, Any]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    pairs = list(pairs)
-    width = max((len(name) for name, _ in pairs), default=0)
-    return [f"{name:<{width}}  {text}".rstrip() for name, text in pairs]

@@ -1,17 +1,19 @@
 """Records: append-only JSON lines, one file per kind, that the report is built from.
 
 A line is written by one `write` call and flushed to disk, so a run that is killed loses at most the record it was
-writing; a torn or foreign line is skipped by the reader and told of, never guessed at.
+writing. The reader skips a torn or foreign line and reports it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,12 @@ class Record:
     """One line of a records file.
 
     Attributes:
-        kind: what it is about, one of `KINDS`; each kind has a file of its own, `records/<kind>.jsonl`.
-        data: JSON-ready; NaN and infinities are strings.
-        environment: of the run, as `environment.environment()` gives it.
-        command: that made the record, for a reader to run again.
-        time: when it was written, ISO 8601 in UTC.
+        kind: one of `KINDS`; each kind has a file of its own, `records/<kind>.jsonl`.
+        data: the result, JSON-ready; NaN and infinities are strings.
+        environment: of the run, as `environment.environment()` returns it.
+        command: the command that made the record.
+        time: of writing, ISO 8601 in UTC.
+        commit: of the repository in the working directory; empty where there is none.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class Record:
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     time: str = ""
+    commit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON-ready data."""
@@ -47,6 +51,7 @@ class Record:
             "kind": self.kind,
             "time": self.time,
             "command": self.command,
+            "commit": self.commit,
             "environment": dict(self.environment),
             "data": dict(self.data),
         }
@@ -60,16 +65,23 @@ def records_path(reports: Path, kind: str) -> Path:
 
 
 def append_record(
-    reports: Path, kind: str, data: Mapping[str, Any], *, environment: Mapping[str, Any], command: str
+    reports: Path, kind: str, data: Mapping[str, Any], *, environment: Mapping[str, Any], command: str | None = None
 ) -> Path:
     """Append one record and return the file.
+
+    Args:
+        reports: the folder of all records.
+        kind: one of `KINDS`.
+        data: the result, JSON-ready.
+        environment: of the run.
+        command: that made it; the command of this process if None.
 
     Raises:
         UsageError: the file cannot be written.
     """
     path = records_path(reports, kind)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    record = Record(kind, data, environment, command, now)
+    record = Record(kind, data, environment, this_command() if command is None else command, now, this_commit())
     line = json.dumps(record.to_json(), allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,17 +131,28 @@ def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
                     environment if isinstance(environment, dict) else {},
                     str(found.get("command", "")),
                     str(found.get("time", "")),
+                    str(found.get("commit", "")),
                 )
             )
     return records, problems
 
 
 def this_command() -> str:
-    """Return the command that runs now, its program's folder left out: a record names no machine's paths."""
+    """Return the command of this process without its program's folder, so that a record has no path of the machine."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"
     return " ".join([program, *sys.argv[1:]])
+
+
+@cache
+def this_commit() -> str:
+    """Return the commit of the repository in the working directory at the first call, empty where there is none."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradcheck_suite.execution.environment import environment
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +43,7 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
         if reports is None:
             return
         data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
-        append_record(reports, kind, data, environment=_environment(), command=this_command())
+        append_record(reports, kind, data, environment=_environment())
 
     return append
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.store import append_record, this_command
+from gradcheck_suite.records.store import append_record
 from tests.bridge.agreeing import Agreement
 
 
@@ -44,6 +44,6 @@ def note_agreement(request: pytest.FixtureRequest) -> Callable[..., None]:
             "allowed": tolerance,
             "narrow": sorted(set(agreement.lowered.narrow)),
         }
-        append_record(reports, "bridge", data, environment=environment.environment(), command=this_command())
+        append_record(reports, "bridge", data, environment=environment.environment())
 
     return note

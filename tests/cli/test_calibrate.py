@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gradcheck_suite.cli import statuses
+from gradcheck_suite.cli import exit_status
 from gradcheck_suite.evidence.calibration import campaign, drawing
 from gradcheck_suite.generation.strategies import cases
 from gradcheck_suite.references import reference
@@ -53,7 +53,7 @@ def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, m
         monkeypatch.setattr(reference, name, lambda vector, *_: np.zeros_like(vector))
     monkeypatch.setattr(reference, "noise_bound", lambda vector, draws: np.zeros_like(vector))
     outcome = run(*SMALL)
-    assert outcome.status == statuses.VIOLATED == 1
+    assert outcome.status == exit_status.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out
     alarm = _record(project)["data"]["alarms"]["float32"]["alarms"][0]
     assert case_from_json(alarm["case"]).dtype == "float32"
@@ -71,7 +71,7 @@ def test_an_interrupted_run_says_so_and_goes_on_later(run, project, monkeypatch)
     with monkeypatch.context() as m:
         m.setattr(campaign, "alarms_in_chunk", stops)
         outcome = run(*SMALL)
-    assert outcome.status == statuses.INTERRUPTED
+    assert outcome.status == exit_status.INTERRUPTED
     assert "0 false alarms in 20 checks" in outcome.out
     assert "the same command goes on from here" in outcome.out
     assert files(project / "reports") == ["calibration-chunks.jsonl"]
@@ -95,6 +95,6 @@ def test_an_interrupted_run_says_so_and_goes_on_later(run, project, monkeypatch)
 @pytest.mark.usefixtures("untouched")
 def test_bad_usage_is_status_2_in_one_line(run, arguments, said):
     outcome = run("calibrate", *arguments.split())
-    assert outcome.status == statuses.BAD_USAGE
+    assert outcome.status == exit_status.BAD_USAGE
     assert said in outcome.err
     assert outcome.err.count("\n") == 1

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from gradcheck_suite.cli import statuses
+from gradcheck_suite.cli import exit_status
 from gradcheck_suite.execution import devices
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.schema.options import OPTIMIZER_NAMES
 
 
 def assert_one_line(outcome, *said):
-    assert outcome.status == statuses.BAD_USAGE == 2
+    assert outcome.status == exit_status.BAD_USAGE == 2
     assert outcome.err.startswith("gradcheck-suite")
     assert outcome.err.count("\n") == 1
     assert outcome.err.endswith("\n")

@@ -1,4 +1,4 @@
-"""`verify`: verdicts, words, files, statuses."""
+"""`verify`: verdicts, words, files, exit_status."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def planted(monkeypatch, verdicts, **fields):
     """Replace the search by one that comes to given verdicts."""
     from gradcheck_suite.verification import verify as verification
 
-    def verify(loop, *, name, progress, **options):
+    def verify(loop, options, *, name, progress, **others):
         for verdict in verdicts:
             progress(verdict)
         judged = sum(not (verdict.finding or verdict.skipped) for verdict in verdicts)

@@ -12,9 +12,10 @@ import pytest
 
 import gradcheck_suite
 from gradcheck_suite import bridge
-from gradcheck_suite.cli import COMMANDS, statuses
+from gradcheck_suite.cli import COMMANDS, exit_status
+from gradcheck_suite.cli.options import DEFAULTS, MARKER_OPTIONS
 from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.pytest_plugin import MARKER_OPTIONS
+from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.schema.contract import ASSUMPTIONS
 from gradcheck_suite.schema.results import ViolationKind
 from tests.docs.pages import ROOT
@@ -125,8 +126,20 @@ def test_every_assumption_has_one_row():
     )
 
 
-def test_every_option_of_the_marker_has_one_row():
-    assert _first_cells(_section("in-your-tests.md", "## The fixture")) == list(MARKER_OPTIONS)
+def test_every_option_of_the_marker_has_one_row_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", _section("in-your-tests.md", "## The fixture"), re.MULTILINE)
+    assert [name for name, _ in rows] == list(MARKER_OPTIONS)
+    for name, shown in rows:
+        default = SECOND_OPINION_S if name == "second_opinion_s" else getattr(DEFAULTS, name)
+        if default not in (None, ()):
+            assert shown.replace("`", "").replace('"', "") == (
+                f"{default:g}" if type(default) is float else str(default)
+            )
+
+
+def test_every_option_of_pytest_has_one_row():
+    rows = _first_cells(_section("in-your-tests.md", "## Options of the command line"))
+    assert rows == [*(f"--gradcheck-{option.field}" for option in OVERRIDES), "--gradcheck-reports"]
 
 
 def test_every_field_of_a_run_is_explained():
@@ -147,7 +160,7 @@ def test_every_name_of_the_bridge_is_in_the_reference():
 def test_every_command_has_a_section_and_every_status_a_row():
     titles = re.findall(r"^## (\w+)$", (GUIDE / "commands.md").read_text(), re.MULTILINE)
     assert titles == list(COMMANDS)
-    known = {value for name, value in vars(statuses).items() if name.isupper() and isinstance(value, int)}
+    known = {value for name, value in vars(exit_status).items() if name.isupper() and isinstance(value, int)}
     assert {int(row) for row in _first_cells(_section("commands.md", "## Exit statuses"))} == known
 
 

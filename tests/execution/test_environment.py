@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradcheck_suite.cli.abilities import abilities
+from gradcheck_suite.cli.capabilities import capabilities
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution import environment
 
@@ -46,7 +46,7 @@ def test_the_flags_are_set_and_read():
 
 def test_nothing_is_missing_here():
     assert environment.missing() == []
-    assert all(ability.reason is None for ability in abilities() if ability.main)
+    assert all(capability.reason is None for capability in capabilities() if capability.main)
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
@@ -55,7 +55,7 @@ def test_a_framework_that_is_missing(monkeypatch, name):
     assert any(reason.startswith(f"{name} is not installed") for reason in environment.missing())
     assert environment.devices()[name] == []
     assert not [flag for flag in environment.precision_flags() if flag.startswith(name)]
-    (main,) = [ability for ability in abilities() if ability.main]
+    (main,) = [capability for capability in capabilities() if capability.main]
     assert main.reason is not None
     with pytest.raises(CannotRunHere, match=f"{name} cannot be imported"):
         environment.set_precision()
@@ -74,7 +74,6 @@ def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", "mine")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     environment.prepare()
-    environment.keep_working_directory_clean()
     assert os.environ["JAX_PLATFORMS"] == "cuda"
     assert os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] == "mine"
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
@@ -82,5 +81,5 @@ def test_what_the_user_has_set_stays(monkeypatch):
 
 def test_cuda_is_refused_with_a_reason_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (cuda,) = [ability for ability in abilities() if ability.name == "--device cuda"]
+    (cuda,) = [capability for capability in capabilities() if capability.name == "--device cuda"]
     assert "sees no CUDA device" in str(cuda.reason)

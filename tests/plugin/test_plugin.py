@@ -1,141 +1,160 @@
-"""The plugin in repositories of its users: each test runs pytest on a small one."""
+"""The plugin in a repository of its user, on which each test runs pytest in this process."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+import json
 import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import entry_points
 
 import pytest
+from hypothesis import strategies as st
 
-import gradcheck_suite
+from gradcheck_suite.__main__ import main
+from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.records.store import read_records
+from gradcheck_suite.verification import verify as verification
+from tests.cli.conftest import ENVIRONMENT, LINEAR, LOOPS
 
-LOOPS = """
+NUMBERS = itertools.count()
+"""Of test modules: each has a name of its own, since all are imported into this process."""
+BEGINNING = """
 import pytest
-
-def sound(run):
-    for _ in range(run.epochs):
-        batches = list(run.loader)
-        for first in range(0, len(batches), run.accumulation_steps):
-            window = batches[first : first + run.accumulation_steps]
-            total = sum(run.count(batch) for batch in window)
-            for batch in window:
-                loss = run.loss(run.model, batch)
-                (loss * run.count(batch) / total if run.reduction == "mean" else loss).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-def faulty(run):
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            (loss / run.accumulation_steps if run.reduction == "mean" else loss).backward()
-            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+from loops import *
 """
 
 
-def _pytest(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
-    (folder / "test_mine.py").write_text(LOOPS + tests)
-    root = Path(gradcheck_suite.__file__).parent.parent
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-    if "gradcheck-suite" not in _installed():
-        command += ["-p", "gradcheck_suite.pytest_plugin"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**_environment(), "PYTHONPATH": str(root)},
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def run_pytest(tmp_path, monkeypatch):
+    """Return a function that runs pytest on the text of a test module; it returns the exit status and the output."""
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "loops", raising=False)
+    # one small problem, so that nothing is compiled: what is drawn is tested elsewhere
+    monkeypatch.setattr(verification, "cases", lambda **o: cases(**{**o, "problem": o["problem"] or st.just(LINEAR)}))
+    for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "cpu" if name == "JAX_PLATFORMS" else str(tmp_path.parent / name))
+    plugin = [] if _is_installed() else ["-p", "gradcheck_suite.pytest_plugin"]
+
+    def run(tests: str, *arguments: str) -> tuple[int, str]:
+        name = f"test_user_{next(NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(BEGINNING + tests)
+        command = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments, f"{name}.py"]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            status = pytest.main(command)
+        sys.modules.pop(name, None)
+        sys.modules.pop("loops", None)
+        return int(status), printed.getvalue()
+
+    return run
 
 
-def _installed() -> set[str]:
-    from importlib.metadata import entry_points
-
-    return {point.name for point in entry_points(group="pytest11")}
+def _is_installed() -> bool:
+    return "gradcheck-suite" in {point.name for point in entry_points(group="pytest11")}
 
 
-def _environment() -> dict[str, str]:
-    import os
-
-    return {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")}
-
-
-def test_a_sound_loop_passes_and_a_faulty_one_fails_with_its_explanation(tmp_path):
-    status, text = _pytest(
-        tmp_path,
+def test_verdicts_markers_and_wrong_calls(run_pytest):
+    status, text = run_pytest(
         """
 def test_sound(verify_training_loop):
-    result = verify_training_loop(sound, examples=10)
-    assert result.holds and result.cases == 10
+    result = verify_training_loop(sound, examples=3)
+    assert result.holds and result.cases == 3
 
 def test_faulty(verify_training_loop):
-    verify_training_loop(faulty, examples=50)
-""",
+    verify_training_loop(no_reset, examples=20)
+
+@pytest.mark.gradcheck(examples=1, dtype="float32", assumes=("equal-micro-batches",))
+@pytest.mark.gradcheck(examples=9)
+def test_marked(verify_training_loop):
+    result = verify_training_loop(sound, examples=2)
+    assert (result.cases, result.assumes) == (2, ("equal-micro-batches",))
+
+@pytest.mark.gradcheck(5)
+def test_positional(verify_training_loop):
+    verify_training_loop(sound)
+
+@pytest.mark.parametrize("options", [{"exampels": 3}, {"examples": 0}])
+def test_wrong_option(verify_training_loop, options):
+    verify_training_loop(sound, **options)
+
+def test_wrong_loop(verify_training_loop):
+    verify_training_loop(3)
+
+def test_unjudged(verify_training_loop):
+    '''In float16 a loss of 1e9 overflows, in the plain large batch too: nothing is known of the loop.'''
+    huge = Problem(model, batch, lambda m, b: (1e9 * m(b["x"])).sum(), reduction="sum")
+    verify_training_loop(sound, problem=huge, examples=2, dtype="float16")
+"""
     )
     assert status == 1
-    assert "1 failed, 1 passed" in text
-    assert "faulty is violated" in text
-    assert "mean-of-means" in text or "wrong-scale" in text
-    assert "@example(Case(" in text
-    assert "Traceback" not in text
-    assert "sound: holds, 10 cases" in text
-    assert "faulty: VIOLATED (" in text
-
-
-def test_the_marker_and_the_command_line_set_what_the_call_does_not(tmp_path):
-    tests = """
-@pytest.mark.gradcheck(examples=7, assumes=("equal-micro-batches", "whole-windows"))
-def test_marked(verify_training_loop):
-    print("cases", verify_training_loop(faulty).cases)
-"""
-    status, text = _pytest(tmp_path, tests, "-s")
-    assert status == 0, text
-    assert "cases 7" in text
-    status, text = _pytest(tmp_path, tests, "-s", "--gradcheck-examples", "4")
-    assert "cases 4" in text
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        ("verify_training_loop(sound, exampels=3)", "expected some of examples, seed"),
-        ("verify_training_loop(sound, examples=0)", "examples must be a positive integer, got 0"),
-        ("verify_training_loop(3)", "a loop must be callable with one TrainingRun, got int"),
-    ],
-)
-def test_a_wrong_call_is_one_clear_failure(tmp_path, call, says):
-    status, text = _pytest(tmp_path, f"\ndef test_it(verify_training_loop):\n    {call}\n")
-    assert status == 1
-    assert says in text
+    assert "6 failed, 2 passed" in text
+    for said in (
+        "no_reset is violated",
+        "stale-window",
+        "@example(Case(",
+        "sound: holds, 3 cases",
+        "no_reset: VIOLATED (stale-window)",
+        "the marker gradcheck takes keywords alone, got (5,)",
+        "expected some of examples, seed",
+        "examples must be a positive integer, got 0",
+        "a loop must be callable with one TrainingRun, got int",
+        "none of 2 cases could be judged",
+    ):
+        assert said in text, text
     assert "Traceback" not in text
     assert "During handling" not in text
 
 
-def test_jax_has_its_say_on_a_problem_and_export_leaves_no_logs(tmp_path):
-    status, text = _pytest(
-        tmp_path,
+def test_options_of_the_command_line_override_the_call(run_pytest, tmp_path):
+    tests = """
+@pytest.mark.gradcheck(examples=7)
+def test_it(verify_training_loop):
+    verify_training_loop(sound, examples=3, seed=1)
+"""
+    arguments = ("--gradcheck-examples", "2", "--gradcheck-seed", "5", "--gradcheck-reports", "kept")
+    assert run_pytest(tests, *arguments)[0] == 0
+    ((record,), _) = read_records(tmp_path / "kept", "verify")
+    assert (record.data["examples"], record.data["cases"], record.data["seed"]) == (2, 2, 5)
+
+
+@pytest.mark.parametrize("loop", ["sound", "no_reset"])
+def test_the_command_line_and_the_plugin_record_the_same(run_pytest, tmp_path, loop, capsys):
+    tests = f"""
+def test_it(verify_training_loop):
+    verify_training_loop({loop}, name="loops.py:{loop}", examples=6, seed=3, dtype="float32", optimizer="sgd",
+                         assumes=("whole-windows",), time_limit_s=20, second_opinion_s=60)
+"""
+    options = ("--examples", "6", "--seed", "3", "--dtype", "float32", "--optimizer", "sgd", "--assume",
+               "whole-windows", "--time-limit", "20")  # fmt: skip
+    assert run_pytest(tests, "--gradcheck-reports", "plugin")[0] == main(
+        ["verify", f"loops.py:{loop}", *options, "--reports", "command"]
+    )
+    kept = []
+    for folder in ("plugin", "command"):
+        ((record,), problems) = read_records(tmp_path / folder, "verify")
+        assert problems == []
+        files = {path.name: path.read_text() for path in (tmp_path / folder / "counterexamples").glob("*")}
+        kept.append(({**record.data, "seconds": None}, record.environment, record.commit, files))
+    assert kept[0] == kept[1]
+    assert len(kept[0][-1]) == (0 if loop == "sound" else 2)
+
+
+def test_jax_has_its_say_on_a_problem_and_export_leaves_no_logs(run_pytest):
+    status, text = run_pytest(
         """
-import torch
-from gradcheck_suite import Problem
-
-def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Linear(1, 1)
-
-problem = Problem(model, lambda items, seed: torch.ones(items, 1), lambda m, b: m(b).pow(2).mean())
-
-def test_first(verify_training_loop):
-    verify_training_loop(sound, problem=problem, examples=1, second_opinion_s=0)
-
-def test_second(verify_training_loop):
-    verify_training_loop(sound, problem=problem, examples=1, second_opinion_s=0)
-    assert False, "so that pytest shows what was logged"
-""",
+@pytest.mark.parametrize("failing", [False, True])
+def test_it(verify_training_loop, failing):
+    verify_training_loop(sound, problem=PROBLEM, examples=1, second_opinion_s=0)
+    assert not failing, "so that pytest shows what was logged"
+"""
     )
     assert status == 1
     assert text.count("; JAX gave a second opinion on 1 of ") == 2
@@ -143,43 +162,23 @@ def test_second(verify_training_loop):
     assert "torch.__trace" not in text
 
 
-def test_reports_are_stored_on_demand_and_workers_are_summed_up(tmp_path):
-    tests = """
+@pytest.mark.full
+def test_the_lines_of_xdist_s_workers_are_gathered(tmp_path):
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (tmp_path / "test_user.py").write_text(
+        BEGINNING
+        + """
 @pytest.mark.parametrize("number", range(2))
 def test_faulty(verify_training_loop, number):
-    verify_training_loop(faulty, examples=50, name=f"faulty{number}")
+    verify_training_loop(no_reset, examples=50, name=f"faulty{number}")
 """
-    status, text = _pytest(tmp_path, tests, "-n", "2", "--gradcheck-reports", "kept")
-    assert status == 1
-    assert "faulty0: VIOLATED" in text
-    assert "faulty1: VIOLATED" in text
-    assert len(list((tmp_path / "kept" / "counterexamples").glob("*.json"))) == 2
-    assert len((tmp_path / "kept" / "records" / "verify.jsonl").read_text().splitlines()) == 2
-
-
-def test_importing_the_plugin_imports_no_framework():
-    code = "import sys, gradcheck_suite.pytest_plugin; print([m for m in ('torch', 'jax') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_where_nothing_could_be_judged_the_test_fails(tmp_path):
-    """In float16 a loss of 1e9 overflows, in the plain large batch too: nothing is known of the loop."""
-    status, output = _pytest(
-        tmp_path,
-        """
-import torch
-from gradcheck_suite import Problem
-
-def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Linear(1, 1)
-
-huge = Problem(model, lambda items, seed: torch.ones(items, 1), lambda m, b: (1e9 * m(b)).sum(), reduction="sum")
-
-def test_it(verify_training_loop):
-    verify_training_loop(sound, problem=huge, examples=2, dtype="float16")
-""",
     )
-    assert status == 1
-    assert "none of 2 cases could be judged" in output
+    plugin = [] if _is_installed() else ["-p", "gradcheck_suite.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, "-n", "2", "--gradcheck-reports", "kept"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "faulty0: VIOLATED" in done.stdout
+    assert "faulty1: VIOLATED" in done.stdout
+    records = (tmp_path / "kept" / "records" / "verify.jsonl").read_text().splitlines()
+    assert {json.loads(record)["data"]["loop"] for record in records} == {"faulty0", "faulty1"}

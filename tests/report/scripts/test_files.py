@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from gradcheck_suite.cli.loading import resolve_loop
-from gradcheck_suite.errors import UsageError
-from gradcheck_suite.records.counterexamples import script_path, store_script
+from gradcheck_suite.records.files import write_text
 from gradcheck_suite.report.scripts import script_text
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
@@ -46,7 +45,8 @@ def elsewhere(tmp_path):
 def written(name, folder):
     """Write the script of a loop's violation; return where."""
     loop = resolve_loop(name)
-    return store_script(folder / "found.json", script_text(loop, name, violation_of(loop, CASE)))
+    write_text(folder / "found.py", script_text(loop, name, violation_of(loop, CASE)))
+    return folder / "found.py"
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,8 @@ def test_a_loop_that_cannot_be_stopped_ends_its_process_with_status_1(body, diag
     name = f"{tmp_path / 'mine.py'}:train"
     loop = resolve_loop(name)
     violation = Violation("step-count" if diagnosis == "endless" else "raised", diagnosis, "planted", CASE)
-    script = store_script(tmp_path / "found.json", script_text(loop, name, violation, time_limit_s=0.5))
+    script = tmp_path / "found.py"
+    write_text(script, script_text(loop, name, violation, time_limit_s=0.5))
     done = run(script, elsewhere)
     assert done.returncode == 1
     assert "mine.py" in done.stderr
@@ -145,17 +146,3 @@ def test_words_that_python_would_read_do_no_harm(tmp_path):
     namespace: dict = {"__name__": "read"}
     exec(compile(text.split("\nfrom __future__")[0], "script", "exec"), namespace)
     assert words in namespace["__doc__"]
-
-
-def test_the_script_lies_beside_its_case(tmp_path):
-    assert script_path(tmp_path / "a.b-train-0123.json") == tmp_path / "a.b-train-0123.py"
-
-
-def test_where_nothing_can_be_written_it_is_said_and_nothing_remains(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write .*found\.py"):
-        store_script(tmp_path / "file" / "found.json", "text")
-    (tmp_path / "found.py").mkdir()
-    with pytest.raises(UsageError, match=r"cannot write .*found\.py"):
-        store_script(tmp_path / "found.json", "text")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "found.py"]

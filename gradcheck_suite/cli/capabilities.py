@@ -15,7 +15,7 @@ from gradcheck_suite.schema.case import DTYPES
 
 
 @dataclass(frozen=True)
-class Ability:
+class Capability:
     """Something this machine can or cannot do.
 
     Attributes:
@@ -29,25 +29,25 @@ class Ability:
     main: bool = False
 
 
-def abilities() -> list[Ability]:
+def capabilities() -> list[Capability]:
     """Try what the suite can be asked for, and return what works here and what does not."""
     reasons = environment.missing()
-    found = [Ability("verify and replay on the CPU", reasons[0] if reasons else _cannot_run(_small_job), main=True)]
+    found = [Capability("verify and replay on the CPU", reasons[0] if reasons else _cannot_run(_small_job), main=True)]
     torch, jax = environment.imported("torch"), environment.imported("jax")
     without = torch if isinstance(torch, str) else None
-    found += [Ability(f"--dtype {name}", without or _cannot_run(partial(_backward, name, "cpu"))) for name in DTYPES]
+    found += [Capability(f"--dtype {name}", without or _cannot_run(partial(_backward, name, "cpu"))) for name in DTYPES]
     no_cuda = without
     if no_cuda is None and not torch.cuda.is_available():
         no_cuda = f"torch {torch.__version__} sees no CUDA device"
-    found.append(Ability("--device cuda", no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))))
+    found.append(Capability("--device cuda", no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))))
     alarm = (
         None if hasattr(signal, "setitimer") else f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
     )
-    found.append(Ability("--time-limit", alarm))
+    found.append(Capability("--time-limit", alarm))
     cache = "jax cannot be imported" if isinstance(jax, str) else _cannot_run(_write_to_cache)
-    found.append(Ability("compiled programs kept between runs", cache))
+    found.append(Capability("compiled programs kept between runs", cache))
     tested = [f"{p} is not installed" for p in ("pytest", "pytest-benchmark") if environment.versions()[p] is None]
-    found.append(Ability("pytest properties/", tested[0] if tested else None))
+    found.append(Capability("pytest properties/", tested[0] if tested else None))
     return found
 
 

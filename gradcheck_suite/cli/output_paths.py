@@ -17,7 +17,7 @@ def add_reports(parser: Parser, what: str) -> None:
     )
 
 
-def expect_places(reports: Path, *folders: str, json: Path | None = None) -> None:
+def expect_writable(reports: Path, *folders: str, json: Path | None = None) -> None:
     """Refuse a reports folder whose records, or other `folders` in it, and a `--json` path that cannot be written."""
     if json is not None:
         if json.is_dir() or not json.name:

@@ -1,4 +1,4 @@
-"""The exit statuses, in one place."""
+"""The exit statuses of all commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ HOLDS = 0
 VIOLATED = 1
 BAD_USAGE = 2
 BUG = 70
-"""A bug in the suite itself, as `sysexits.h` numbers it: never to be taken for a violation."""
+"""A bug in the suite itself; the number is `EX_SOFTWARE` of `sysexits.h`."""
 INTERRUPTED = 130
-"""Stopped by Ctrl-C with no violation found so far; with one, the status is `VIOLATED`."""
+"""Stopped by Ctrl-C before any violation was found; after one, the status is `VIOLATED`."""
 
 EPILOG = (
     "Exit status: 0 everything holds; 1 some loop is violated (doctor: the main job cannot run here); 2 bad usage or "

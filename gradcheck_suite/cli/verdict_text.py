@@ -1,33 +1,39 @@
-"""What `verify` and `replay` print on standard output."""
+"""The text of verdicts that `verify` and `replay` print."""
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.records.description import describe_violation, example_text
-from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
+from gradcheck_suite.records.verification import Counterexample
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions
 from gradcheck_suite.schema.results import Result, Violation
 from gradcheck_suite.trainers import TRAINERS
 
 
-def header(arguments: argparse.Namespace, about: Mapping[str, Any]) -> str:
-    """Return what a run of `verify` is about to do."""
+def header(loops: Iterable[str], options: VerifyOptions, problem: str | None, about: Mapping[str, Any]) -> str:
+    """Return the first lines of a run of `verify`: versions, options and precision flags.
+
+    Args:
+        loops: the names of the loops, as the command line has them.
+        options: of the run.
+        problem: the name of the user's problem, None for generated ones.
+        about: the environment.
+    """
     versions, flags = about["versions"], about["precision"]
-    optimizer = "" if arguments.optimizer is None else f", optimizer {arguments.optimizer}"
+    optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
     lines = [
-        f"{subjects(arguments.loops, versions)}: {_cases(arguments.examples)} per loop, seed {arguments.seed}, "
-        f"{arguments.dtype} on {arguments.device}{optimizer}",
+        f"{subjects(loops, versions)}: {_cases(options.examples)} per loop, seed {options.seed}, "
+        f"{options.dtype} on {options.device}{optimizer}",
         f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
         f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
         f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
         f"jax {flags.get('jax_default_matmul_precision')}",
     ]
-    if arguments.problem is not None:
-        lines.append(f"problem {arguments.problem}: only plans are drawn")
+    if problem is not None:
+        lines.append(f"problem {problem}: only plans are drawn")
     return "\n".join(lines)
 
 
@@ -38,16 +44,16 @@ def subjects(names: Iterable[str], versions: Mapping[str, str | None]) -> str:
 
 
 def result_lines(
-    result: Result, stored: tuple[Path, Path] | None, arguments: argparse.Namespace, width: int, *, judged: bool
+    result: Result, stored: Counterexample | None, options: VerifyOptions, width: int, *, judged: bool
 ) -> list[str]:
-    """Return one line about a loop, and below it what there is to say about it.
+    """Return one line on a loop, and below it its assumptions, findings, violation and stored files.
 
     Args:
-        result: what was found.
-        stored: where its counterexample is, and the script that shows it.
-        arguments: of the command line.
-        width: of the column of names.
-        judged: whether any case could be judged at all.
+        result: of its verification.
+        stored: the files of its counterexample.
+        options: of its verification.
+        width: of the column of names, in characters.
+        judged: whether any case could be judged.
     """
     lines = [_one_line(result, width, judged=judged)]
     if result.assumes:
@@ -63,12 +69,11 @@ def result_lines(
         lines += violation_lines(result.violation)
         lines.append(f"    {_found(result)}")
     if stored is not None:
-        limit = "" if arguments.time_limit == DEFAULT_TIME_LIMIT else f" --time-limit {arguments.time_limit:g}"
-        case, script = (shlex.quote(str(path)) for path in stored)
+        limit = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
         lines += [
-            f"    stored  {stored[0]}",
-            f"    script  python {script}",
-            f"    replay  gradcheck-suite replay {case}{limit}",
+            f"    stored  {stored.case}",
+            f"    script  python {shlex.quote(str(stored.script))}",
+            f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{limit}",
         ]
     return lines
 

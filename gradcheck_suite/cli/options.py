@@ -1,0 +1,95 @@
+"""The options of a verification, declared once for the command line and for pytest.
+
+Each is a field of `VerifyOptions`, which has its default; the field's name is the keyword of the pytest marker.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from gradcheck_suite.cli import parsers
+from gradcheck_suite.schema.case import DEVICES, DTYPES
+from gradcheck_suite.schema.contract import ASSUMPTIONS
+from gradcheck_suite.schema.options import OPTIMIZER_NAMES, VerifyOptions
+
+DEFAULTS = VerifyOptions()
+MARKER_OPTIONS = tuple(field.name for field in fields(VerifyOptions))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the command line.
+
+    Attributes:
+        field: the field of `VerifyOptions` that it sets.
+        flag: such as `"--examples"`.
+        metavar: of its value, in the help.
+        help: what it does, without its default.
+        read: text -> value; raises `argparse.ArgumentTypeError`.
+        repeatable: whether each use adds one value to a tuple.
+    """
+
+    field: str
+    flag: str
+    metavar: str
+    help: str
+    read: Callable[[str], Any]
+    repeatable: bool = False
+
+
+EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", parsers.positive_integer)
+SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", parsers.seed)
+TIME_LIMIT = Option(
+    "time_limit_s",
+    "--time-limit",
+    "SECONDS",
+    "how long a loop may take on one case before it counts as one that hangs",
+    parsers.seconds,
+)
+OPTIONS = (
+    EXAMPLES,
+    SEED,
+    Option("dtype", "--dtype", "DTYPE", f"of parameters and data: {', '.join(DTYPES)}", parsers.one_of(DTYPES)),
+    Option("device", "--device", "DEVICE", " or ".join(DEVICES), parsers.one_of(DEVICES)),
+    Option(
+        "optimizer",
+        "--optimizer",
+        "NAME",
+        f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)} "
+        "(default: one whose step changes nothing)",
+        parsers.one_of(OPTIMIZER_NAMES),
+    ),
+    Option(
+        "assumes",
+        "--assume",
+        "NAME",
+        "what the loops rely on, so that only such cases are drawn; repeatable: "
+        + "; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
+        parsers.one_of(ASSUMPTIONS),
+        repeatable=True,
+    ),
+    TIME_LIMIT,
+)
+
+
+def add_option(parser: parsers.Parser, option: Option) -> None:
+    """Add one option to a command."""
+    default = getattr(DEFAULTS, option.field)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    parser.add_argument(
+        option.flag,
+        dest=option.field,
+        type=option.read,
+        metavar=option.metavar,
+        action="append" if option.repeatable else "store",
+        default=list(default) if option.repeatable else default,
+        help=option.help if default in (None, ()) else f"{option.help} (default {shown})",
+    )
+
+
+def options_of(arguments: Namespace) -> VerifyOptions:
+    """Return the options that a command line sets."""
+    return DEFAULTS.replace(**{option.field: getattr(arguments, option.field) for option in OPTIONS})

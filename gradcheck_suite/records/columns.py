@@ -1,0 +1,12 @@
+"""Lines of names and texts in two columns. Imports neither framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each pair of a name and a text, with the texts in one column."""
+    pairs = list(pairs)
+    width = max((len(name) for name, _ in pairs), default=0)
+    return [f"{name:<{width}}  {text}".rstrip() for name, text in pairs]
