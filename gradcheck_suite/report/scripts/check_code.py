@@ -1,6 +1,6 @@
-"""The part of a script that says what is right and finds out whether it is: tables of numbers, and `main`.
+"""The check of a script: tables of the expected, observed and allowed values, the large batch, and `main`.
 
-Numbers are read from the violation's evidence; nothing is run.
+The values are read from the violation's evidence; no loop is run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gradcheck_suite.schema.spec import ProblemSpec
 AT_A_STEP = ("gradient", "none-pattern", "non-finite")
 """Kinds of violation that show in the gradients at one step."""
 MOST_SHOWN = 4096
-"""Elements of a gradient up to which a script holds what was observed: a user's model may be large."""
+"""Largest number of elements of a parameter whose observed gradient a script contains."""
 HANGS = ("timed-out", "endless")
-"""Diagnoses for which a script limits the loop's time: it may catch whatever is raised inside it."""
+"""Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
 MAIN = '''\
 def main():
     """Return 1 while the fault is there and 0 when it is gone."""
@@ -57,10 +57,10 @@ torch.manual_seed({seed})"""
 
 
 def has_literal(violation: Violation) -> bool:
-    """Return whether the right gradient stands in the script as numbers.
+    """Return whether the script compares with the expected gradient as numbers.
 
-    With a real optimizer it depends on where the loop has taken the parameters, and a user's model may be large: there
-    the script computes it.
+    Otherwise it compares with the large batch that it computes: under a real optimizer, the expected gradient depends
+    on the parameters that the loop has reached, and the gradient of a user's model may be large.
     """
     return isinstance(violation.case.problem, ProblemSpec) and violation.case.optimizer is None
 
@@ -82,12 +82,12 @@ def numbers_text(violation: Violation) -> str:
 
 
 def _short(allowed: Vector) -> Any:
-    """Return one number where all elements are allowed the same."""
+    """Return the bounds of a parameter's elements as nested lists, or as one number where all are equal."""
     return allowed.flat[0].item() if np.ptp(allowed) == 0 else allowed.tolist()
 
 
 def large_batch_text(violation: Violation, sources: CopiedSource) -> str:
-    """Return `large_batch`, which computes the right gradient of the violated window."""
+    """Return `large_batch`, which computes the expected gradient of the violated window in torch."""
     sources.copy(parameter_gradients, to_dtype)
     index, moved = violation.window or 0, violation.case.optimizer is not None
     lines = [
@@ -102,7 +102,7 @@ def large_batch_text(violation: Violation, sources: CopiedSource) -> str:
 
 
 def main_text(violation: Violation, reduction: str, time_limit_s: float | None, sources: CopiedSource) -> str:
-    """Return `main`, which checks the very thing that was violated."""
+    """Return `main`, which checks what the violation says was wrong."""
     if violation.kind == "not-accumulable":
         body = _objective(violation, reduction, sources)
     else:
@@ -119,7 +119,7 @@ def _check(violation: Violation, completes: str, sources: CopiedSource) -> list[
     """Return the statements that run the loop and decide what `right` is.
 
     Args:
-        violation: which is checked for.
+        violation: what was wrong.
         completes: the statement that runs the loop.
         sources: gets the functions that the statements call.
     """
@@ -146,18 +146,20 @@ def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:
     sources.copy(runtime.gradient_is_right, runtime.largest_difference)
     plan, window, epoch = violation.case.plan, violation.window or 0, violation.epoch or 0
     step = epoch * len(plan.windows) + window
-    where = f"at step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):"
+    where = f"step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):"
     moved = "" if violation.case.optimizer is None else f"observer.observations[{step}].parameters"
     expected, beside = "large", []
     if has_literal(violation):
         expected = "EXPECTED"
-        beside = ['print(f"torch\'s large batch is off EXPECTED by at most {largest_difference(EXPECTED, large):.3g}")']
+        beside = [
+            'print(f"torch\'s large batch differs from EXPECTED by at most {largest_difference(EXPECTED, large):.3g}")'
+        ]
     lines = [
         f'print("{where}")',
         f"observed, large = observer.observations[{step}].gradients, large_batch({moved})",
         *beside,
         f"right = gradient_is_right(observed, {expected}, ALLOWED)",
-        'print(f"the gradient is off the recorded one by at most {largest_difference(OBSERVED, observed):.3g}")',
+        'print(f"the gradient differs from OBSERVED by at most {largest_difference(OBSERVED, observed):.3g}")',
     ]
     return ["if right:", *(f"    {line}" for line in lines)]
 

@@ -1,7 +1,7 @@
-"""A generated model as ordinary `torch.nn` code: a `Sequential` of constructor calls and a forward that is written out.
+"""A generated model as ordinary `torch.nn` code: a `Sequential` of constructor calls, and its forward.
 
-The calls are read off the built modules: torch's own and the catalogue's keep their constructor's arguments as
-attributes of the same names. Parameter names come out as the catalogue's, so that a script speaks of `0.weight` too.
+A call's arguments are read from the built module, which keeps them as attributes of the same names, as torch's modules
+do. Parameters have the names that they have in the suite, such as `0.weight`.
 """
 
 from __future__ import annotations
@@ -20,42 +20,30 @@ from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.report.scripts.copied_source import PACKAGE, CopiedSource
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
+MODEL = """\
+class Model(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(
+{calls}
+        )
+
+    def forward(self, batch):
+        x = batch["x"]
+{forward}
+        return x"""
+
 
 def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSource) -> str:
-    """Return the class `Model`, whose forward takes a batch; `sources` gets the classes it needs.
+    """Return the class `Model`, whose forward takes a batch.
 
     Args:
-        problem: the model's.
-        model: built, from which constructor calls are read.
-        sources: what the script copies out of the suite.
+        problem: whose input and layers it has.
+        model: the built model, from which constructor calls are read.
+        sources: gets the classes that it uses.
     """
-    signal = input_signal(problem.input)
     calls = "\n".join(_calls(problem.layers, model, sources))
-    if _is_plain(problem.layers, signal):
-        forward = ['return super().forward(batch["x"])']
-    else:
-        forward = ['x = batch["x"]', *_forward(problem.layers, signal, ()), "return x"]
-    return "\n".join(
-        [
-            "class Model(torch.nn.Sequential):",
-            "    def __init__(self):",
-            "        super().__init__(",
-            textwrap.indent(calls, " " * 12),
-            "        )",
-            "",
-            "    def forward(self, batch):",
-            *(f"        {line}" for line in forward),
-        ]
-    )
-
-
-def _is_plain(layers: Sequence[Layer], signal: Signal) -> bool:
-    """Return whether each layer takes nothing but what the one before gives."""
-    for layer in layers:
-        if layer_definition(layer).wraps or extra_keys(layer, signal, ""):
-            return False
-        signal = out_signal(layer, signal)
-    return True
+    forward = "\n".join(_forward(problem.layers, input_signal(problem.input), ()))
+    return MODEL.format(calls=textwrap.indent(calls, " " * 12), forward=textwrap.indent(forward, " " * 8))
 
 
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSource) -> Iterator[str]:
@@ -69,7 +57,7 @@ def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSourc
 
 
 def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) -> Iterator[str]:
-    """Yield the statements that send `x` through some layers, which lie at a place such as `(1, 0)` in the model."""
+    """Yield the statements that apply layers to `x`; `place` is their index path in the model, such as `(1, 0)`."""
     for i, layer in enumerate(layers):
         path = ".".join(map(str, (*place, i)))
         wraps = layer_definition(layer).wraps
@@ -88,7 +76,7 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) ->
 
 
 def constructor_call(module: torch.nn.Module, sources: CopiedSource) -> str:
-    """Return the call that builds a module like this one; values of parameters are not part of it."""
+    """Return the call that builds a module like this one, without its parameters' values."""
     kind = type(module)
     if parametrize.is_parametrized(module, "weight"):
         norm = module.get_submodule("parametrizations.weight.0")
@@ -120,7 +108,7 @@ def _call(prefix: str, kind: type, module: torch.nn.Module, sources: CopiedSourc
 def _parameters(kind: type) -> list[inspect.Parameter]:
     parameters = dict(inspect.signature(kind).parameters)
     if issubclass(kind, torch.nn.RNNBase):
-        # RNN, GRU and LSTM take *args and **kwargs and hand them on
+        # RNN, GRU and LSTM take *args and **kwargs and pass them to RNNBase
         further = {"nonlinearity": inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")}
         parameters = {**inspect.signature(torch.nn.RNNBase).parameters, **further}
         del parameters["mode"]

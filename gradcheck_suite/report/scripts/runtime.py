@@ -1,4 +1,4 @@
-"""Functions that only scripts run: they load a loop by its name, run it, and print how it compares with what is right.
+"""Functions that only scripts run: they load a loop by its name, run it, and print how its gradients compare.
 
 Each is copied into scripts word for word, together with the functions of the suite that it calls. Copied code needs
 Python and torch alone. Messages go to standard output; where a file or module cannot be imported, they go to standard
@@ -49,13 +49,13 @@ def load(place: str, name: str, folder: str) -> Any:
 
 
 def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float | None = None) -> bool:
-    """Run the loop; return whether it ends without raising and without stepping far too often.
+    """Run the loop; return whether it returns, without an exception and without far too many steps.
 
     Args:
         loop: the loop under test.
-        run: what it trains with.
-        observer: counts its steps and stops it where they are too many.
-        seconds: after which the script ends with status 1, since the loop hangs.
+        run: its argument.
+        observer: of its steps, which stops the loop where they are too many.
+        seconds: after which the script ends with status 1, where the loop has not returned; None for no limit.
     """
     if seconds is not None:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -67,7 +67,7 @@ def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float |
         pass
     except BaseException:
         traceback.print_exc(file=sys.stdout)
-        print("the loop raises")
+        print("the loop raised this exception")
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -79,7 +79,7 @@ def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float |
 def steps_are_right(observer: Observer, expected: int) -> bool:
     """Return whether the loop took one step per window."""
     taken = len(observer.observations)
-    print(f"optimizer.step() was called {taken} times, the windows ask for {expected}")
+    print(f"optimizer.step() was called {taken} times, expected {expected}: one call per window")
     return taken == expected
 
 
@@ -90,7 +90,7 @@ def broadcast(*gradients: Any) -> list[torch.Tensor]:
 
 
 def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return how far gradients, by parameter, lie apart at most; `other` has every parameter of `one`."""
+    """Return the largest difference between the gradients in `one` and those of the same parameters in `other`."""
     errors = [elementwise_error(*broadcast(one[name], other[name])) for name in one]
     return max((float(error.max()) for error in errors if error.numel()), default=0.0)
 
@@ -108,7 +108,7 @@ def gradient_is_right(observed: Mapping[str, Any], expected: Mapping[str, Any], 
         want, got, most = broadcast(expected[name], observed[name], allowed[name])
         error = elementwise_error(got, want)
         wrong = error > most
-        print(f"{name}: {int(wrong.sum())} of {want.numel()} elements are off by more than rounding allows")
+        print(f"{name}: {int(wrong.sum())} of {want.numel()} elements differ by more than rounding allows")
         if observed[name] is None:
             print(f"    {name}.grad is None at the step")
         elif not got.isfinite().all():
@@ -116,14 +116,14 @@ def gradient_is_right(observed: Mapping[str, Any], expected: Mapping[str, Any], 
         worst = sorted(wrong.nonzero().tolist(), key=lambda place: -float(error[tuple(place)]))
         for place in worst[:SHOWN]:
             numbers = (float(tensor[tuple(place)]) for tensor in (want, got, error, most))
-            line = "    {:<12} expected {:<24} observed {:<24} off by {:<10.3g} allowed {:.3g}"
+            line = "    {:<12} expected {:<24} observed {:<24} error {:<10.3g} allowed {:.3g}"
             print(line.format(str(place), *numbers))
         right = right and not bool(wrong.any())
     return right
 
 
 def structure_is_kept(before: Structure, model: torch.nn.Module) -> bool:
-    """Return whether the loop changed nothing about the model's parameters but their values."""
+    """Return whether the loop changed the model's parameters in nothing but their values."""
     changes = structure_changes(before, structure(model))
     print(f"changes to the model's parameters other than their values: {changes or 'none'}")
     return changes is None
@@ -135,14 +135,14 @@ def parameters_are_right(
     """Return whether the parameters are, up to rounding, where the optimizer alone takes them."""
     errors = {name: drift(p.detach(), expected[name], steps) for name, p in observed.items()}
     for name, (error, allowed) in errors.items():
-        print(f"{name} ends up off by {error:.3g}, allowed {allowed:.3g}")
+        print(f"{name} after the last step: error {error:.3g}, allowed {allowed:.3g}")
     return all(error <= allowed for error, allowed in errors.values())
 
 
 def is_sum_over_items(
     loss: Callable[[Batch], Any], count: Callable[[Batch], Any] | None, whole: Batch, parts: Sequence[Batch]
 ) -> bool:
-    """Return whether the mean over all items is the mean of its parts weighted by their counts, or a sum is theirs.
+    """Return whether the loss of all items times their count is the sum of the same over batches of them.
 
     Args:
         loss: batch -> its loss, in float64.

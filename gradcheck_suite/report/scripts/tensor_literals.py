@@ -1,4 +1,4 @@
-"""Tensors as text that Python reads back to the very same numbers."""
+"""Tensors as Python source that evaluates to exactly the same numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WIDTH = 132
 
 
 def literal(value: Any, indent: int = 0, before: int = 0) -> str:
-    """Return numbers or nested lists of them as text, on several lines where one is too long.
+    """Return a number or nested lists of numbers as source, on several lines where one is too long.
 
     Args:
         value: the data; `nan` and `inf` come out by name.
         indent: of the line that the text begins on.
-        before: length of what stands before it on that line.
+        before: number of characters before it on that line.
     """
     text = repr(value)
     if not isinstance(value, list) or indent + before + len(text) <= WIDTH:
@@ -31,24 +31,18 @@ def literal(value: Any, indent: int = 0, before: int = 0) -> str:
 
 
 def values(tensor: torch.Tensor) -> Any:
-    """Return a tensor's entries as nested lists of Python numbers; floating ones exactly, as float64 holds them all."""
+    """Return a tensor's entries as nested lists of Python numbers, without rounding: float64 has every float value."""
     tensor = tensor.detach().cpu()
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).tolist()
 
 
-def tensor_text(tensor: torch.Tensor, dtype: str, indent: int) -> str:
-    """Return the call that makes a tensor again.
-
-    Args:
-        tensor: of numbers or truth values.
-        dtype: the script's arguments for floating tensors, others keep their own.
-        indent: of the line that the call stands on.
-    """
-    named = f", {dtype}" if tensor.is_floating_point() else dtype.partition("dtype=DTYPE")[2]
-    return f"torch.tensor({literal(values(tensor), indent, 32 + len(named))}{named})"
+def tensor_text(tensor: torch.Tensor, indent: int) -> str:
+    """Return the call of `torch.tensor` that makes an equal tensor of floats, integers or booleans on the device."""
+    options = ", dtype=DTYPE, device=DEVICE" if tensor.is_floating_point() else ", device=DEVICE"
+    return f"torch.tensor({literal(values(tensor), indent, 32 + len(options))}{options})"
 
 
 def table(name: str, entries: Mapping[str, Any]) -> str:
-    """Return the assignment of a dict to a name, one entry after the other."""
+    """Return the assignment of a dict to a name, each entry on a line of its own."""
     lines = [f'    "{key}": {literal(value, 4, len(key) + 5)},' for key, value in entries.items()]
     return "\n".join([f"{name} = {{", *lines, "}"])

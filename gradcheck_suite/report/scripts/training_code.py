@@ -47,7 +47,7 @@ def _loaded(name: str, sources: CopiedSource) -> str:
 
 
 def _expression(loop: Loop, sources: CopiedSource) -> str:
-    """Return how one of the suite's own loops is made: its name, or the call of the function that returns it."""
+    """Return the expression of one of the suite's loops: its name, or the call of the function that makes it."""
     maker, _, inner = loop.__qualname__.partition(".<locals>.")
     sources.add(loop.__module__, maker)
     if not inner:
@@ -90,7 +90,7 @@ def generated_text(instance: Instance, sources: CopiedSource) -> str:
     parts = [
         model_text(spec, model, sources),
         table("PARAMETERS", {name: values(tensor) for name, tensor in model.state_dict().items()}),
-        _function("make_model()", "Return the model as every run begins with it.", "\n".join(make)),
+        _function("make_model()", "Return the model as it is before the first step.", "\n".join(make)),
         f"LOSS_OPTIONS = {dict(spec.loss.o)!r}".replace("'", '"'),
         _function("loss(model, batch)", f"Return the loss of a batch, its items' {spec.loss.reduction}.", objective),
         _count_text(f"{loss.count.__name__}(LOSS_OPTIONS, batch)", instance),
@@ -109,7 +109,7 @@ def problem_text(problem: Problem, instance: Instance, sources: CopiedSource) ->
         counted = "torch.tensor(len(next(leaves(batch))))"
     parts = [
         f"FOUND = {_loaded(name, sources)}\nPROBLEM = FOUND() if callable(FOUND) else FOUND",
-        _function("make_model()", "Return the model as every run begins with it.", make),
+        _function("make_model()", "Return the model as it is before the first step.", make),
         _function("loss(model, batch)", "Return the loss of a batch.", "return PROBLEM.loss(model, batch)"),
         _count_text(counted, instance),
     ]
@@ -127,12 +127,11 @@ def _function(signature: str, what: str, body: str) -> str:
 
 
 def data_text(instance: Instance, sources: CopiedSource) -> str:
-    """Return `DATA`, one epoch's items, and `MICRO_BATCHES`, which of them each micro-batch has."""
+    """Return `DATA`, the items of one epoch, and `MICRO_BATCHES`, the items of each micro-batch."""
     case, plan = instance.case, instance.case.plan
     sources.copy(Items)
     if isinstance(case.problem, ProblemSpec):
-        dtype = "dtype=DTYPE" if case.device == "cpu" else "dtype=DTYPE, device=DEVICE"
-        lines = [f'    "{name}": {tensor_text(tensor, dtype, 4)},' for name, tensor in instance.data.items()]
+        lines = [f'    "{name}": {tensor_text(tensor, 4)},' for name, tensor in instance.data.items()]
         data = "\n".join(["DATA = {", *lines, "}"])
     else:
         sources.copy(map_leaves)

@@ -44,9 +44,9 @@ def script_text(
         loop: the subject.
         name: of the loop as the command line takes it: `FILE.py:NAME` and `package.module:NAME` are imported from
             their place, the suite's own loops are printed in full.
-        violation: what the script is to show; with evidence, where its kind is one that shows in a gradient.
+        violation: what the script shows; with its evidence, where there is one for its kind.
         problem: the user's problem that the violation's case names, if it is not a generated one.
-        time_limit_s: seconds after which the script stops a loop that did not return before.
+        time_limit_s: seconds that the loop may take, which the script repeats for a loop that took longer.
     """
     case, sources = violation.case, CopiedSource()
     sources.add_import("torch")
@@ -77,7 +77,7 @@ def _sections(
     instance = generated_instance(case) if problem is None else user_instance(case, problem)
     if violation.kind != "not-accumulable":
         sources.copy(TrainingRun)
-        yield "What a loop is handed", []
+        yield "The argument of a loop", []
         yield "The loop", [loop_text(loop, name, sources)]
         yield "The optimizer", [optimizer_text(case, sources)]
     if problem is None:
@@ -86,13 +86,13 @@ def _sections(
         yield "The model and its loss", [problem_text(problem, instance, sources)]
     yield "The data", [data_text(instance, sources)]
     if violation.kind in AT_A_STEP:
-        yield "What is right, what was observed, how far off rounding allows", [numbers_text(violation)]
-        yield "What is right, computed by torch", [large_batch_text(violation, sources)]
+        yield "The gradient: expected, observed, and the error that rounding allows", [numbers_text(violation)]
+        yield "The expected gradient, computed by torch", [large_batch_text(violation, sources)]
     yield "The check", [main_text(violation, instance.problem.reduction, time_limit_s, sources)]
 
 
 def _joined(texts: list[str]) -> str:
-    """Join definitions as people do: two empty lines around functions and classes, none between constants."""
+    """Join definitions with two empty lines around functions and classes, and none between constants."""
     joined = ""
     for text in texts:
         is_line = "\n" not in text and joined and "\n" not in joined.rpartition("\n\n\n")[2]
@@ -109,9 +109,9 @@ def _docstring(name: str, violation: Violation) -> str:
             where += f", {violation.parameter}: off by {error_text(violation.error, violation.allowed)}."
     needs = "It needs Python and torch alone"
     if violation.kind != "not-accumulable" and is_imported(name):
-        needs += ", and the file of the loop, which may import what it likes (gradcheck_suite too)"
+        needs += ", and the file of the loop, which may import other packages (gradcheck_suite too)"
     if not isinstance(violation.case.problem, ProblemSpec):
-        needs += f", and {violation.case.problem}, which imports gradcheck_suite to say what it trains"
+        needs += f", and {violation.case.problem}, which imports gradcheck_suite for its Problem"
     use = (
         f"Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where something "
         f"cannot be imported. {needs}."

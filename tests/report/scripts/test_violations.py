@@ -71,7 +71,7 @@ def executed():
     return functions
 
 
-@pytest.mark.parametrize("optimizer", [None, "momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
 @pytest.mark.parametrize(
     ("loop", "kind"),
     [
@@ -110,10 +110,10 @@ def test_what_was_observed_is_recorded_and_comes_back(capsys):
     script.load_loop = lambda: no_reset
     assert script.main() == 1
     told = capsys.readouterr().out
-    assert "the gradient is off the recorded one by at most 0\n" in told
+    assert "the gradient differs from OBSERVED by at most 0\n" in told
     where = f"{violation.parameter}: "
     assert where in told
-    assert f"off by {violation.error:<10.3g} allowed {violation.allowed:.3g}" in told
+    assert f"error {violation.error:<10.3g} allowed {violation.allowed:.3g}" in told
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,7 @@ def users_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("optimizer", [None, "sgd"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float64", "sgd"), ("bfloat16", None)])
 @pytest.mark.parametrize("name", ["PROBLEM", "COUNTED", "SUMMED", "make"])
 def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
     namespace: dict = {}
