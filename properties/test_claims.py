@@ -1,14 +1,17 @@
-"""Every claim about gradient zeroing comes to the verdict that the report gives it; the printed loops to theirs."""
+"""Every claim about gradient zeroing and every printed loop comes to the verdict that the report gives it."""
 
 from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
+from gradcheck_suite.evidence.claims import CLAIMS, SOURCES, sizes, source3
 from gradcheck_suite.evidence.claims.loops import PRINTED
 from gradcheck_suite.evidence.claims.printed import verify_printed
 from gradcheck_suite.evidence.claims.record import Finding
+from properties.assertions import assert_equal
 
+FEW = 8
+"""Cases for each verified loop; `tox -e full` runs as many as the records."""
 VERDICTS = {
     "C1.1": "confirmed",
     "C1.2": "confirmed",
@@ -39,18 +42,33 @@ def test_every_claim_is_tested():
 
 
 @pytest.mark.parametrize("number", VERDICTS)
-def test_a_claim_comes_to_its_verdict(number):
+def test_a_claim_comes_to_its_verdict(number, monkeypatch):
+    monkeypatch.setattr(source3, "CASES", FEW)
+    monkeypatch.setattr(sizes, "TIMED", (10**4,))
+    assert_verdict(number)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", ["C1.8", "C3.2", "C3.3"])
+def test_a_claim_comes_to_its_verdict_over_all_its_cases(number):
+    assert_verdict(number)
+
+
+def assert_verdict(number: str) -> None:
+    """Fail unless a claim comes to its verdict, with figures, a sentence, and a counterexample where it is refuted."""
+    __tracebackhide__ = True
     finding = CLAIMS[number].check()
-    assert finding.verdict == VERDICTS[number]
-    assert finding.figures
+    assert_equal(what="verdict", observed=finding.verdict, expected=VERDICTS[number], case=number)
+    assert finding.figures, f"{number}: a claim needs figures"
     assert finding.sentence.endswith(".")
     if finding.verdict == "refuted":
-        assert finding.counterexample, "a refuted claim needs a case against it"
+        assert finding.counterexample, f"{number}: a refuted claim needs a counterexample"
 
 
+@pytest.mark.parametrize("examples", [FEW, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda printed: printed.number)
-def test_a_printed_loop_holds_within_what_it_needs_and_needs_it(printed):
-    result = verify_printed(printed, examples=60)
+def test_a_printed_loop_holds_only_under_what_it_relies_on(printed, examples):
+    result = verify_printed(printed, examples=examples)
     assert result.within.holds, result.within.violation
     assert not result.bare.holds
     assert result.bare.violation.diagnosis

@@ -14,7 +14,8 @@ from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, 
 from gradcheck_suite.schema.results import Result
 from gradcheck_suite.verification.verify import verify
 
-_CASES = 60
+CASES = 60
+"""Number of cases for each loop that a claim verifies."""
 
 
 def _worked_numbers() -> Finding:
@@ -65,7 +66,7 @@ PLACES = ("before the forward", "between forward and backward", "after the step"
 
 
 def _place() -> Finding:
-    results = {where: verify(_reset(where), examples=_CASES) for where in (*PLACES, "nowhere")}
+    results = {where: verify(_reset(where), examples=CASES) for where in (*PLACES, "nowhere")}
     holding = [where for where, result in results.items() if result.holds]
     assert holding == list(PLACES[:3])
     return Finding(
@@ -90,9 +91,9 @@ def divided_by_steps(run: TrainingRun) -> None:
 
 
 def _keeps_the_learning_rate() -> Finding:
-    both = verify(divided_by_steps, examples=_CASES, assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
-    unequal = verify(divided_by_steps, examples=_CASES, assumes=(WHOLE_WINDOWS,))
-    short = verify(divided_by_steps, examples=_CASES, assumes=(EQUAL_MICRO_BATCHES,))
+    both = verify(divided_by_steps, examples=CASES, assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
+    unequal = verify(divided_by_steps, examples=CASES, assumes=(WHOLE_WINDOWS,))
+    short = verify(divided_by_steps, examples=CASES, assumes=(EQUAL_MICRO_BATCHES,))
     assert both.holds
     assert not unequal.holds
     assert not short.holds
