@@ -47,7 +47,7 @@ def reordered(instance: Instance, order: list[int]) -> Instance:
 
 
 def recut(instance: Instance, sizes: list[int]) -> Instance:
-    """Return the instance of one window with the same items cut otherwise."""
+    """Return the instance of one window with the same items in micro-batches of other sizes."""
     plan = Plan(tuple(sizes), len(sizes))
     return with_items(instance, instance.case.replace(plan=plan), list(range(plan.total_items)))
 

@@ -73,7 +73,7 @@ def test_a_loop_that_assumes_holds_inside_its_assumptions(name, device, data):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(2)
+@scaled(4)
 @given(case=st.sampled_from(sorted(OPTIMIZERS)).flatmap(lambda optimizer: cases(optimizer=optimizer)))
 def test_holds_along_the_path_of_a_real_optimizer(device, case):
     event(f"optimizer: {case.optimizer}")

@@ -6,6 +6,7 @@ Generic over the catalogue: a new kind is tested by being registered.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -32,64 +33,80 @@ from tests.catalogue.one_layer import (
     torch_run,
 )
 
-ALL_CASES = [pytest.param(*case, id=identifier(case)) for name in KINDS for case in cases_of(name)]
+EACH_KIND = pytest.mark.parametrize("name", KINDS)
+
+
+@contextmanager
+def _about(layer: Layer, signal: Signal) -> Iterator[None]:
+    """Name the layer and its signal where an assertion fails."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"with {identifier((layer, signal))}")
+        raise
 
 
 # What holds of every layer
 
 
-@pytest.mark.parametrize(("layer", "signal"), ALL_CASES)
-def test_torch_and_jax_agree(layer, signal):
-    assert_frameworks_agree(KINDS[layer.kind], layer, signal)
+def _chosen(name: str, *, full: bool) -> list[tuple[Layer, Signal]]:
+    """Return a kind's cases; unless `full`, without those whose options and form of signal stand in cases before."""
+    seen, chosen = set(), []
+    for layer, signal in cases_of(name):
+        own = {layer, (signal.form, signal.padded)}
+        if full or not own <= seen:
+            chosen.append((layer, signal))
+        seen |= own
+    return chosen
 
 
-@pytest.mark.parametrize(("layer", "signal"), ALL_CASES)
-def test_items_are_independent(layer, signal):
+@EACH_KIND
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_torch_and_jax_agree(name, full):
+    for layer, signal in _chosen(name, full=full):
+        with _about(layer, signal):
+            assert_frameworks_agree(KINDS[name], layer, signal)
+
+
+@EACH_KIND
+def test_items_are_independent_and_reach_a_parameter(name):
     """Otherwise the objective would be no sum over items, and no accumulation could equal the large batch."""
-    batch = draw(layer, signal, PLAIN_ITEMS + 3)
-    model = torch_model(layer, signal)
-    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *out_signal(layer, signal).size))
-    value, gradients = torch_run(model, batch, cotangent)
-    for which in ([5, 2, 0, 4, 1, 3], [1, 2], [0]):
-        part, part_gradients = torch_run(model, {n: a[which] for n, a in batch.items()}, cotangent[which])
-        assert_same("output", part, value[which])
-        if "x" in gradients:
-            assert_same("gradient of x", part_gradients["x"], gradients["x"][which])
+    for layer, signal in cases_of(name):
+        batch = draw(layer, signal, PLAIN_ITEMS + 3)
+        model = torch_model(layer, signal)
+        cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *out_signal(layer, signal).size))
+        value, gradients = torch_run(model, batch, cotangent)
+        with _about(layer, signal):
+            if KINDS[name].trainable:
+                assert any(np.any(gradient) for name, gradient in gradients.items() if name != "x")
+            for which in ([5, 2, 0, 4, 1, 3], [1, 2], [0]):
+                part, part_gradients = torch_run(model, {n: a[which] for n, a in batch.items()}, cotangent[which])
+                assert_same("output", part, value[which])
+                if "x" in gradients:
+                    assert_same("gradient of x", part_gradients["x"], gradients["x"][which])
 
 
-@pytest.mark.parametrize(("layer", "signal"), [c for c in ALL_CASES if KINDS[c.values[0].kind].trainable])
-def test_items_reach_a_parameter_of_every_variant_of_a_trainable_kind(layer, signal):
-    batch = draw(layer, signal, PLAIN_ITEMS)
-    cotangent = np.random.default_rng(1).standard_normal((PLAIN_ITEMS, *out_signal(layer, signal).size))
-    _, gradients = torch_run(torch_model(layer, signal), batch, cotangent)
-    assert any(np.any(gradient) for name, gradient in gradients.items() if name != "x")
-
-
-def _one_case_per_form() -> Iterator[object]:
-    for name in KINDS:
-        for case in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():
-            yield pytest.param(*case, id=identifier(case))
-
-
-@pytest.mark.parametrize(("layer", "signal"), list(_one_case_per_form()))
-def test_gradient_is_the_central_difference(layer, signal):
+@EACH_KIND
+def test_gradient_is_the_central_difference(name):
     """Only at plain items: at a kink or a tie there is no derivative to approximate."""
-    model = torch_model(layer, signal)
-    tensors = {name: torch.from_numpy(array) for name, array in draw(layer, signal, 2).items()}
-    inputs = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    x = tensors["x"].is_floating_point()
-    if x:
-        inputs["x"] = tensors["x"]
+    for layer, signal in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():
+        model = torch_model(layer, signal)
+        tensors = {name: torch.from_numpy(array) for name, array in draw(layer, signal, 2).items()}
+        inputs = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        if tensors["x"].is_floating_point():
+            inputs["x"] = tensors["x"]
 
-    def value(*arguments):
-        named = dict(zip(inputs, arguments, strict=True))
-        x = named.pop("x", tensors["x"])
-        return torch.func.functional_call(model, named, (x, tensors))
+        def value(*arguments, inputs=inputs, model=model, tensors=tensors):
+            named = dict(zip(inputs, arguments, strict=True))
+            x = named.pop("x", tensors["x"])
+            return torch.func.functional_call(model, named, (x, tensors))
 
-    assert torch.autograd.gradcheck(value, tuple(t.requires_grad_() for t in inputs.values()), atol=1e-7, rtol=1e-5)
+        with _about(layer, signal):
+            leaves = tuple(t.requires_grad_() for t in inputs.values())
+            assert torch.autograd.gradcheck(value, leaves, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@EACH_KIND
 def test_some_drawn_model_can_hold_the_layer(name):
     assert cases_of(name)
 
@@ -97,39 +114,32 @@ def test_some_drawn_model_can_hold_the_layer(name):
 # Shape rules and options
 
 
-def _refused() -> Iterator[object]:
-    for name, kind in KINDS.items():
-        taken = {signal.form for _, signal in cases_of(name)}
-        for signal in {s.form: s for s in reversed(reachable_signals())}.values():
-            if signal.form not in taken:
-                yield pytest.param(cases_of(name)[0][0], signal, id=f"{kind.name}-{signal.form}")
+@EACH_KIND
+def test_signal_of_a_form_that_the_kind_does_not_take_is_refused(name):
+    layer = cases_of(name)[0][0]
+    taken = {signal.form for _, signal in cases_of(name)}
+    for signal in {s.form: s for s in reversed(reachable_signals()) if s.form not in taken}.values():
+        with _about(layer, signal), pytest.raises(UsageError, match=rf"layer '{name}'.*expected.*got"):
+            out_signal(layer, signal)
 
 
-@pytest.mark.parametrize(("layer", "signal"), list(_refused()))
-def test_signal_of_a_form_that_the_kind_does_not_take_is_refused(layer, signal):
-    with pytest.raises(UsageError, match=rf"layer '{layer.kind}'.*expected.*got"):
-        out_signal(layer, signal)
-
-
-def _wrong_options() -> Iterator[object]:
-    for name in KINDS:
-        # of variants that leave an option out, the one with the most options shows the most faults
-        layer, signal = max(cases_of(name), key=lambda case: len(case[0].options))
-        for option, value in layer.options:
-            others = {n: v for n, v in layer.options if n != option}
-            wrong = [("missing", {}), ("ill-typed", {option: "no such value"})]
-            if isinstance(value, int) and not isinstance(value, bool):
-                wrong.append(("negative", {option: -1}))
-            variants = [dict(v) for v in KINDS[name].variants(signal)]
-            for what, change in [(w, c) for w, c in wrong if {**others, **c} not in variants]:
-                yield pytest.param(Layer(name, **others, **change), signal, id=f"{name}-{option}-{what}")
-        yield pytest.param(Layer(name, **dict(layer.options), foreign=1), signal, id=f"{name}-foreign")
-
-
-@pytest.mark.parametrize(("layer", "signal"), list(_wrong_options()))
-def test_wrong_option_is_refused(layer, signal):
-    with pytest.raises(UsageError, match=rf"layer '{layer.kind}'"):
-        out_signal(layer, signal)
+@EACH_KIND
+def test_wrong_option_is_refused(name):
+    # of variants that leave an option out, the one with the most options shows the most faults
+    layer, signal = max(cases_of(name), key=lambda case: len(case[0].options))
+    variants = [dict(v) for v in KINDS[name].variants(signal)]
+    wrong = [{**layer.o, "foreign": 1}]
+    for option, value in layer.options:
+        others = {n: v for n, v in layer.options if n != option}
+        wrong += [others, {**others, option: "no such value"}]
+        if isinstance(value, int) and not isinstance(value, bool):
+            wrong.append({**others, option: -1})
+    for options in wrong:
+        if options in variants:
+            continue
+        refused = Layer(name, **options)
+        with _about(refused, signal), pytest.raises(UsageError, match=rf"layer '{name}'"):
+            out_signal(refused, signal)
 
 
 # The comparison itself, on planted faults
