@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -59,7 +58,7 @@ class Trainer:
     @property
     def missing(self) -> str | None:
         """Why the trainer cannot be imported and what to do, or None."""
-        absent = [name for name in self.packages if _version(name) is None or importlib.util.find_spec(name) is None]
+        absent = [name for name in self.packages if _version(name) is None]
         if not absent:
             return None
         return f"{self.name} needs {' and '.join(absent)}, not installed here: pip install {' '.join(absent)}"
