@@ -40,7 +40,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--dtype",
         type=parsers.one_of(DTYPES),
         metavar="DTYPE",
-        help=f"of all cases, one of {', '.join(DTYPES)} (default: each bug's own, float64 for most)",
+        help=f"of all cases, one of {', '.join(DTYPES)} (default float64)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
     output_paths.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")

@@ -10,9 +10,9 @@ import torch
 
 from gradcheck_suite.evidence.calibration.coverage import layer_kinds
 from gradcheck_suite.evidence.calibration.drawing import Drawn
-from gradcheck_suite.evidence.calibration.rules import blaming
 from gradcheck_suite.evidence.calibration.styles import LOOPS
 from gradcheck_suite.evidence.calibration.tally import Tally
+from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.execution.autocast import NotedLoss
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference
@@ -99,7 +99,7 @@ class Judge:
                 beyond = window.compare_steady(observed).ratio > 1
                 self._seen[key] = (
                     window.compare(observed).ratio if beyond else None,
-                    blaming(window, self._reference.layout, observed, self._drawn.case.dtype),
+                    failed_rules(window, self._reference.layout, observed, self._drawn.case.dtype),
                 )
             ratio, found = self._seen[key]
             rivals |= found

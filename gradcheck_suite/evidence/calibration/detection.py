@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from gradcheck_suite.evidence.calibration.curve import NEVER, OURS, Curve, exponents
 from gradcheck_suite.evidence.calibration.drawing import Drawn
 from gradcheck_suite.evidence.calibration.planting import PLACES, Sound
 from gradcheck_suite.evidence.calibration.styles import LOOPS
+from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.numerics.baselines import RIVALS, Compared
-from gradcheck_suite.numerics.comparison import Layout, Vector
+from gradcheck_suite.numerics.baselines import RIVALS
+from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
 from gradcheck_suite.schema.contract import assumptions_of
 
@@ -70,24 +69,15 @@ def smallest_found(sound: Sound, window: Window, direction: Vector) -> dict[str,
         window: whose it is.
         direction: (P,), what an error of size 1 adds.
     """
-    rules: dict[str, Callable[[Vector], bool]] = {OURS: lambda planted: window.compare(planted).ratio > 1}
-    rules |= {name: _rival(name, window, sound.layout, sound.dtype) for name in RIVALS}
-    found = dict.fromkeys(rules, NEVER)
-    looking = set(rules)
+    found = dict.fromkeys((OURS, *RIVALS), NEVER)
+    looking = set(found)
     for k in exponents(sound.dtype):
         planted = sound.with_error(direction, 2.0**-k)
-        for name in sorted(looking):
-            if rules[name](planted):
-                found[name] = k
-            else:
-                looking.discard(name)
+        finding = set(failed_rules(window, sound.layout, planted, sound.dtype))
+        if OURS in looking and window.compare(planted).ratio > 1:
+            finding.add(OURS)
+        looking &= finding
+        found |= dict.fromkeys(looking, k)
         if not looking:
             break
     return found
-
-
-def _rival(name: str, window: Window, layout: Layout, dtype: str) -> Callable[[Vector], bool]:
-    """Return whether a rule finds something wrong with a gradient, parameter by parameter as its users apply it."""
-    rule, large, exact = RIVALS[name], window.large_batch, window.expected
-    parts = [slice(start, start + size) for start, size in zip(layout.offsets, layout.sizes, strict=True) if size]
-    return lambda planted: not all(rule(Compared(planted[p], large[p], exact[p], dtype)) for p in parts)

@@ -1,6 +1,6 @@
-"""Fixed tests of the kind that trainers have: one model, one split, one comparison. Would they have found a bug?
+"""Fixed tests of the kind that trainers have: one model, one split, one comparison.
 
-They are what drawn cases are measured against; each runs the loop on one written-down case and looks at one thing.
+The zoo counts which bugs they would have found, beside those that drawn cases find.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
 from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
@@ -27,19 +28,10 @@ def _instance(plan: Plan, problem: Problem | None, optimizer: str | None = None)
     return generated_instance(case) if problem is None else user_instance(case, problem)
 
 
-def _large_batch_loop(run: object) -> None:
-    """Train on whole windows in one batch each; only given plans of one micro-batch per window."""
-    for _ in range(run.epochs):  # type: ignore[attr-defined]
-        for batch in run.loader:  # type: ignore[attr-defined]
-            run.optimizer.zero_grad()  # type: ignore[attr-defined]
-            run.loss(run.model, batch).backward()  # type: ignore[attr-defined]
-            run.optimizer.step()  # type: ignore[attr-defined]
-
-
 def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
     """Train one window of equal micro-batches with SGD; compare the loss with that of one large batch, to 1e-2."""
     outcome = []
-    for subject, plan in ((loop, Plan((2, 2), 2)), (_large_batch_loop, Plan((4,), 1))):
+    for subject, plan in ((loop, Plan((2, 2), 2)), (plain, Plan((4,), 1))):
         instance = _instance(plan, problem, "sgd")
         done = run_loop(subject, instance)
         if done.raised is not None or len(done.observations) != 1:

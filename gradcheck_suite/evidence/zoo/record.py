@@ -17,13 +17,11 @@ class Bug:
         citations: where it was reported, such as `"transformers#24725"`.
         mechanism: what goes wrong, in one or two sentences.
         needs: what a case must have to show it.
-        loop: the training loop that has it, or a sound one where `problem` has it.
-        wanted: the names it may be found under, `kind/diagnosis`; several where a small window shows two faults alike.
-        problem: where it takes a model of its own; then only plans are drawn.
-        optimizer: where it shows under a real one only.
-        dtype: of the drawn cases.
-        assumes: what the loop relies on, rightly: the bug is none of these.
-        least_micro_batches: fewest micro-batches in a case that shows it at all.
+        loop: the training loop that has the bug, or a sound loop where `problem` has it.
+        wanted: the diagnoses that it may get, `kind/diagnosis`; several where a small window shows two faults alike.
+        problem: a model that shows the bug; None for the random ones. With a problem, only plans are drawn.
+        assumes: what the loop rightly relies on, names from `ASSUMPTIONS`.
+        least_micro_batches: fewest micro-batches of a case that shows the bug.
     """
 
     number: int
@@ -34,7 +32,5 @@ class Bug:
     loop: Loop
     wanted: frozenset[str]
     problem: Problem | None = None
-    optimizer: str | None = None
-    dtype: str = "float64"
     assumes: tuple[str, ...] = ()
     least_micro_batches: int = 1

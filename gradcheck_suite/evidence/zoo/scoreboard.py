@@ -1,4 +1,4 @@
-"""Running the zoo: what finds which bug, after how many cases and seconds, under which name."""
+"""Running the zoo: which bugs are found, after how many cases and seconds, with which diagnosis."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
 from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.numerics.baselines import RIVALS, Compared
-from gradcheck_suite.numerics.comparison import Layout
+from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 from gradcheck_suite.verification.check import check
@@ -22,20 +22,22 @@ from gradcheck_suite.verification.verify import verify
 
 MAX_WINDOWS, MAX_MICRO_BATCHES, MAX_LAYERS = 2, 3, 2
 """The size that every bug's smallest case should have, unless the bug itself needs more."""
+OWN_DTYPE = "float64"
+"""The dtype in which every bug is found and has its name."""
 UNFIT = "gradient/not-linear"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the suite makes of one bug, over several seeds.
+    """The verdicts on one bug, over several seeds.
 
     Attributes:
         bug: the bug.
         runs: one result per seed.
-        others: rivals and fixed tests by name -> whether they find the bug.
-        within: in how many runs it was not found because what it does there lies within rounding: the smallest case of
-            a float64 run, run again in this dtype, holds.
-        other_dtype: whether the runs are in another dtype than the bug's own.
+        others: name of a rival rule or fixed test -> whether it finds the bug.
+        within: number of runs in which the bug's effect lies within rounding: the smallest case of a float64 run holds
+            in this dtype.
+        other_dtype: whether the runs are in another dtype than float64.
     """
 
     bug: Bug
@@ -46,12 +48,12 @@ class Row:
 
     @property
     def found(self) -> int:
-        """In how many runs it was found."""
+        """Number of runs that found the bug."""
         return sum(not run.holds for run in self.runs)
 
     @property
     def cases(self) -> float | None:
-        """Median number of cases until it was found."""
+        """Median number of cases until the bug was found."""
         seen = [run.found_after for run in self.runs if run.found_after is not None]
         return median(seen) if seen else None
 
@@ -62,27 +64,27 @@ class Row:
 
     @property
     def names(self) -> Counter[str]:
-        """The names it was found under."""
+        """`kind/diagnosis` -> number of runs."""
         return Counter(f"{v.kind}/{v.diagnosis}" for run in self.runs if (v := run.violation) is not None)
 
     @property
     def rightly_named(self) -> int:
-        """In how many runs under a name that is wanted."""
+        """Number of runs with a diagnosis that is wanted."""
         return sum(count for name, count in self.names.items() if name in self.bug.wanted)
 
     @property
     def unnamed(self) -> int:
-        """In how many runs it was found with no weights that fit, where in its own dtype it has a name."""
+        """Number of runs in another dtype where no weights fit, although the bug has a diagnosis in float64."""
         return self.names[UNFIT] if self.other_dtype and UNFIT not in self.bug.wanted else 0
 
     @property
     def wrongly_named(self) -> int:
-        """In how many runs it was found under another name than those wanted."""
+        """Number of runs with a diagnosis that is not wanted."""
         return self.found - self.rightly_named - self.unnamed
 
     @property
     def largest(self) -> tuple[int, int, int]:
-        """Windows, micro-batches and layers of the largest smallest case."""
+        """Windows, micro-batches and layers of the largest of the runs' smallest cases."""
         sizes = [_size(run.violation) for run in self.runs if run.violation is not None]
         return max(sizes, default=(0, 0, 0))
 
@@ -97,9 +99,9 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether it was found in every run, but those where it lies within rounding, and never under a wrong name.
+        """Whether every run found the bug or its effect lies within rounding, and none gave it a wrong diagnosis.
 
-        Where rounding is coarse the weights that fit best need not fit, and then the fault is left unnamed.
+        In a coarse dtype the weights that fit best may not fit well; then the fault has no diagnosis, which passes.
         """
         return self.wrongly_named == 0 and self.found + self.within == len(self.runs)
 
@@ -129,104 +131,69 @@ class Row:
         }
 
 
-def run_bug(
-    bug: Bug,
-    seeds: Iterable[int],
-    *,
-    examples: int,
-    dtype: str | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Row:
-    """Verify one bug's loop once per seed, and try the rivals and fixed tests on it.
+def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None = None) -> Row:
+    """Verify one bug's loop once per seed, and try the rival rules and fixed tests on it.
 
     Args:
         bug: the bug.
         seeds: of the runs.
         examples: cases per run.
-        dtype: in place of the bug's own.
-        progress: called after every run.
+        dtype: of the cases, float64 if None.
     """
     runs: list[Result] = []
-    first: Violation | None = None
-    own, within = bug.dtype, 0
-    bug = bug if dtype is None else replace(bug, dtype=dtype)
+    shown: list[Violation] = []
+    within = 0
+
+    def note(verdict: Verdict) -> None:
+        if verdict.violation is not None and not shown:
+            shown.append(verdict.violation)
+
     for seed in seeds:
-        shown: list[Violation] = []
-
-        def note(verdict: Verdict, shown: list[Violation] = shown) -> None:
-            if verdict.violation is not None and not shown:
-                shown.append(verdict.violation)
-
-        result = verify(
-            bug.loop,
-            name=bug.name,
-            problem=bug.problem,
-            problem_name=bug.name,
-            examples=examples,
-            seed_value=seed,
-            dtype=bug.dtype,
-            optimizer=bug.optimizer,
-            assumes=bug.assumes,
-            progress=note,
-        )
+        options = VerifyOptions(examples=examples, seed=seed, dtype=dtype or OWN_DTYPE, assumes=bug.assumes)
+        result = _verify(bug, options, note)
         runs.append(result)
-        if result.holds and bug.dtype != own:
-            within += _lies_within_rounding(bug, own, seed, examples)
-        first = first or (shown[0] if shown else result.violation)
-        progress()
-    return Row(bug, tuple(runs), {**_rivals(bug, first), **_fixed(bug.loop, bug.problem)}, within, bug.dtype != own)
+        if result.violation is not None:
+            shown = shown or [result.violation]
+        elif options.dtype != OWN_DTYPE:
+            within += _lies_within_rounding(bug, options)
+    fixed = {name: not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
+    other_dtype = (dtype or OWN_DTYPE) != OWN_DTYPE
+    return Row(bug, tuple(runs), {**_rivals(bug, shown[0] if shown else None), **fixed}, within, other_dtype)
 
 
-def _lies_within_rounding(bug: Bug, own: str, seed: int, examples: int) -> bool:
-    """Whether what a run in the bug's own dtype finds is no violation in this one."""
-    found = verify(
-        bug.loop,
-        problem=bug.problem,
-        problem_name=bug.name,
-        examples=examples,
-        seed_value=seed,
-        dtype=own,
-        optimizer=bug.optimizer,
-        assumes=bug.assumes,
-    ).violation
+def _verify(bug: Bug, options: VerifyOptions, progress: Callable[[Verdict], None] | None = None) -> Result:
+    return verify(bug.loop, options, name=bug.name, problem=bug.problem, problem_name=bug.name, progress=progress)
+
+
+def _lies_within_rounding(bug: Bug, options: VerifyOptions) -> bool:
+    """Return whether the smallest case of the run in float64 is no violation in this dtype."""
+    found = _verify(bug, replace(options, dtype=OWN_DTYPE)).violation
     if found is None:
         return False
-    verdict = check(bug.loop, found.case.replace(dtype=bug.dtype), problem=bug.problem)
+    verdict = check(bug.loop, found.case.replace(dtype=options.dtype), problem=bug.problem)
     return verdict.holds and verdict.skipped is None
 
 
 def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
     """Return which rival rules find the bug on the case that first showed it.
 
-    They compare gradients: a loop that raises, steps too seldom or has no gradient to show is found by anybody.
+    They compare gradients: any of them finds a loop that raises, takes too few steps or has no gradient.
     """
     if violation is None:
         return dict.fromkeys(RIVALS, False)
     if violation.kind not in ("gradient", "non-finite", "parameters"):
         return dict.fromkeys(RIVALS, violation.kind != "not-accumulable")
+    case = violation.case
+    failed: set[str] = set()
     try:
-        reference = REFERENCES.get(violation.case, bug.problem)
+        reference = REFERENCES.get(case, bug.problem)
         outcome = run_loop(bug.loop, reference.instance)
-        found = dict.fromkeys(RIVALS, False)
         for step, observation in enumerate(outcome.observations):
-            window = reference.window(step % len(violation.case.plan.windows), observation.parameters or None)
-            observed = reference.flat(observation.gradients)
-            for compared in _by_parameter(reference.layout, observed, window.torch, window.expected, bug.dtype):
-                for name, rule in RIVALS.items():
-                    found[name] |= not rule(compared)
+            window = reference.window(step % len(case.plan.windows), observation.parameters or None)
+            failed |= failed_rules(window, reference.layout, reference.flat(observation.gradients), case.dtype)
     except CannotJudgeError:
-        return dict.fromkeys(RIVALS, False)
-    return found
-
-
-def _by_parameter(layout: Layout, observed: Any, large_batch: Any, exact: Any, dtype: str) -> Iterable[Compared]:
-    for name in layout.names:
-        first, second, third = (layout.part(vector, name).reshape(-1) for vector in (observed, large_batch, exact))
-        yield Compared(first, second, third, dtype)
-
-
-def _fixed(loop: Loop, problem: Problem | None) -> dict[str, bool]:
-    return {name: not passes(loop, problem) for name, passes in FIXED_TESTS.items()}
+        failed.clear()
+    return {name: name in failed for name in RIVALS}
 
 
 def _size(violation: Violation) -> tuple[int, int, int]:
