@@ -58,7 +58,7 @@ TARGETS = {
     "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
-    "diagnosis/case_weights": Target("tests/diagnosis/test_case_weights.py", TORCH),
+    "diagnosis/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
     "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
 }
 

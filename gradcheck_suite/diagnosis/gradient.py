@@ -1,137 +1,73 @@
-"""Saying what a wrong gradient shows: the weights a loop gave, read by the probe on the same plan, and the numbers."""
+"""Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
+
+The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one with a
+loss 2**-20 times as large tells whether they depend on the gradient's size. Where the weights are right, or the loop
+cannot run on the probe, the weights are fitted to the case itself, in float64 and with parameters that stay where they
+are: that takes one run if the case is not like that already, and one with the small loss.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcheck_suite.diagnosis.case_weights import read_case, stolen_buffer
-from gradcheck_suite.diagnosis.probe_weights import Count, probe_steps
+from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
 from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose
-from gradcheck_suite.execution.instance import Instance, Items
-from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.numerics.comparison import Difference
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference, Window
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
-
-def _count_of(instance: Instance) -> Count:
-    """Return the count of an instance's items."""
-    items = Items(instance.data)
-    return lambda indices: instance.count(items.__getitems__(indices))
+SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
 
 
-def _per_micro_batch(items: npt.NDArray[np.float64], plan: Plan) -> npt.NDArray[np.float64] | None:
-    """Return each micro-batch's weight, or None where its items were weighted unequally."""
-    parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
-    if any(np.ptp(part) > 1e-9 * np.abs(part).max() for part in parts):
-        return None
-    return np.array([part[0] for part in parts])
+def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a wrong gradient; `not-linear` where no weights of micro-batches explain it.
+
+    Args:
+        comparison: of the gradient with the right one.
+        window: whose gradient it is.
+        epoch: of the step.
+        runner: of the loop.
+    """
+    numbers = (_worst_element(comparison),)
+    if found := _poisoned(window, comparison, epoch):
+        return replace(found, details=numbers)
+    instance = window.reference.instance
+    step = epoch * len(instance.case.plan.windows) + window.index
+    diagnosis = _by_probes(runner, instance, step)
+    if diagnosis.name == "not-linear":
+        diagnosis = stolen_buffer(instance) or _on_case(runner, window, comparison, epoch) or diagnosis
+    return replace(diagnosis, details=numbers + diagnosis.details)
 
 
-def _on_probe(loop: Loop, plan: Plan, reduction: str, step: int, count: Count | None = None) -> Weights | Diagnosis:
-    """Return a step's weights on the probe, or why there are none."""
-    steps = probe_steps(loop, plan, reduction, count=count)
-    if steps is None or step >= len(steps):
-        return _not_linear("what the loop does with the read-out probe is no guide, since it fails there")
-    items = steps[step]
-    if not np.isfinite(items).all():
-        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
-    quiet = probe_steps(loop, plan, reduction, scale=SMALL_SCALE, count=count)
-    if quiet is None or step >= len(quiet) or not np.allclose(items, quiet[step], rtol=1e-9, atol=0):
-        return _not_linear(
-            "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
-            "something depends on the gradient's size (clipping, normalising) or on chance (noise)"
-        )
-    observed = _per_micro_batch(items, plan)
-    if observed is None:
-        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
-    epoch, window = divmod(step, len(plan.windows))
-    counts = [float(count(list(plan.items(j)))) if count else float(n) for j, n in enumerate(plan.micro_batches)]
-    return Weights(
-        observed=observed,
-        counts=tuple(counts),
-        window=plan.windows[window],
-        accumulation_steps=plan.accumulation_steps,
-        epoch=epoch,
-        reduction=reduction,
-        items=plan.micro_batches,
+def _worst_element(comparison: Comparison) -> str:
+    worst, layout = comparison.worst, comparison.layout
+    name, where = layout.place(worst.index)
+    expected, observed = (layout.part(vector, name)[where] for vector in (comparison.expected, comparison.observed))
+    return (
+        f"{worst.count} of {len(comparison.expected)} elements of the gradient differ; the worst is "
+        f"{name}{list(where)}: expected {expected:.9g}, observed {observed:.9g}, "
+        f"off by {error_text(worst.error, worst.allowed)}"
     )
-
-
-def _right(weights: Weights) -> npt.NDArray[np.float64]:
-    """Return the weight that each micro-batch should have."""
-    counted = [j in weights.window and count > 0 for j, count in enumerate(weights.counts)]
-    return np.where(counted, weights.expected, 0.0)
-
-
-def _is_right(weights: Weights) -> bool:
-    return bool(np.allclose(weights.observed, _right(weights), rtol=1e-9, atol=0))
-
-
-def _read(loop: Loop, instance: Instance, step: int) -> tuple[Diagnosis, tuple[str, ...]]:
-    """Read a step's weights off the probe, counting items first, and as the instance does where that shows nothing."""
-    plan, reduction = instance.case.plan, instance.problem.reduction
-    found = _on_probe(loop, plan, reduction, step)
-    if isinstance(found, Weights) and _is_right(found) and reduction == "mean":
-        found = _on_probe(loop, plan, reduction, step, _count_of(instance))
-    if isinstance(found, Diagnosis):
-        return found, ()
-    if _is_right(found):
-        return _not_linear(
-            "on the read-out probe the items' weights are right, so look at what depends on the gradient's values "
-            "or on the model (clipping, hooks, buffers, casts)"
-        ), ()
-    lines = ["weight of each item, by micro-batch (index, count, expected, observed):"]
-    rows = zip(found.counts, _right(found), found.observed, strict=True)
-    lines += [f"  {j:>3} {n:>4g} {right:>12.6g} {seen:>12.6g}" for j, (n, right, seen) in enumerate(rows)]
-    return diagnose(found), tuple(lines)
 
 
 def _not_linear(why: str) -> Diagnosis:
     return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
 
 
-def explain_gradient(
-    loop: Loop,
-    reference: Reference,
-    window: Window,
-    observation: Observation,
-    difference: Difference,
-    epoch: int,
-) -> tuple[str, str, tuple[str, ...]]:
-    """Return the diagnosis, an explanation and lines of detail for a wrong gradient."""
-    plan, layout = reference.instance.case.plan, reference.layout
-    parameter, where = layout.place(difference.index)
-    expected = layout.part(window.expected, parameter)
-    observed = layout.part(reference.flat(observation.gradients), parameter)
-    numbers = (
-        f"{difference.count} of {len(window.expected)} elements of the gradient differ; the worst is "
-        f"{parameter}{list(where)}: expected {expected[where]:.9g}, observed {observed[where]:.9g}, "
-        f"off by {error_text(difference.error, difference.allowed)}",
-    )
-    step = epoch * len(plan.windows) + window.index
-    seen = reference.flat(observation.gradients)
-    if found := _poisoned(reference, window, seen, epoch):
-        return found.name, found.sentence, numbers
-    diagnosis, table = _read(loop, reference.instance, step)
-    if diagnosis.name == "not-linear":
-        further = _read_further(loop, reference, window, seen, epoch, step)
-        diagnosis = further or _read_in_float64(loop, reference, window.index, epoch, step) or diagnosis
-    return diagnosis.name, diagnosis.sentence, numbers + table
-
-
-def _poisoned(reference: Reference, window: Window, observed: npt.NDArray[np.float64], epoch: int) -> Diagnosis | None:
-    """Say that a NaN or infinity of an earlier window is still there, where that is how it looks."""
-    bad = ~np.isfinite(observed) & np.isfinite(window.expected)
+def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+    """Return the diagnosis of a NaN or infinity that an earlier window left behind, or None."""
+    bad = ~np.isfinite(comparison.observed) & np.isfinite(comparison.expected)
     if not bad.any() or window.moved:
         return None
+    reference = window.reference
     earlier = range(len(reference.instance.case.plan.windows)) if epoch else range(window.index)
     sources = [i for i in earlier if not np.isfinite(reference.window(i).expected[bad]).all()]
     if not sources:
@@ -143,63 +79,118 @@ def _poisoned(reference: Reference, window: Window, observed: npt.NDArray[np.flo
     )
 
 
-def _read_further(
-    loop: Loop, reference: Reference, window: Window, observed: npt.NDArray[np.float64], epoch: int, step: int
-) -> Diagnosis | None:
-    """Name a fault that depends on the model, from the case itself; None where it gives nothing away."""
-    if found := stolen_buffer(reference):
+# The weight read-out probe
+
+
+def _by_probes(runner: LoopRunner, instance: Instance, step: int) -> Diagnosis:
+    """Name the fault from the weights of a step on the probe; `not-linear` where they are right or cannot be read."""
+    for probe in probes_of(instance):
+        if (found := _on_probe(runner, probe, step)) is not None:
+            return found
+    return _not_linear(
+        "on the read-out probe the items' weights are right, so look at what depends on the gradient's values "
+        "or on the model (clipping, hooks, buffers, casts)"
+    )
+
+
+def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | None:
+    """Return what the weights of a step on a probe show, or None where they are right."""
+    plan, counts = probe.plan, probe.counts
+    epoch, window = divmod(step, len(plan.windows))
+    steps = probe.observed_weights(runner)
+    if steps is None:
+        return _not_linear("the weight read-out probe cannot be used: the loop raised on it")
+    if step >= len(steps):
+        return _not_linear(f"the weight read-out probe cannot be used: the loop took {len(steps)} step(s) on it")
+    items, right = steps[step], probe.right_weights(window)
+    if not np.isfinite(items).all():
+        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
+    if np.allclose(items, right, rtol=1e-9, atol=0):
+        return None
+    small = probe.observed_weights(runner, scale=SMALL_SCALE)
+    if small is None or step >= len(small) or not np.allclose(items, small[step], rtol=1e-9, atol=0):
+        return _not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
+    observed = _per_micro_batch(items, plan)
+    if observed is None:
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+    weights = Weights(
+        observed=observed,
+        counts=counts,
+        window=plan.windows[window],
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=probe.reduction,
+        items=plan.micro_batches,
+    )
+    return replace(diagnose(weights), details=_table(counts, right[list(plan.starts)], observed))
+
+
+def _per_micro_batch(items: Vector, plan: Plan) -> Vector | None:
+    """Return the weight of each micro-batch's items, or None where they differ within one."""
+    parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
+    if any(np.ptp(part) > 1e-9 * np.abs(part).max() for part in parts):
+        return None
+    return np.array([part[0] for part in parts])
+
+
+def _table(counts: tuple[float, ...], expected: Vector, observed: Vector) -> tuple[str, ...]:
+    rows = zip(counts, expected, observed, strict=True)
+    return (
+        "weight of each item, by micro-batch (index, count, expected, observed):",
+        *(f"  {j:>3} {n:>4g} {right:>12.6g} {seen:>12.6g}" for j, (n, right, seen) in enumerate(rows)),
+    )
+
+
+# The case itself
+
+
+def _on_case(runner: LoopRunner, window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+    """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are."""
+    instance = window.reference.instance
+    case = instance.case.replace(dtype="float64", optimizer=None)
+    step = epoch * len(case.plan.windows) + window.index
+    if case == instance.case:
+        reference, place = window.reference, "on this very case"
+    else:
+        reference = REFERENCES.get(case, instance.users_problem)
+        place = "on the same case in float64" if instance.case.dtype != "float64" else "on the same case at its start"
+        observed = _gradient_at(runner, reference, reference.instance, step)
+        if observed is None:
+            return None
+        window = reference.window(window.index)
+        comparison = window.compare(observed)
+        if comparison.ratio <= 1:
+            return None
+    if not np.isfinite(comparison.observed).all():
+        return None
+    small = replace(reference.instance, problem=_scaled_down(reference.instance.problem))
+    again = _gradient_at(runner, reference, small, step)
+    if again is None:
+        return None
+    if not _is_linear(comparison.observed, again):
+        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
+        return _not_linear(said)
+    found = diagnose_case(window, comparison, epoch)
+    if found is None or case == instance.case:
         return found
-    if not np.isfinite(observed).all():
-        return None
-    # a real optimizer would take the small losses' parameters elsewhere
-    instance = replace(reference.instance, case=reference.instance.case.replace(optimizer=None))
-    loud = _gradient_at(loop, reference, instance, step) if window.moved else observed
-    quiet = _gradient_at(loop, reference, replace(instance, problem=_quiet(instance.problem)), step)
-    if loud is None or quiet is None:
-        return None
-    again = quiet / SMALL_SCALE
-    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    own_losses = np.array_equal(quiet, loud)
-    if not own_losses and not np.allclose(again, loud, rtol=1e-9, atol=1e-9 * np.abs(loud).max()):
-        return _not_linear(
-            "on this very case, a loss 2**-20 times as large does not give a gradient 2**-20 times as large: "
-            "something depends on the gradient's size (clipping, decay, normalising) or on chance (noise)"
-        )
-    return read_case(reference, window, observed, epoch)
+    return replace(found, sentence=f"{found.sentence} (read off {place.removeprefix('on ')})")
 
 
-def _gradient_at(loop: Loop, reference: Reference, instance: Instance, step: int) -> npt.NDArray[np.float64] | None:
-    """Return the gradient at a step of a loop's run on an instance; None where it is no guide."""
-    outcome = run_loop(loop, instance)
-    # small losses underflow float16, which float64 is not turned to by autocast
-    underflows = instance.case.dtype != "float64" and "float16" in (instance.case.dtype, outcome.compute)
-    if underflows or step >= len(outcome.observations):
+def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, step: int) -> Vector | None:
+    """Return the gradient at a step of one more run; None where no run is left, the loop raises or it stops before."""
+    outcome = runner.run(instance)
+    if outcome is None or outcome.raised is not None or step >= len(outcome.observations):
         return None
     return reference.flat(outcome.observations[step].gradients)
 
 
-def _read_in_float64(loop: Loop, reference: Reference, index: int, epoch: int, step: int) -> Diagnosis | None:
-    """Name a fault of lower precision from the same case in float64, where it is one too; None where it is not.
-
-    Rounding as coarse as bfloat16's lets many weights fit.
-    """
-    instance = reference.instance
-    if instance.case.dtype == "float64":
-        return None
-    case = instance.case.replace(dtype="float64")
-    exact = REFERENCES.get(case, instance.problem if isinstance(case.problem, str) else None)
-    outcome = run_loop(loop, exact.instance)
-    if outcome.raised is not None or step >= len(outcome.observations):
-        return None
-    observation = outcome.observations[step]
-    window = exact.window(index, observation.parameters or None, outcome.compute)
-    seen = exact.flat(observation.gradients)
-    found = _read_further(loop, exact, window, seen, epoch, step)
-    if found is None or found.name == "not-linear":
-        return None
-    return Diagnosis(found.name, f"{found.sentence} (read off the same case in float64)")
+def _is_linear(observed: Vector, with_small_loss: Vector) -> bool:
+    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
+    if np.array_equal(with_small_loss, observed):
+        return True
+    atol = 1e-9 * np.abs(observed).max()
+    return np.allclose(with_small_loss / SMALL_SCALE, observed, rtol=1e-9, atol=atol)
 
 
-def _quiet(problem: Problem) -> Problem:
-    """Return the problem with its loss made small."""
+def _scaled_down(problem: Problem) -> Problem:
     return replace(problem, loss=lambda model, batch: SMALL_SCALE * problem.loss(model, batch))

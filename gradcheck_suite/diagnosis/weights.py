@@ -53,10 +53,17 @@ class Weights:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A fault's name, and one sentence that says what the weights show and what to do."""
+    """A named fault.
+
+    Attributes:
+        name: such as `mean-of-means`.
+        sentence: what the loop did and what to do.
+        details: lines for a reader: the numbers that the diagnosis rests on.
+    """
 
     name: str
     sentence: str
+    details: tuple[str, ...] = ()
 
 
 def _close(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:

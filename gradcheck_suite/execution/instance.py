@@ -95,6 +95,11 @@ class Instance:
     arrays: Arrays | None
 
     @property
+    def users_problem(self) -> Problem | None:
+        """The user's problem, or None for a generated one."""
+        return self.problem if self.arrays is None else None
+
+    @property
     def device(self) -> torch.device:
         """The case's device."""
         return torch.device(self.case.device)

@@ -35,11 +35,14 @@ class Layout:
         where = np.unravel_index(index - self.offsets[which], self.shapes[which])
         return self.names[which], tuple(int(i) for i in where)
 
+    def elements(self, name: str) -> slice:
+        """Return where one parameter's elements lie."""
+        which = self.names.index(name)
+        return slice(self.offsets[which], self.offsets[which] + self.sizes[which])
+
     def part(self, vector: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         """Return one parameter's elements, in its shape."""
-        which = self.names.index(name)
-        start = self.offsets[which]
-        return vector[start : start + self.sizes[which]].reshape(self.shapes[which])
+        return vector[self.elements(name)].reshape(self.shapes[self.names.index(name)])
 
     def spread(self, vector: Vector) -> Vector:
         """Return, at every element, the largest value among the elements of the same parameter."""

@@ -94,7 +94,7 @@ class Window:
     """One window's gradient by each reference, flat, in float64, and what rounding may do to it."""
 
     def __init__(self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute) -> None:
-        self._reference, self._parameters = reference, parameters
+        self.reference, self._parameters = reference, parameters
         self._compute = None if reference.instance.case.dtype == "float64" else compute
         plan = reference.instance.case.plan
         self.index, self.members, self.items = index, plan.windows[index], plan.window_items(index)
@@ -110,12 +110,12 @@ class Window:
     @cached_property
     def jax(self) -> Vector | None:
         """The gradient by JAX, of a generated problem that is a sum over items."""
-        spec = self._reference.instance.case.problem
+        spec = self.reference.instance.case.problem
         if not isinstance(spec, ProblemSpec) or not is_accumulable(spec):
             return None
-        values = self._reference.values64 if self._parameters is None else _values(self.model())
+        values = self.reference.values64 if self._parameters is None else _values(self.model())
         _, gradient = large_batch_gradient(spec, values, self._arrays())
-        return self._reference.join(gradient)
+        return self.reference.join(gradient)
 
     @property
     def expected(self) -> Vector:
@@ -125,7 +125,7 @@ class Window:
     def allowed(self, draws: int = DRAWS) -> Vector:
         """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
         if draws not in self._bounds:
-            exact = self._reference.instance.case.dtype == "float64"
+            exact = self.reference.instance.case.dtype == "float64"
             self._bounds[draws] = self._measured(draws) if exact else self._low_precision(draws)
         return self._bounds[draws]
 
@@ -136,14 +136,14 @@ class Window:
 
     def model(self) -> torch.nn.Module:
         """Return the float64 model at the window's parameters."""
-        return self._reference.model(torch.float64, self._parameters)
+        return self.reference.model(torch.float64, self._parameters)
 
     def is_torchs(self, observed: Vector) -> bool:
         """Whether a float64 gradient is that of torch's large batch, within the part of the bound that needs no draws.
 
         No loop is to blame for it then, whatever JAX says, and JAX is not asked.
         """
-        if self._reference.instance.case.dtype != "float64":
+        if self.reference.instance.case.dtype != "float64":
             return False
         return worst_difference(observed, self.torch, quick_bound(self.torch, len(self.members))).ratio <= 1
 
@@ -155,7 +155,7 @@ class Window:
         quick = self.compare_steady(observed)
         if quick.ratio <= 1:
             return quick
-        layout, allowed = self._reference.layout, self.allowed(draws)
+        layout, allowed = self.reference.layout, self.allowed(draws)
         comparison = Comparison(layout, self.expected, self._alike(observed), allowed)
         if comparison.ratio <= 1 or self._parameters is None or self.jax is None:
             return comparison
@@ -166,56 +166,56 @@ class Window:
 
     def compare_steady(self, observed: Vector) -> Comparison:
         """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
-        exact = self._reference.instance.case.dtype == "float64"
+        exact = self.reference.instance.case.dtype == "float64"
         steady = quick_bound(self.expected, len(self.members)) if exact else self._steady
-        return Comparison(self._reference.layout, self.expected, self._alike(observed), steady)
+        return Comparison(self.reference.layout, self.expected, self._alike(observed), steady)
 
     def _alike(self, observed: Vector) -> Vector:
         """Let infinity and NaN be one in lower precisions: what overflows first decides which of them comes out."""
-        if self._reference.instance.case.dtype == "float64":
+        if self.reference.instance.case.dtype == "float64":
             return observed
         return np.where(np.isfinite(observed) | np.isfinite(self.expected), observed, self.expected)
 
     @cached_property
     def large_batch(self) -> Vector:
         """The window's gradient in one batch by torch, in the case's dtype and under the loop's autocast."""
-        if self._reference.instance.case.dtype == "float64":
+        if self.reference.instance.case.dtype == "float64":
             return self.torch
         return self._in_dtype.gradient((self.items, 1.0))
 
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, computed likewise."""
-        exact = self._reference.instance.case.dtype == "float64"
+        exact = self.reference.instance.case.dtype == "float64"
         computation = self._in_float64 if exact else self._in_dtype
         return [computation.gradient(part) for part in self._parts]
 
     @cached_property
     def _parts(self) -> list[Part]:
-        plan = self._reference.instance.case.plan
-        return shared(self._reference.instance, self.items, [plan.items(j) for j in self.members])
+        plan = self.reference.instance.case.plan
+        return shared(self.reference.instance, self.items, [plan.items(j) for j in self.members])
 
     @cached_property
     def _in_float64(self) -> Computation:
-        return Computation(self._reference.instance, self.model(), torch.float64)
+        return Computation(self.reference.instance, self.model(), torch.float64)
 
     @cached_property
     def _in_dtype(self) -> Computation:
-        instance = self._reference.instance
+        instance = self.reference.instance
         return Computation(
-            instance, self._reference.model(instance.dtype, self._parameters), instance.dtype, self._compute
+            instance, self.reference.model(instance.dtype, self._parameters), instance.dtype, self._compute
         )
 
     def _measured(self, draws: int) -> Vector:
         """Return the bound in float64."""
         cuts = [items for items, _ in self._parts]
-        noise = float64_noise(self._in_float64, self.items, cuts, self._reference.layout, draws)
+        noise = float64_noise(self._in_float64, self.items, cuts, self.reference.layout, draws)
         return quick_bound(self.expected, len(self.members)) + noise
 
     @cached_property
     def _steady(self) -> Vector:
         """The part of the bound in a lower precision that no chance is in."""
-        name = self._reference.instance.case.dtype
+        name = self.reference.instance.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
         try:
             large, low = self.large_batch, self.contributions
@@ -238,7 +238,7 @@ class Window:
     @cached_property
     def _float64_bound(self) -> Vector:
         """What rounding allows between torch and JAX, both in float64 whatever the case's dtype."""
-        exact = self._reference.instance.case.dtype == "float64"
+        exact = self.reference.instance.case.dtype == "float64"
         return self.allowed() if exact else self._measured(DRAWS)
 
     def _low_precision(self, draws: int) -> Vector:
@@ -256,11 +256,11 @@ class Window:
             return None
         bound = self._float64_bound
         worst = worst_difference(self.torch, jax, bound)
-        parameter, _ = self._reference.layout.place(worst.index)
+        parameter, _ = self.reference.layout.place(worst.index)
         return (
             f"torch's and JAX's large-batch gradients of {parameter} differ by "
             f"{error_text(worst.error, worst.allowed)}, in window {self.index} of case "
-            f"{self._reference.instance.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
+            f"{self.reference.instance.case.digest}: {blame(self.opinions(jax), bound)}; no loop is to blame"
         )
 
     def _agrees(self, jax: Vector) -> bool:
@@ -269,7 +269,7 @@ class Window:
 
     def opinions(self, jax: Vector) -> dict[str, Vector]:
         """Return this window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
-        reference = self._reference
+        reference = self.reference
         instance, spec = reference.instance, reference.instance.case.problem
         model = reference.model(torch.float64, self._parameters)
         by_torch = {"torch large batch": self.torch, "torch accumulated": self.accumulated()}
@@ -287,17 +287,17 @@ class Window:
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        instance, model = self._reference.instance, self.model()
+        instance, model = self.reference.instance, self.model()
         plan, total = instance.case.plan, np.zeros_like(self.torch)
         for j in self.members:
             part = gradients_of(instance, model, plan.items(j), summed=True, dtype=torch.float64)
-            total += self._reference.flat(part)
+            total += self.reference.flat(part)
         if instance.problem.reduction == "mean":
             total /= float(instance.count(instance.batch(self.items)))
         return total
 
     def _arrays(self) -> Arrays:
-        arrays = self._reference.instance.arrays
+        arrays = self.reference.instance.arrays
         assert arrays is not None
         return {name: array[self.items.start : self.items.stop] for name, array in arrays.items()}
 

@@ -9,7 +9,9 @@ import torch
 
 from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.diagnosis.gradient import explain_gradient
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps
+from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.execution.observer import Observation
@@ -23,7 +25,7 @@ from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, R
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
-from gradcheck_suite.schema.results import Verdict, Violation
+from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.verification.coupling import reason
 from gradcheck_suite.verification.separability import objective_fault
@@ -31,6 +33,8 @@ from gradcheck_suite.verification.separability import objective_fault
 FEW_DRAWS = 4
 """Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
 as wide as the whole number's: what lies beyond it is wrong all the more, what lies within is measured again."""
+UNNAMED = Diagnosis("", "")
+"""In place of a diagnosis while a case is made smaller."""
 
 
 def check(
@@ -48,8 +52,10 @@ def check(
         case: what it trains.
         problem: the user's problem that `case.problem` names, if it is not a generated one.
         time_limit_s: seconds after which the loop is stopped and counts as `raised`.
-        shrinking: whether only violations are of interest. JAX is then asked about nothing else, and what rounding
-            allows is measured no further than it takes to tell that there is one: `allowed` may be larger.
+        shrinking: whether only the kind of a violation is of interest, as while a case is made smaller. The fault is
+            then not named (`UNNAMED`), for which the loop would run again; JAX is asked about no right gradient; and
+            what rounding allows is measured no further than it takes to tell that there is a violation, so that
+            `allowed` may be larger.
 
     Raises:
         UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
@@ -67,7 +73,8 @@ def check(
             raise CannotRunHere(outcome.refused)
         if outcome.refused:
             return Verdict(case, skipped=outcome.refused)
-        verdict = _judge(loop, reference, outcome, shrinking=shrinking)
+        runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s)
+        verdict = _judge(reference, outcome, runner)
         if verdict.violation is not None and reference.finding:
             return Verdict(case, finding=reference.finding)
         return verdict
@@ -135,7 +142,9 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
     return reference, None
 
 
-def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: bool) -> Verdict:
+def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) -> Verdict:
+    """Judge what a loop did; name its fault where there is a runner."""
+    shrinking = runner is None
     case = reference.instance.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
@@ -149,7 +158,8 @@ def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: boo
         explanation = f"the loop changed the model's parameters: {outcome.structure}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
     if outcome.endless or len(outcome.observations) != case.plan.steps:
-        return Verdict(case, explain_steps(loop, reference, outcome))
+        named = explain_steps(reference.instance, outcome, runner) if runner else UNNAMED
+        return Verdict(case, Violation("step-count", named.name, named.sentence, case))
     ratio, per_epoch = 0.0, len(case.plan.windows)
     for step, observation in enumerate(outcome.observations):
         epoch, index = divmod(step, per_epoch)
@@ -165,7 +175,7 @@ def _judge(loop: Loop, reference: Reference, outcome: Outcome, *, shrinking: boo
         if comparison.ratio > 1:
             if isinstance(case.problem, str) and (fault := _gradient_fault(reference, window)):
                 return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
-            return Verdict(case, _gradient_violation(loop, reference, window, observation, comparison, epoch))
+            return Verdict(case, _gradient_violation(window, observation, comparison, epoch, runner))
         ratio = max(ratio, comparison.ratio)
     violation = _parameters_violation(reference, outcome)
     return Verdict(case, violation, ratio=ratio)
@@ -187,40 +197,35 @@ def _diverged(observation: Observation) -> bool:
 
 
 def _gradient_violation(
-    loop: Loop,
-    reference: Reference,
-    window: Window,
-    observation: Observation,
-    comparison: Comparison,
-    epoch: int,
+    window: Window, observation: Observation, comparison: Comparison, epoch: int, runner: LoopRunner | None
 ) -> Violation:
-    difference = comparison.worst
-    parameter, _ = reference.layout.place(difference.index)
+    layout, worst = comparison.layout, comparison.worst
+    parameter, _ = layout.place(worst.index)
     seen = observation.gradients[parameter]
+    kind: ViolationKind = "gradient"
     if seen is None:
-        kind, diagnosis = "none-pattern", "missing-gradient"
-        explanation = f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
-        details: tuple[str, ...] = ()
-    elif not bool(torch.isfinite(seen).all()) and bool(
-        np.isfinite(reference.layout.part(window.expected, parameter)).all()
-    ):
-        kind = "non-finite"
-        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
-        explanation = f"{parameter}.grad is not finite at the step, the right gradient is; {explanation}"
+        kind = "none-pattern"
+        named = Diagnosis(
+            "missing-gradient", f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
+        )
     else:
-        kind = "gradient"
-        diagnosis, explanation, details = explain_gradient(loop, reference, window, observation, difference, epoch)
+        named = explain_gradient(comparison, window, epoch, runner) if runner else UNNAMED
+        expected = layout.part(window.expected, parameter)
+        if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
+            kind = "non-finite"
+            said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
+            named = replace(named, sentence=said)
     return Violation(
-        kind,  # type: ignore[arg-type]
-        diagnosis,
-        explanation,
-        reference.instance.case,
+        kind,
+        named.name,
+        named.sentence,
+        window.reference.instance.case,
         parameter=parameter,
         epoch=epoch,
         window=window.index,
-        error=difference.error,
-        allowed=difference.allowed,
-        details=details,
+        error=worst.error,
+        allowed=worst.allowed,
+        details=named.details,
         evidence=replace(comparison, missing=frozenset(n for n, g in observation.gradients.items() if g is None)),
     )
 

@@ -67,7 +67,11 @@ class _Moment:
 
 
 class _Search:
-    """What is kept while Hypothesis draws and shrinks."""
+    """What is kept while Hypothesis draws cases and makes a violated one smaller.
+
+    Drawn cases are checked until one shows the fault that is searched for. From there on `_trail` holds ever smaller
+    cases with a violation of the same kind, the first one alone named; `settle` names the smallest.
+    """
 
     def __init__(
         self, loop: Loop, problem: Problem | None, time_limit_s: float | None, progress: Progress | None
@@ -78,10 +82,11 @@ class _Search:
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
         self.judged = 0
-        self._users: list[Case] = []
-        self.smallest: Violation | None = None
-        self._first: Violation | None = None
         self.found_after: int | None = None
+        self._users: list[Case] = []
+        self._trail: list[Violation] = []
+        self._settled: Violation | None = None
+        self._wandered = False
         self._found_at = _Moment()
         self._on_probe: Violation | None = None
         self._other: Violation | None = None
@@ -89,8 +94,13 @@ class _Search:
 
     @property
     def violation(self) -> Violation | None:
-        """The smallest violation found."""
-        return self.smallest or self._other or self._on_probe
+        """The smallest violation whose fault is named."""
+        return self._settled or (self._trail[0] if self._trail else None) or self._other or self._on_probe
+
+    @property
+    def found(self) -> bool:
+        """Whether a drawn case has shown the fault."""
+        return bool(self._trail or self._settled)
 
     @property
     def hangs(self) -> bool:
@@ -106,20 +116,20 @@ class _Search:
             if self._on_probe is not None:
                 return
 
-    def is_small(self) -> bool:
-        """Whether there is nothing to make smaller, or what there is fits on a line."""
-        if self.smallest is None:
-            return True
-        layers, micro_batches, *_ = size_of(self.smallest.case)
-        return layers <= 2 and micro_batches <= SMALL_MICRO_BATCHES
+    def search_small(self) -> bool:
+        """Prepare to search for the same fault among small cases; return whether there is reason to.
 
-    def start_anew(self) -> None:
-        """Give what follows the whole time that making a case small may take."""
+        There is where shrinking has left a large case, or has wandered off to another fault.
+        """
+        if self._settled is None:
+            return False
         self._found_at = _Moment()
+        layers, micro_batches, *_ = size_of(self._settled.case)
+        return self._wandered or layers > 2 or micro_batches > SMALL_MICRO_BATCHES
 
     def turn_to_other_fault(self) -> bool:
         """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
-        if self.smallest is not None or self._other is None:
+        if self.found or self._other is None:
             return False
         self._on_probe, self._first_pass = self._other, False
         return True
@@ -134,27 +144,41 @@ class _Search:
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
-        searching = self.smallest is None
-        if not searching and self._found_at.passed() > SHRINK_SECONDS:
+        shrinking = bool(self._trail)
+        if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
             return
         try:
-            verdict = self._check(case, shrinking=not searching)
+            verdict = self._check(case, shrinking=shrinking)
         except UsageError as error:
             raise _StopError(error) from None
-        if searching and self._first_pass:
+        if not shrinking and self._first_pass:
             self.cases += 1
             self._note(verdict)
         if verdict.violation is not None and self._is_the_fault(verdict.violation):
+            if not shrinking or size_of(case) < size_of(self._trail[-1].case):
+                self._trail.append(verdict.violation)
             raise _ViolatedError
 
     def settle(self) -> None:
-        """Check the smallest case as thoroughly as the first, so that its numbers are what rounding allows there."""
-        if self.smallest is None or self.smallest is self._first:
+        """Name the fault of the smallest case, and measure there what rounding allows as thoroughly as on the first.
+
+        While a case is made smaller nothing is named, and what is left may show another fault of the same kind. The
+        smallest of the cases on the way that still shows the first one's is found by bisection then.
+        """
+        if not self._trail:
             return
-        found = self._check(self.smallest.case).violation
-        # a loop that is not the same each time may show something else now: what was seen stands
-        if found is not None and (found.kind, found.diagnosis) == (self.smallest.kind, self.smallest.diagnosis):
-            self.smallest = self._first = found
+        best, low, high = self._trail[0], 0, len(self._trail)
+        while high - low > 1:
+            middle = high - 1 if high == len(self._trail) else (low + high) // 2
+            found = self._check(self._trail[middle].case).violation
+            if found is not None and _is_same_fault(found, best):
+                best, low = found, middle
+            else:
+                high = middle
+        self._wandered = high < len(self._trail)
+        if self._settled is None or size_of(best.case) < size_of(self._settled.case):
+            self._settled = best
+        self._trail, self._first_pass = [], False
 
     def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
         return check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s, shrinking=shrinking)
@@ -175,20 +199,21 @@ class _Search:
     def _is_the_fault(self, violation: Violation) -> bool:
         if self.found_after is None:
             self.found_after = self.cases
-        sought = self.smallest or self._on_probe
-        named = sought is not None and sought.diagnosis == "not-linear" and violation.diagnosis != "not-linear"
-        if named and self.smallest is not None and size_of(violation.case) < size_of(self.smallest.case):
-            # what could not be read on a larger case has its name on a smaller one
-            self.smallest = violation
-            return True
-        if sought is not None and (violation.kind, violation.diagnosis) != (sought.kind, sought.diagnosis):
+        if self._trail:
+            return violation.kind == self._trail[-1].kind
+        sought = self._settled or self._on_probe
+        if sought is not None and not _is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
-        if self.smallest is None:
-            self._found_at, self._first = _Moment(), violation
-        if self.smallest is None or size_of(violation.case) < size_of(self.smallest.case):
-            self.smallest = violation
+        if self._settled is None:
+            self._found_at = _Moment()
         return True
+
+
+def _is_same_fault(found: Violation, first: Violation) -> bool:
+    """Whether a violation has the kind and the name of the first; a fault that had no name may have one now."""
+    unnamed = first.diagnosis == "not-linear"
+    return found.kind == first.kind and (unnamed or found.diagnosis == first.diagnosis)
 
 
 def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
@@ -269,10 +294,10 @@ def verify(
                 _run(search, drawn, options.examples, options.seed)
             if search.turn_to_other_fault():
                 _run(search, drawn, options.examples, options.seed)
-            if not search.is_small():
-                search.start_anew()
-                _run(search, small, SMALL_EXAMPLES, options.seed)
             search.settle()
+            if search.search_small():
+                _run(search, small, SMALL_EXAMPLES, options.seed)
+                search.settle()
     except KeyboardInterrupt:
         interrupted = True
     except _StopError as stop:
@@ -333,5 +358,5 @@ def _run(search: _Search, drawn: st.SearchStrategy[Case], examples: int, seed_va
         pass
     except HypothesisException:
         # a loop that fails on a case and passes on the same one next time: what was seen stands
-        if search.smallest is None:
+        if not search.found:
             raise

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
 from gradcheck_suite.diagnosis.gradient import explain_gradient
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.numerics.comparison import worst_difference
+from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.reference import Reference, Window
 
 PLAN = Plan((1, 2, 3, 2), 2)
@@ -53,7 +52,6 @@ def explained(
     optimizer=None,
     sums=False,
     model=model,
-    moved=None,
     **data,
 ):
     """Return the diagnosis, the explanation and the details for one step, which must be wrong."""
@@ -71,14 +69,15 @@ def explained(
     observation = outcome.observations[epoch * len(plan.windows) + window]
     right = reference.window(window, observation.parameters or None)
     seen = reference.flat(observation.gradients)
-    difference = worst_difference(seen, right.expected, share(right.expected, 1e-6))
-    assert difference.ratio > 1
-    if moved is not None:
-        right = SimpleNamespace(expected=right.expected, index=right.index, moved=moved)
+    comparison = Comparison(reference.layout, right.expected, seen, share(right.expected, 1e-9))
+    assert comparison.ratio > 1000
+    runner = LoopRunner(loop)
     # let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
-        return explain_gradient(loop, reference, right, observation, difference, epoch)
+        found = explain_gradient(comparison, right, epoch, runner)
+    assert runner.runs_left >= 0
+    return found.name, found.sentence, found.details
 
 
 def then(*changes):

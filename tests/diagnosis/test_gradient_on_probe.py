@@ -37,12 +37,34 @@ def test_a_mean_is_read_by_what_the_case_counts_where_its_items_are_right():
     assert name == "wrong-count"
     assert "as if every item of theirs counted alike" in sentence
     assert details[1] == "weight of each item, by micro-batch (index, count, expected, observed):"
-    # the window counts 5: right is 1/5 of each, seen are 1/8 : 2, 2/8 : 1 and 2/8 : 2; the third counts nothing
+    # the third counts nothing, and its 3 items are counted on the probe: right is 1/8 of each, seen n/8 over the count
     assert [line.split() for line in details[2:]] == [
-        ["0", "2", "0.2", "0.0625"],
-        ["1", "1", "0.2", "0.25"],
-        ["2", "0", "0", "0"],
-        ["3", "2", "0.2", "0.125"],
+        ["0", "2", "0.125", "0.0625"],
+        ["1", "1", "0.125", "0.25"],
+        ["2", "3", "0.125", "0.125"],
+        ["3", "2", "0.125", "0.125"],
+    ]
+
+
+def test_a_fault_of_micro_batches_that_count_nothing_alone_is_read_off_a_probe_where_they_do_not():
+    """A window of 1, 2 and 3 items, the third without valid targets: the loop divides by its items as well."""
+
+    def counts_the_empty(run):
+        for window in windows(run):
+            counts = [float(run.count(batch)) for batch in window]
+            total = sum(n or len(next(iter(batch.values()))) for n, batch in zip(counts, window, strict=True))
+            for n, batch in zip(counts, window, strict=True):
+                (run.loss(run.model, batch) * n / total).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    name, _, details = explained(counts_the_empty, plan=Plan((1, 2, 3, 2), 3), w=(1, 1, 1, 0, 0, 0, 1, 1))
+    assert name == "wrong-count"
+    assert [line.split()[1:] for line in details[2:]] == [
+        ["1", "0.333333", "0.166667"],
+        ["2", "0.333333", "0.166667"],
+        ["0", "0", "0"],
+        ["2", "0", "0"],
     ]
 
 
@@ -125,17 +147,23 @@ def _infinite(run):
         p.grad.div_(0)
 
 
-def _raise_where_small(run):
+def _doubles_where_large(run):
     if all(p.grad.abs().max() < 1e-3 for p in run.model.parameters()):
         raise ValueError
+    double_all(run)
+
+
+def double_all(run):
+    for p in run.model.parameters():
+        p.grad.mul_(2)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (fail, "what the loop does with the read-out probe is no guide, since it fails there"),
+        (fail, "the weight read-out probe cannot be used: the loop raised on it"),
         (_infinite, "on the read-out probe, whose gradients are all 1, it is not even finite"),
-        (_raise_where_small, "2**-20 times as large: something depends on the gradient's size (clipping, normalising)"),
+        (_doubles_where_large, "2**-20 times as large: something depends on the gradient's size (clipping, normalis"),
         (as_it_is, "on the read-out probe the items' weights are right, so look at what depends on the gradient's"),
     ],
 )
@@ -161,7 +189,9 @@ def _stops_on_probe(*, small):
     return loop
 
 
-@pytest.mark.parametrize(("small", "says"), [(False, "since it fails there"), (True, "(clipping, normalising)")])
+@pytest.mark.parametrize(
+    ("small", "says"), [(False, "the loop took 1 step(s) on it"), (True, "the items' weights are right")]
+)
 def test_a_loop_that_steps_seldom_on_the_probe_is_read_as_far_as_it_goes(small, says):
     plan = Plan((1, 2, 3, 2, 1), 2)
     more = {name: [*values, values[0]] for name, values in DATA.items()}

@@ -7,12 +7,12 @@ epochs that is four steps.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gradcheck_suite import Plan
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import run_loop
@@ -24,11 +24,10 @@ PLAN = Plan((1, 2, 1), 2, 2)
 
 def _explained(loop, plan=PLAN):
     instance = generated_instance(probe_case(plan))
-    outcome = run_loop(loop, instance)
-    violation = explain_steps(loop, SimpleNamespace(instance=instance), outcome)
-    assert violation.kind == "step-count"
-    assert violation.case == instance.case
-    return violation
+    runner = LoopRunner(loop)
+    diagnosis = explain_steps(instance, run_loop(loop, instance), runner)
+    assert runner.runs_left >= 2
+    return diagnosis
 
 
 def _step(run, window):
@@ -212,9 +211,9 @@ def _fails_on_other_plans(run):
     ],
 )
 def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
-    violation = _explained(loop, plan)
-    assert violation.diagnosis == diagnosis, violation.explanation
-    assert says in violation.explanation
+    found = _explained(loop, plan)
+    assert found.name == diagnosis, found.sentence
+    assert says in found.sentence
 
 
 def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
@@ -233,17 +232,17 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
 
     case = probe_case(PLAN).replace(dtype="float32")
     instance = generated_instance(case)
-    violation = explain_steps(scaled, SimpleNamespace(instance=instance), run_loop(scaled, instance))
-    assert "GradScaler skips the step" in violation.explanation
-    assert "GradScaler" not in _explained(_never).explanation
+    diagnosis = explain_steps(instance, run_loop(scaled, instance), LoopRunner(scaled))
+    assert "GradScaler skips the step" in diagnosis.sentence
+    assert "GradScaler" not in _explained(_never).sentence
 
 
 def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
     instance = generated_instance(probe_case(PLAN).replace(dtype="float16"))
     for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
-        explanation = explain_steps(loop, SimpleNamespace(instance=instance), run_loop(loop, instance)).explanation
+        explanation = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
         assert ("GradScaler skips the step" in explanation) == thought_of
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():
-    assert "moved" not in _explained(_never).explanation
+    assert "moved" not in _explained(_never).sentence

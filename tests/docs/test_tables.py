@@ -83,7 +83,7 @@ def _names(node: ast.expr) -> Iterator[str]:
 
 
 def _in_the_code() -> set[str]:
-    return {name for path in sorted(PACKAGE.rglob("*.py")) for name in diagnoses_in(path.read_text())}
+    return {name for path in sorted(PACKAGE.rglob("*.py")) for name in diagnoses_in(path.read_text()) if name}
 
 
 def test_every_diagnosis_has_one_row_and_every_row_is_a_diagnosis():

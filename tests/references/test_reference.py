@@ -155,7 +155,7 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
         window.compare_steady(np.where(np.arange(3) == i, beyond, window.expected)).worst.allowed for i in range(3)
     ] == (pytest.approx(steady.tolist(), rel=1e-9))
 
-    instance = window._reference.instance
+    instance = window.reference.instance
     computation = Computation(instance, instance.model(), dtype, compute)
     for draws in (4, 16):
         noise = noise_bound(computation.mean_square(parts, window.expected, draws), draws)
@@ -165,10 +165,10 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
 
 def test_the_bound_of_float64_is_what_it_is_made_of():
     window = _generated().window(0)
-    instance = window._reference.instance
+    instance = window.reference.instance
     computation = Computation(instance, instance.model(), torch.float64)
     for draws in (4, 16):
-        noise = float64_noise(computation, range(4), [range(1), range(1, 4)], window._reference.layout, draws)
+        noise = float64_noise(computation, range(4), [range(1), range(1, 4)], window.reference.layout, draws)
         assert window.allowed(draws) == pytest.approx(quick_bound(window.expected, 2) + noise, rel=1e-12, abs=0)
     assert (window.allowed() == window.allowed(16)).all()
     assert window.large_batch is window.torch

@@ -1,8 +1,8 @@
-"""Reading a wrong gradient on the very case that showed it: least squares on its micro-batches' own gradients.
+"""Fitting weights to a wrong gradient: least squares on the gradients of the case's own micro-batches.
 
-The read-out probe says what a loop does to weights in general. Where it shows nothing (a fault that depends on the
-model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the case itself is
-read, as a whole and then parameter by parameter.
+The read-out probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
+model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the weights are fitted
+to the case itself, to all elements and then parameter by parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
 from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose, named_factor
-from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.numerics.least_squares import fit_weights
-from gradcheck_suite.references.reference import Reference, Window
+from gradcheck_suite.references.reference import Window
 from gradcheck_suite.references.torch_reference import gradients_of
 
 Rows = npt.NDArray[np.float64]
@@ -26,46 +27,41 @@ _ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator")
 """What any one number may look like: named only where more elements agree on the weights than there are weights."""
 
 
-def read_case(reference: Reference, window: Window, observed: Vector, epoch: int) -> Diagnosis | None:
-    """Name the fault from the case itself, or return None where it gives nothing away.
+def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+    """Name the fault whose weights fit a wrong float64 gradient; None where no weights are determined or named.
 
     Args:
-        reference: of the case.
-        window: whose gradient is wrong.
-        observed: (P,), that gradient.
+        window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
+        comparison: of that gradient with the right one.
         epoch: of the step.
     """
-    if not np.isfinite(observed).all() or reference.instance.case.dtype != "float64":
+    if not np.isfinite(comparison.observed).all():
         return None
-    allowed = window.allowed()
-    gradients = _summed_gradients(reference, window)
+    gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all():
         return None
-    whole = _diagnosed(reference, window, observed, gradients, allowed, epoch, slice(None))
-    if whole is not None:
-        return whole
-    layout, names, found = reference.layout, [], []
-    right = []
-    for name in layout.names:
-        start = layout.offsets[layout.names.index(name)]
-        part = slice(start, start + layout.sizes[layout.names.index(name)])
-        if (np.abs(observed[part] - window.expected[part]) <= allowed[part]).all():
-            right.append(name)
-            continue
-        diagnosis = _diagnosed(reference, window, observed[part], gradients[:, part], allowed[part], epoch, part)
-        if diagnosis is None:
-            return None
-        names.append(name)
-        found.append(diagnosis)
-    if not right or len({diagnosis.name for diagnosis in found}) != 1:
+    whole = _diagnosed(window, epoch, gradients, comparison.observed, comparison.allowed)
+    return whole or _of_some_parameters(window, comparison, epoch, gradients)
+
+
+def _of_some_parameters(window: Window, comparison: Comparison, epoch: int, gradients: Rows) -> Diagnosis | None:
+    """Name the one fault of all wrong parameters, where some parameter is right."""
+    layout, observed, allowed = comparison.layout, comparison.observed, comparison.allowed
+    within = np.abs(observed - comparison.expected) <= allowed
+    right = [name for name in layout.names if layout.part(within, name).all()]
+    wrong = [name for name in layout.names if name not in right]
+    found = []
+    for name in wrong:
+        elements = layout.elements(name)
+        found.append(_diagnosed(window, epoch, gradients[:, elements], observed[elements], allowed[elements]))
+    if not right or not found or found[0] is None or len({diagnosis and diagnosis.name for diagnosis in found}) != 1:
         return None
-    first, *_ = found
-    return Diagnosis(first.name, f"in {_listed(names)} alone, while {_listed(right)} is right: {first.sentence}")
+    said = f"in {_listed(wrong)} alone, while {_listed(right)} is right: {found[0].sentence}"
+    return Diagnosis(found[0].name, said)
 
 
-def stolen_buffer(reference: Reference) -> Diagnosis | None:
-    """Say that a backward hands out a buffer which it uses again, where the case's model does so."""
-    instance = reference.instance
+def stolen_buffer(instance: Instance) -> Diagnosis | None:
+    """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
     batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]
     try:
         found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
@@ -74,32 +70,25 @@ def stolen_buffer(reference: Reference) -> Diagnosis | None:
     return Diagnosis("stolen-buffer", found[0].explanation) if found else None
 
 
-def _summed_gradients(reference: Reference, window: Window) -> Rows:
+def _summed_gradients(window: Window) -> Rows:
     """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
-    instance = reference.instance
-    model = window.model()
+    instance, model = window.reference.instance, window.model()
     rows = [
-        reference.flat(gradients_of(instance, model, instance.case.plan.items(j), summed=True, dtype=torch.float64))
+        window.reference.flat(
+            gradients_of(instance, model, instance.case.plan.items(j), summed=True, dtype=torch.float64)
+        )
         for j in range(len(instance.case.plan.micro_batches))
     ]
     return np.stack(rows)
 
 
-def _diagnosed(
-    reference: Reference,
-    window: Window,
-    observed: Vector,
-    gradients: Rows,
-    allowed: Vector,
-    epoch: int,
-    part: slice,
-) -> Diagnosis | None:
+def _diagnosed(window: Window, epoch: int, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
     """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
-    instance, plan = reference.instance, reference.instance.case.plan
+    instance = window.reference.instance
+    plan = instance.case.plan
     inside = list(window.members)
     everything = list(range(len(plan.micro_batches)))
-    # with moved parameters, another window's gradients were taken elsewhere and are not at hand
-    for members in (inside,) if window.moved else (inside, everything):
+    for members in (inside, everything):
         fit = fit_weights(observed, gradients[members], allowed)
         if not (fit.exact and fit.determined):
             continue

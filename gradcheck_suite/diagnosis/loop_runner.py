@@ -1,0 +1,31 @@
+"""Running a loop a few more times to name its fault."""
+
+from __future__ import annotations
+
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.runner import Outcome, run_loop
+from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
+
+MAX_RUNS = 3
+"""Runs that one diagnosis may take beside the run that showed the violation."""
+
+
+class LoopRunner:
+    """Runs one loop, up to a number of times.
+
+    Attributes:
+        runs_left: number of runs that may still be asked for.
+    """
+
+    def __init__(
+        self, loop: Loop, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, max_runs: int = MAX_RUNS
+    ) -> None:
+        self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
+
+    def run(self, instance: Instance) -> Outcome | None:
+        """Return what the loop does with an instance, or None where no run is left."""
+        if not self.runs_left:
+            return None
+        self.runs_left -= 1
+        return run_loop(self._loop, instance, time_limit_s=self._time_limit_s)
