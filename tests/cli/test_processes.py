@@ -1,112 +1,107 @@
-"""The real command, in processes of its own: few, since each imports torch and JAX."""
+"""The real command in processes of its own, few since each imports torch and JAX; signals and terminals in this one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "gradcheck_suite")
 
 
-def environment(**extra):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
-
-
-def command(*arguments, cwd, **extra):
+def python(*arguments, cwd, path=(), **streams):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), "OMP_NUM_THREADS": "1"}
+    streams = streams or {"capture_output": True}
     return subprocess.run(
-        [*COMMAND, *arguments], cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=cwd, env=environment, text=True, timeout=300, check=False, **streams
     )
 
 
-def test_a_violation_end_to_end(project):
-    done = command("verify", "loops.py:no_reset", "--json", "out.json", cwd=project)
-    assert done.returncode == 1
-    assert done.stderr == ""
-    (result,) = json.loads((project / "out.json").read_text())["results"]
-    plan = result["violation"]["case"]["plan"]
-    assert result["violation"]["diagnosis"] == "stale-window"
-    assert len(plan["micro_batches"]) <= 3
-    (stored,) = (project / "reports" / "counterexamples").glob("*.json")
-    again = command("replay", str(stored), cwd=project)
-    assert (again.returncode, again.stderr) == (1, "")
+def test_the_same_seed_draws_the_same_cases_in_every_process(run, project):
+    arguments = ("verify", "loops.py:never", "--seed", "5", "--json")
+    done = python("-m", "gradcheck_suite", *arguments, "there.json", cwd=project)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert run(*arguments, "here.json").status == 1
+    there, here = (json.loads((project / name).read_text())["results"][0] for name in ("there.json", "here.json"))
+    assert there["violation"] == here["violation"]
     left = {path.name for path in project.iterdir()}
-    assert left <= {"loops.py", "out.json", "reports", "__pycache__"}
+    assert left <= {"loops.py", "there.json", "here.json", "reports", "__pycache__"}
 
 
-def test_the_same_seed_draws_the_same_cases(project):
-    for name in ("a.json", "b.json"):
-        assert command("verify", "loops.py:never", "--seed", "5", "--json", name, cwd=project).returncode == 1
-    first, second = (json.loads((project / name).read_text())["results"][0] for name in ("a.json", "b.json"))
-    assert first["violation"] == second["violation"]
-
-
-@pytest.mark.parametrize("arguments", [["verify", "--help"], ["verify", "--examples", "0"], ["replay", "none.json"]])
-def test_help_and_usage_errors_do_not_import_the_frameworks(project, arguments):
-    code = f"import sys; from gradcheck_suite.__main__ import main; main({arguments!r}); "
-    code += "print([m for m in ('torch', 'jax') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project, env=environment(), capture_output=True, text=True, timeout=60
+def test_help_and_usage_errors_do_not_import_the_frameworks(project):
+    code = """
+import sys
+from gradcheck_suite.__main__ import main
+for line in sys.argv[1:]:
+    main(line.split())
+    print([m for m in ("torch", "jax") if m in sys.modules])
+"""
+    lines = (
+        "verify --help",
+        "verify --examples 0",
+        "replay no.json",
+        "verify no.py:f",
+        "verify zero_ --problem no.py:P",
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    done = python("-c", code, *lines, cwd=project)
+    assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]"] * len(lines)
+    assert done.stderr.count("no.py: no such file (did you mean loops.py?)\n") == 2
 
 
-def test_a_broken_installation_is_told_in_one_line(project):
+def test_a_broken_installation_is_reported_in_one_line(project):
     (project / "stub").mkdir()
     (project / "stub" / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
-    path = os.pathsep.join([str(project / "stub"), str(ROOT)])
-    done = command("doctor", cwd=project, PYTHONPATH=path)
-    assert done.returncode == 1
+    code = "from gradcheck_suite.__main__ import main; print(main(['doctor']), main(['verify', 'zero_']))"
+    done = python("-c", code, cwd=project, path=[project / "stub"])
+    assert done.stdout.endswith("1 2\n")
     assert "torch cannot be imported (ImportError: libtorch.so: cannot open)" in done.stdout
-    done = command("verify", "zero_", cwd=project, PYTHONPATH=path)
-    assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "libtorch.so: cannot open" in done.stderr
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Ctrl-C is a signal on POSIX only")
+def test_a_reader_that_goes_away_is_no_error(project):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = python("-m", "gradcheck_suite", "verify", "--list", cwd=project, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+@pytest.mark.usefixtures("only_linear")
 @pytest.mark.parametrize("swallows", [False, True])
-def test_ctrl_c_keeps_what_was_found(project, swallows):
-    body = "    try:\n        work(run)\n    except BaseException:\n        pass\n" if swallows else "    work(run)\n"
-    (project / "slow.py").write_text(
-        "import pathlib, time\nfrom loops import sound\n"
-        "def work(run):\n    pathlib.Path('started').touch()\n    time.sleep(0.3)\n    sound(run)\n"
-        f"def loop(run):\n{body}"
-    )
-    process = subprocess.Popen(
-        [*COMMAND, "verify", "slow.py:loop", "zero_", "--json", "out.json"],
-        cwd=project,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (project / "started").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "interrupted, 0 of 2 loops went to the end" in out
-    assert "Traceback" not in out + err
+def test_ctrl_c_keeps_what_was_found(run, project, swallows):
+    caught = "BaseException" if swallows else "ZeroDivisionError"
+    (project / "interrupted.py").write_text(f"""
+import signal
+from loops import sound
+calls = []
+def loop(run):
+    calls.append(1)
+    try:
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+    except {caught}:
+        pass
+    sound(run)
+""")
+    outcome = run("verify", "interrupted.py:loop", "zero_", "--json", "out.json")
+    assert outcome.status == 130
+    assert "interrupted, 0 of 2 loops went to the end" in outcome.out
+    assert "Traceback" not in outcome.out + outcome.err
     (result,) = json.loads((project / "out.json").read_text())["results"]
-    assert (result["loop"], result["verdict"], result["interrupted"]) == ("slow.py:loop", "holds", True)
+    assert (result["loop"], result["verdict"], result["interrupted"]) == ("interrupted.py:loop", "holds", True)
     assert not list(project.rglob("*.tmp"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
-def test_progress_shows_on_a_terminal_and_not_in_a_pipe(project):
+@pytest.mark.usefixtures("only_linear")
+def test_progress_shows_on_a_terminal_and_not_in_a_pipe(run, monkeypatch):
     import pty
 
     def read_all() -> None:
@@ -119,36 +114,15 @@ def test_progress_shows_on_a_terminal_and_not_in_a_pipe(project):
     terminal, other_end = pty.openpty()
     reader = threading.Thread(target=read_all)
     reader.start()
-    arguments = ("verify", "loops.py:sound", "--problem", "loops.py:PROBLEM", "--examples", "20")
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=project,
-        env=environment(TERM="xterm", COLUMNS="80"),
-        stdout=subprocess.PIPE,
-        stderr=other_end,
-        text=True,
-        timeout=300,
-    )
-    os.close(other_end)
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(other_end, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        outcome = run("verify", "loops.py:sound", "--examples", "20")
+        monkeypatch.undo()
     reader.join(timeout=30)
     os.close(terminal)
-    assert done.returncode == 0
+    assert outcome.status == 0
     assert "/20" in shown.decode()
     assert "loops.py:sound" in shown.decode()
-    assert "\x1b" not in done.stdout
-    assert "/20" not in done.stdout
-
-
-def test_a_reader_that_goes_away_is_no_error(project):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [*COMMAND, "verify", "--list"],
-        cwd=project,
-        env=environment(),
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        timeout=60,
-    )
-    os.close(writer)
-    assert done.stderr == b""
+    assert "\x1b" not in outcome.out
+    assert "/20" not in outcome.out
