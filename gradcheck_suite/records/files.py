@@ -1,10 +1,11 @@
-"""Writing files whole or not at all, so that nothing half-written ever remains."""
+"""Files that are written whole or not at all, and files of JSON lines that survive a run that is killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,49 @@ def write_text(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
 
 
+def append_line(path: Path, document: Any) -> None:
+    """Append one line of JSON by one `write` call, flushed to disk: a run that is killed loses at most this line.
+
+    Args:
+        path: of the file; its folders are made where missing.
+        document: JSON-ready data; NaN and infinities must be strings already.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    line = json.dumps(document, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            # a torn line at the end, left by a run that was killed, must not swallow this one
+            torn = file.tell() > 0 and not _ends_with_newline(path)
+            file.write((("\n" if torn else "") + line).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line and its JSON value, None for a damaged line; nothing where there is no file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
+
+
 def expect_writable_folder(folder: Path, what: str) -> None:
     """Raise `UsageError` where files could not be written into a folder, which may not exist yet; leaves no trace.
 
@@ -72,6 +116,12 @@ def expect_writable_folder(folder: Path, what: str) -> None:
         raise UsageError(
             f"{what}: cannot write into {existing} ({error.strerror or error}); choose another path"
         ) from None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def _umask() -> int:

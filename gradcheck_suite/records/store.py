@@ -1,16 +1,13 @@
 """Records: append-only JSON lines, one file per kind, that the report is built from.
 
-A line is written by one `write` call and flushed to disk, so a run that is killed loses at most the record it was
-writing. The reader skips a torn or foreign line and reports it.
+A run that is killed loses at most the record it was writing. The reader skips a damaged or foreign line and reports it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.files import append_line, read_lines
 
 SCHEMA = 1
 FOLDER = "records"
@@ -82,17 +80,7 @@ def append_record(
     path = records_path(reports, kind)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = Record(kind, data, environment, this_command() if command is None else command, now, this_commit())
-    line = json.dumps(record.to_json(), allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            # a torn line at the end, left by a run that was killed, must not swallow this one
-            torn = file.tell() > 0 and not _ends_with_newline(path)
-            file.write((("\n" if torn else "") + line).encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    append_line(path, record.to_json())
     return path
 
 
@@ -105,20 +93,11 @@ def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
     path = records_path(reports, kind)
     records: list[Record] = []
     problems: list[str] = []
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    for number, line in _lines(content):
+    for number, found in read_lines(path):
         where = f"{path.name}, line {number}"
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
+        if found is None:
             problems.append(f"{where}: damaged; left out")
-            continue
-        if not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind:
+        elif not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind:
             problems.append(f"{where}: not a record of kind {kind!r}; left out")
         elif found.get("schema") != SCHEMA:
             problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
@@ -153,15 +132,3 @@ def this_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            yield number, line
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.files import append_line, read_lines
 
 FILE = "calibration-chunks.jsonl"
 DECIDING = (
@@ -82,14 +81,11 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: dict[str, Mapping[str, Any]] = {}
-        if path.exists():
-            for line in path.read_bytes().split(b"\n"):
-                try:
-                    found = json.loads(line)
-                    self._kept[found["key"]] = found["counts"]
-                except (ValueError, TypeError, KeyError):
-                    continue  # the last line of a run that was killed
+        self._kept: dict[str, Mapping[str, Any]] = {
+            line["key"]: line["counts"]
+            for _, line in read_lines(path)
+            if isinstance(line, dict) and {"key", "counts"} <= line.keys()
+        }
 
     def get(self, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return what was counted under a key, or None."""
@@ -102,16 +98,7 @@ class Store:
             UsageError: the file cannot be written.
         """
         self._kept[_text(key)] = counts
-        line = json.dumps({"key": _text(key), "counts": counts}, allow_nan=False)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                # a newline first: it ends a line that a killed run has left torn
-                file.write(f"\n{line}\n".encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UsageError(f"cannot write {self._path}: {error.strerror or error}") from None
+        append_line(self._path, {"key": _text(key), "counts": counts})
 
 
 def _text(key: Mapping[str, Any]) -> str:

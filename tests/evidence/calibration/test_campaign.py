@@ -106,9 +106,9 @@ def test_only_what_a_source_does_counts():
     ast.parse(store._essence(one))
 
 
-def test_a_store_that_cannot_be_written_is_said(tmp_path):
+def test_a_store_in_no_folder_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write"):
+    with pytest.raises(UsageError, match="cannot read"):
         Store(tmp_path / "file" / "chunks").put({"a": 1}, {})
 
 
