@@ -171,5 +171,5 @@ def _objective(violation: Violation, reduction: str, sources: CopiedSource) -> l
         f"whole = to_dtype(batch_of({range(violation.case.plan.total_items)}), torch.float64)",
         "parts = [to_dtype(batch_of(items), torch.float64) for items in MICRO_BATCHES]",
         f"count_or_none = {'count' if reduction == 'mean' else None}",
-        "right = is_sum_over_items(lambda batch: loss(model, batch), count_or_none, whole, parts)",
+        "right = is_sum_over_items(model, loss, count_or_none, whole, parts)",
     ]

@@ -22,8 +22,9 @@ import torch
 from gradcheck_suite.execution.observer import Observer, TooManySteps
 from gradcheck_suite.execution.parameters import Structure, drift, structure, structure_changes
 from gradcheck_suite.numerics.comparison import elementwise_error
+from gradcheck_suite.references.torch_reference import parameter_gradients
 from gradcheck_suite.schema.contract import Batch, Loop, TrainingRun
-from gradcheck_suite.verification.separability import adds_up
+from gradcheck_suite.verification.separability import TOLERANCE, adds_up
 
 SHOWN = 8
 
@@ -140,23 +141,36 @@ def parameters_are_right(
 
 
 def is_sum_over_items(
-    loss: Callable[[Batch], Any], count: Callable[[Batch], Any] | None, whole: Batch, parts: Sequence[Batch]
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, Batch], torch.Tensor],
+    count: Callable[[Batch], Any] | None,
+    whole: Batch,
+    parts: Sequence[Batch],
 ) -> bool:
-    """Return whether the loss of all items times their count is the sum of the same over batches of them.
+    """Return whether count * loss of all items, and its gradient, are the sums of the same over batches of them.
 
     Args:
-        loss: batch -> its loss, in float64.
+        model: in float64.
+        loss: (model, batch) -> a scalar.
         count: batch -> what its mean divides by; None where the loss is a sum.
         whole: all items in one batch.
         parts: the same items in several batches.
     """
     weigh = count or (lambda batch: 1.0)
-    with torch.no_grad():
-        large = float(weigh(whole)) * float(loss(whole))
-        counts = [float(weigh(part)) for part in parts]
-        terms = [n * float(loss(part)) for n, part in zip(counts, parts, strict=True) if n]
-    print(f"count * loss of all items {large:.12g}, summed over the micro-batches {sum(terms):.12g}")
-    if count is None:
-        return adds_up(large, terms)
-    print(f"count of all items {float(count(whole)):.12g}, summed over the micro-batches {sum(counts):.12g}")
-    return adds_up(large, terms) and adds_up(float(count(whole)), counts)
+    counts = [float(weigh(part)) for part in parts]
+    large = float(weigh(whole)) * loss(model, whole)
+    terms = [n * loss(model, part) for n, part in zip(counts, parts, strict=True) if n]
+    summed = [float(term.detach()) for term in terms]
+    print(f"count * loss of all items {large:.12g}, summed over the micro-batches {sum(summed):.12g}")
+    right = adds_up(float(large.detach()), summed)
+    if count is not None:
+        print(f"count of all items {float(count(whole)):.12g}, summed over the micro-batches {sum(counts):.12g}")
+        right = right and adds_up(float(count(whole)), counts)
+    gradients = [parameter_gradients(term, model) for term in terms]
+    for name, gradient in parameter_gradients(large, model).items():
+        one, *others = broadcast(gradient, *(other[name] for other in gradients))
+        error, size = elementwise_error(one, sum(others)), torch.stack(others).abs().sum(0)
+        if error.numel():
+            print(f"gradient of {name}: the two differ by at most {error.max():.3g}, the largest is {size.max():.3g}")
+            right = right and float(error.max()) <= TOLERANCE * float(size.max())
+    return right

@@ -221,6 +221,10 @@ PROBLEM = problem()
 COUNTED = problem(count=lambda batch: len(batch["x"]))
 SUMMED = problem(loss=lambda m, b: ((m(b["x"]) - b["y"][0]) ** 2).sum(), reduction="sum")
 CENTRED = problem(loss=lambda m, b: (m(b["x"]) - b["y"][0]).std(correction=0))
+def same_value(m, b):
+    error, means = m(b["x"]) - b["y"][0], m(b["x"]).mean()
+    return (error ** 2).mean() + (means - means.detach()) * means.detach()  # adds 0
+SAME_VALUE = problem(loss=same_value)
 def make():
     return problem()
 """
@@ -248,15 +252,19 @@ def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
     assert status(script) == 0
 
 
-def test_an_objective_that_is_no_sum_over_items(users_file, executed):
+@pytest.mark.parametrize(
+    ("name", "faulty", "mended"),
+    [("CENTRED", ".std(correction=0)", ".abs().mean()"), ("SAME_VALUE", "means.detach()  #", "0  #")],
+)
+def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file, executed):
     namespace: dict = {}
     exec(PROBLEMS, namespace)
-    violation = violation_of(plain, Case(f"{users_file}:CENTRED", Plan((2, 3), 2)), namespace["CENTRED"])
+    violation = violation_of(plain, Case(f"{users_file}:{name}", Plan((2, 3), 2)), namespace[name])
     assert violation.kind == "not-accumulable"
-    text = script_text(plain, NAME, violation, problem=namespace["CENTRED"])
+    text = script_text(plain, NAME, violation, problem=namespace[name])
     assert_copied(text, executed)
     assert load(text).main() == 1
-    users_file.write_text(PROBLEMS.replace(".std(correction=0)", ".abs().mean()"))
+    users_file.write_text(PROBLEMS.replace(faulty, mended))
     assert load(text).main() == 0
 
 
