@@ -1,6 +1,7 @@
-"""The catalogue: every kind of input, layer and loss, with its torch meaning and its JAX meaning.
+"""The catalogue: the inputs, layers and losses of generated problems, each implemented in torch and in JAX.
 
-To add a kind, add its record to a family's `KINDS`; to add a family, add its module to the lists below.
+Must not run or judge a loop. To add a kind, add its record to a family's `KINDS`; to add a family, add its module to
+the tables below.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from gradcheck_suite.catalogue import (
     weight_norm,
     weight_probe,
 )
-from gradcheck_suite.catalogue.definitions import InputDefinition, LayerDefinition, LossDefinition, Options, Signal
+from gradcheck_suite.catalogue.definitions import InputDefinition, LayerDefinition, LossDefinition
 from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
+from gradcheck_suite.catalogue.signals import Options, Signal
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
@@ -75,18 +77,13 @@ LAYERS: Mapping[str, LayerDefinition] = _table(
     weight_probe.LAYERS,
 )
 LOSSES: Mapping[str, LossDefinition] = _table(
-    regression.KINDS,
-    classification.KINDS,
-    binary.KINDS,
-    probabilistic.KINDS,
-    margin.KINDS,
-    weight_probe.LOSSES,
+    regression.KINDS, classification.KINDS, binary.KINDS, probabilistic.KINDS, margin.KINDS, weight_probe.LOSSES
 )
 
 
 CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = _table(cross_sample.LAYERS)
 CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = _table(cross_sample.LOSSES)
-"""Kinds in which items meet, so that no accumulation is right: drawn only where they are asked for."""
+"""Kinds that are not separable over samples, so that no accumulation is right; drawn only where asked for."""
 
 
 def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
@@ -97,22 +94,22 @@ def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
 
 
 def input_definition(spec: Input) -> InputDefinition:
-    """Return the kind of an input; `UsageError` when there is none of that name."""
+    """Return the kind of an input; raises `UsageError` for an unknown name."""
     return _look_up(INPUTS, "input", spec.kind)
 
 
 def layer_definition(spec: Layer) -> LayerDefinition:
-    """Return the kind of a layer; `UsageError` when there is none of that name."""
+    """Return the kind of a layer; raises `UsageError` for an unknown name."""
     return CROSS_SAMPLE_LAYERS.get(spec.kind) or _look_up(LAYERS, "layer", spec.kind)
 
 
 def loss_definition(spec: Loss) -> LossDefinition:
-    """Return the kind of a loss; `UsageError` when there is none of that name."""
+    """Return the kind of a loss; raises `UsageError` for an unknown name."""
     return CROSS_SAMPLE_LOSSES.get(spec.kind) or _look_up(LOSSES, "loss", spec.kind)
 
 
 def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
-    """Hold options to the names and types of their kind's variants, where it has some for its input."""
+    """Raise `UsageError` where options differ in name or type from the kind's variants, if it has any for its input."""
     fitting = [v for v in variants if v.keys() == options.keys()]
     if not fitting:
         if names := [sorted(v) for v in variants]:
@@ -127,7 +124,7 @@ def _check_options(what: str, options: Options, variants: Sequence[Options]) -> 
 
 @cache
 def out_signal(layer: Layer, signal: Signal) -> Signal:
-    """Return what comes out of a layer; `UsageError` where its options or its input do not fit."""
+    """Return the output signal of a layer; raises `UsageError` where its options or its input do not fit."""
     kind = layer_definition(layer)
     if kind.wraps is None and layer.layers:
         raise UsageError(f"layer {layer.kind!r}: expected no inner layers, got {len(layer.layers)}")
@@ -148,14 +145,14 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
 
 
 def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
-    """Return what comes out of a chain of layers."""
+    """Return the output signal of a chain of layers."""
     for layer in layers:
         signal = out_signal(layer, signal)
     return signal
 
 
 def input_signal(spec: Input) -> Signal:
-    """Return what the first layer receives."""
+    """Return the signal that the first layer receives."""
     kind = input_definition(spec)
     if dict(spec.o).keys() != kind.variants[0].keys():
         raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
@@ -163,7 +160,7 @@ def input_signal(spec: Input) -> Signal:
 
 
 def output_signal(problem: ProblemSpec) -> Signal:
-    """Return what the loss receives."""
+    """Return the signal that the loss receives."""
     return chain_signal(problem.layers, input_signal(problem.input))
 
 
@@ -181,7 +178,7 @@ def checked_loss(problem: ProblemSpec) -> LossDefinition:
 
 
 def is_accumulable(problem: ProblemSpec) -> bool:
-    """Whether a problem is made of kinds that take the items of a batch one by one."""
+    """Return whether all layers and the loss of a problem are separable over samples."""
 
     def kinds(layers: Iterable[Layer]) -> Iterator[str]:
         for layer in layers:

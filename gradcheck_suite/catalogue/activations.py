@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import torch
 from jax.scipy.special import erf
 
-from gradcheck_suite.catalogue.definitions import FLOATS, LayerDefinition, Options, Signal, keeps_signal
+from gradcheck_suite.catalogue.definitions import LayerDefinition
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, keeps_signal
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017, equation 14
 
@@ -29,6 +30,16 @@ def _below(x: jax.Array) -> jax.Array:
 def _between(x: jax.Array, low: float, high: float, inside: jax.Array) -> jax.Array:
     """Return `inside` strictly between the bounds, and the nearer bound elsewhere."""
     return jnp.where((x > low) & (x < high), inside, jnp.where(x >= high, high, low))
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """Return max(x, 0); the derivative at 0 is 0."""
+    return jnp.where(x > 0, x, 0.0)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """Return x times the standard normal distribution function."""
+    return 0.5 * x * (1 + erf(x / jnp.sqrt(2.0)))
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:
@@ -58,10 +69,10 @@ def _shrink(x: jax.Array, lambd: float, by: float) -> jax.Array:
 _Row = tuple[Callable[..., torch.nn.Module], Function, Sequence[dict[str, Any]]]
 _PLAIN: Sequence[dict[str, Any]] = ({},)
 _ACTIVATIONS: dict[str, _Row] = {
-    "relu": (torch.nn.ReLU, lambda x: jnp.where(x > 0, x, 0.0), _PLAIN),
+    "relu": (torch.nn.ReLU, relu, _PLAIN),
     "tanh": (torch.nn.Tanh, jnp.tanh, _PLAIN),
     "sigmoid": (torch.nn.Sigmoid, jax.nn.sigmoid, _PLAIN),
-    "gelu": (torch.nn.GELU, lambda x: x * 0.5 * (1 + erf(x / jnp.sqrt(2.0))), _PLAIN),
+    "gelu": (torch.nn.GELU, gelu, _PLAIN),
     "gelu_tanh": (lambda: torch.nn.GELU(approximate="tanh"), _gelu_tanh, _PLAIN),
     "silu": (torch.nn.SiLU, lambda x: x * jax.nn.sigmoid(x), _PLAIN),
     "mish": (torch.nn.Mish, lambda x: x * jnp.tanh(jnp.logaddexp(x, 0.0)), _PLAIN),

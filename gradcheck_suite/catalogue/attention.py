@@ -8,15 +8,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    product,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.feature_activations import softmax
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, product
 
 HEADS = (1, 2)
 
@@ -65,8 +59,7 @@ def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: ja
     q, k, v = (part.reshape(n, length, heads, -1) for part in jnp.split(projected, 3, axis=-1))
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / jnp.sqrt(features / heads)
     scores = jnp.where(visible, scores, -jnp.inf)
-    e = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-    y = jnp.einsum("nhqk,nkhd->nqhd", e / e.sum(axis=-1, keepdims=True), v).reshape(n, length, features)
+    y = jnp.einsum("nhqk,nkhd->nqhd", softmax(scores), v).reshape(n, length, features)
     return y @ params[prefix + "out_proj.weight"].T + params[prefix + "out_proj.bias"]
 
 

@@ -17,7 +17,8 @@ from gradcheck_suite.catalogue import (
     out_signal,
     output_signal,
 )
-from gradcheck_suite.catalogue.definitions import Arrays, Signal, Tensors, no_extras
+from gradcheck_suite.catalogue.definitions import Arrays, Tensors, no_extras
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 _PARAMETER_STREAM, _DATA_STREAM = 0, 1

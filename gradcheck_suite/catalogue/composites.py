@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.catalogue.definitions import FLOATS, LayerDefinition, on, same
+from gradcheck_suite.catalogue.definitions import LayerDefinition
+from gradcheck_suite.catalogue.signals import FLOATS, on, same
 
 KINDS = (
     LayerDefinition("residual", on(*FLOATS), same, wraps="residual"),

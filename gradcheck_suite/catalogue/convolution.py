@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form
 
 AREAS = ((4, 5), (2, 2), (1, 1))
 _GEOMETRY = ("kernel", "stride", "padding", "dilation")

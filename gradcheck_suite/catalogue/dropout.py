@@ -8,17 +8,8 @@ import jax
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    product,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, expect, expect_form, product
 
 
 class MaskedDropout(torch.nn.Module):

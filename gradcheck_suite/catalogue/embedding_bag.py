@@ -9,30 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    Arrays,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    vector,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition
 from gradcheck_suite.catalogue.embeddings import PADDING
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, vector
 
 FEATURES = 2
 MODES = ("sum", "mean", "max")
 
 
 def _options(mode: str, *, sparse: bool = False, padding_idx: bool = False, weighted: bool = False) -> Options:
-    return {
-        "features": FEATURES,
-        "mode": mode,
-        "sparse": sparse,
-        "padding_idx": padding_idx,
-        "weighted": weighted,
-    }
+    return {"features": FEATURES, "mode": mode, "sparse": sparse, "padding_idx": padding_idx, "weighted": weighted}
 
 
 # torch supports per-sample weights for mode 'sum' only, and no sparse gradient for mode 'max'

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form, on
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, on
 
 FEATURES = (2, 4)
 PADDING = 0

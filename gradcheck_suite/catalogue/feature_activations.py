@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import (
     FLOATS,
     ROWS,
-    Arguments,
-    LayerDefinition,
     Options,
     Signal,
     expect,
@@ -29,7 +28,8 @@ def _log_softmax(x: jax.Array) -> jax.Array:
     return x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))
 
 
-def _softmax(x: jax.Array) -> jax.Array:
+def softmax(x: jax.Array) -> jax.Array:
+    """Return the softmax over the last axis."""
     e = jnp.exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
     return e / e.sum(axis=-1, keepdims=True)
 
@@ -83,7 +83,7 @@ def _prelu(options: Options, params: Arguments, x: jax.Array, extras: Arguments)
 
 
 KINDS = (
-    _over_features("softmax", torch.nn.Softmax, _softmax),
+    _over_features("softmax", torch.nn.Softmax, softmax),
     _over_features("log_softmax", torch.nn.LogSoftmax, _log_softmax),
     LayerDefinition("glu", _glu_variants, _glu_out, lambda signal, o: torch.nn.GLU(dim=-1), _glu, axes=1),
     # not trainable: an item above 0 gives the slope a zero gradient

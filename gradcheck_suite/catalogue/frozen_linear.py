@@ -5,16 +5,8 @@ from __future__ import annotations
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    ROWS,
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    on,
-    rows_to_features,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, expect, on, rows_to_features
 
 FEATURES = (1, 2)
 _PARTS = ("weight", "bias")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradcheck_suite.catalogue.definitions import Arrays, InputDefinition, Options, Signal, product
+from gradcheck_suite.catalogue.definitions import Arrays, InputDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, product
 
 LENGTHS = (3,)
 
@@ -20,27 +21,11 @@ def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> npt.NDArr
     return valid
 
 
-def _vector_signal(options: Options) -> Signal:
-    return Signal("vector", (options["size"],))
-
-
-def _vector(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    return _normal(rng, items, options["size"])
-
-
-def _sequence_signal(options: Options) -> Signal:
-    return Signal("sequence", (options["length"], options["size"]), padded=options["padded"])
-
-
 def _sequence(options: Options, rng: np.random.Generator, items: int) -> Arrays:
     arrays = _normal(rng, items, options["length"], options["size"])
     if options["padded"]:
         arrays["mask"] = _prefix_mask(rng, items, options["length"])
     return arrays
-
-
-def _tokens_signal(options: Options) -> Signal:
-    return Signal("tokens", (options["length"],), padded=options["padded"], vocabulary=options["vocabulary"])
 
 
 def _tokens(options: Options, rng: np.random.Generator, items: int) -> Arrays:
@@ -51,28 +36,36 @@ def _tokens(options: Options, rng: np.random.Generator, items: int) -> Arrays:
     return {"x": np.where(mask, x, 0), "mask": mask}
 
 
-def _image_signal(options: Options) -> Signal:
-    return Signal("image", (options["channels"], options["height"], options["width"]))
-
-
-def _image(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    return _normal(rng, items, options["channels"], options["height"], options["width"])
-
-
-def _index_signal(options: Options) -> Signal:
-    return Signal("tokens", (1,), vocabulary=options["items"])
-
-
-def _index(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    return {"x": np.arange(items)[:, None] % options["items"]}
-
-
 KINDS = (
-    InputDefinition("vector", product(size=(1, 2, 3, 4)), _vector_signal, _vector),
-    InputDefinition("tokens", product(length=LENGTHS, vocabulary=(5,), padded=(False, True)), _tokens_signal, _tokens),
     InputDefinition(
-        "sequence", product(length=LENGTHS, size=(2, 4), padded=(False, True)), _sequence_signal, _sequence
+        "vector",
+        product(size=(1, 2, 3, 4)),
+        lambda o: Signal("vector", (o["size"],)),
+        lambda o, rng, items: _normal(rng, items, o["size"]),
     ),
-    InputDefinition("index", ({"items": 1},), _index_signal, _index, drawn=False),
-    InputDefinition("image", product(channels=(2, 4), height=(4,), width=(5,)), _image_signal, _image),
+    InputDefinition(
+        "tokens",
+        product(length=LENGTHS, vocabulary=(5,), padded=(False, True)),
+        lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
+        _tokens,
+    ),
+    InputDefinition(
+        "sequence",
+        product(length=LENGTHS, size=(2, 4), padded=(False, True)),
+        lambda o: Signal("sequence", (o["length"], o["size"]), padded=o["padded"]),
+        _sequence,
+    ),
+    InputDefinition(
+        "index",
+        ({"items": 1},),
+        lambda o: Signal("tokens", (1,), vocabulary=o["items"]),
+        lambda o, rng, items: {"x": np.arange(items)[:, None] % o["items"]},
+        drawn=False,
+    ),
+    InputDefinition(
+        "image",
+        product(channels=(2, 4), height=(4,), width=(5,)),
+        lambda o: Signal("image", (o["channels"], o["height"], o["width"])),
+        lambda o, rng, items: _normal(rng, items, o["channels"], o["height"], o["width"]),
+    ),
 )

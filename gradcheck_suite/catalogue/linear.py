@@ -7,15 +7,8 @@ from collections.abc import Sequence
 import jax
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    ROWS,
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    product,
-    rows_to_features,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, product, rows_to_features
 
 FEATURES = (1, 2, 3, 4)
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import (
     FLOATS,
     ROWS,
-    Arguments,
-    LayerDefinition,
     Options,
     Signal,
     expect,
@@ -37,9 +36,10 @@ makes errors in how it enters the formula visible."""
 _AFFINE = (False, True)
 
 
-def _standardised(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def standardised(x: jax.Array, axes: tuple[int, ...], eps: float = EPS) -> jax.Array:
+    """Return x with mean 0 and variance 1 over some axes, `eps` added to the variance."""
     centred = x - x.mean(axes, keepdims=True)
-    return centred / jnp.sqrt((centred**2).mean(axes, keepdims=True) + EPS)
+    return centred / jnp.sqrt((centred**2).mean(axes, keepdims=True) + eps)
 
 
 def _affine(options: Options, params: Arguments, x: jax.Array, axis: int) -> jax.Array:
@@ -56,7 +56,7 @@ def _channel_axis(x: jax.Array) -> int:
 
 
 def _jax_layer(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    return _affine(options, params, _standardised(x, (-1,)), -1)
+    return _affine(options, params, standardised(x, (-1,)), -1)
 
 
 def _jax_rms(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
@@ -127,7 +127,7 @@ def _torch_group(signal: Signal, options: Options) -> torch.nn.Module:
 def _jax_group(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     axis = _channel_axis(x)
     channels_first = jnp.moveaxis(x, axis, 1)
-    grouped = _standardised(channels_first.reshape(len(x), options["groups"], -1), (-1,))
+    grouped = standardised(channels_first.reshape(len(x), options["groups"], -1), (-1,))
     return _affine(options, params, jnp.moveaxis(grouped.reshape(channels_first.shape), 1, axis), axis)
 
 
@@ -150,7 +150,7 @@ def _torch_instance(signal: Signal, options: Options) -> torch.nn.Module:
 
 def _jax_instance(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     positions = (1,) if x.ndim == 3 else (2, 3)
-    return _affine(options, params, _standardised(x, positions), _channel_axis(x))
+    return _affine(options, params, standardised(x, positions), _channel_axis(x))
 
 
 def _torch_batch1d(signal: Signal, options: Options) -> torch.nn.Module:

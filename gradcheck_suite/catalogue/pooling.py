@@ -12,15 +12,8 @@ import jax.numpy as jnp
 import torch
 
 from gradcheck_suite.catalogue.convolution import AREAS
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    product,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, product
 
 Bin = tuple[slice, slice]
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
+from gradcheck_suite.catalogue.activations import relu
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form
 
 HIDDEN = 2
 
@@ -32,7 +34,7 @@ class AllSteps(torch.nn.Module):
 
 def _rnn(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
     s = xs + hs
-    return (jnp.where(s > 0, s, 0.0) if o["nonlinearity"] == "relu" else jnp.tanh(s)), memory
+    return (relu(s) if o["nonlinearity"] == "relu" else jnp.tanh(s)), memory
 
 
 def _gru(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    vector,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, vector
 
 MOST_FEATURES = 12
 LENGTH = 3

@@ -17,16 +17,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    ROWS,
-    Arguments,
-    Implementation,
-    LayerDefinition,
-    Options,
-    Signal,
-    on,
-    rows_to_features,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Implementation, LayerDefinition
+from gradcheck_suite.catalogue.feature_activations import softmax
+from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, on, rows_to_features
 
 FEATURES = (1, 2)
 EXPERTS = (2, 3)
@@ -101,11 +94,11 @@ def _branch(options: Options, params: Arguments, x: jax.Array, extras: Arguments
 def _mixture(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     logits = x @ params["gate.weight"].T + params["gate.bias"]
     chosen = jnp.argmax(logits, axis=-1)[..., None]
-    e = jnp.exp(logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
+    probability = softmax(logits)
     y = jnp.zeros(())
     for way in range(options["experts"]):
-        y = jnp.where(chosen == way, e[..., way : way + 1] * _way(params, way, x), y)
-    return y / e.sum(axis=-1, keepdims=True)
+        y = jnp.where(chosen == way, probability[..., way : way + 1] * _way(params, way, x), y)
+    return y
 
 
 def _unused_module(signal: Signal, options: Options) -> torch.nn.Module:
@@ -121,10 +114,7 @@ def _mixture_module(signal: Signal, options: Options) -> torch.nn.Module:
 
 
 def _kind(
-    name: str,
-    torch_module: Callable[[Signal, Options], torch.nn.Module],
-    jax_apply: Implementation,
-    **choices: Any,
+    name: str, torch_module: Callable[[Signal, Options], torch.nn.Module], jax_apply: Implementation, **choices: Any
 ) -> LayerDefinition:
     variants, out = on(*ROWS, features=FEATURES, **choices), rows_to_features(name, *choices)
     return LayerDefinition(name, variants, out, torch_module, jax_apply, axes=1, trainable=True)

@@ -8,17 +8,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    Implementation,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect_form,
-    product,
-    vector,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Implementation, LayerDefinition
 from gradcheck_suite.catalogue.pooling import first_maximum
+from gradcheck_suite.catalogue.signals import Options, Signal, expect_form, product, vector
 
 
 class MeanOverTime(torch.nn.Module):

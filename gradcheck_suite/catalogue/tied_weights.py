@@ -6,16 +6,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    ROWS,
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    expect,
-    expect_form,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, expect, expect_form, on
 
 FEATURES = (1, 2)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import torch
-from jax.scipy.special import erf
 
+from gradcheck_suite.catalogue.activations import gelu, relu
 from gradcheck_suite.catalogue.attention import attend, visible_keys
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, Options, Signal, expect, expect_form
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.normalisation import standardised
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form
 
 HIDDEN = 3
 _EPS = 1e-5
@@ -40,14 +41,12 @@ class Block(torch.nn.Module):
 
 
 def _norm(params: Arguments, name: str, x: jax.Array) -> jax.Array:
-    centred = x - x.mean(axis=-1, keepdims=True)
-    scaled = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + _EPS)
-    return scaled * params[f"block.{name}.weight"] + params[f"block.{name}.bias"]
+    return standardised(x, (-1,), _EPS) * params[f"block.{name}.weight"] + params[f"block.{name}.bias"]
 
 
 def _network(params: Arguments, activation: str, x: jax.Array) -> jax.Array:
     h = x @ params["block.linear1.weight"].T + params["block.linear1.bias"]
-    h = jnp.where(h > 0, h, 0.0) if activation == "relu" else 0.5 * h * (1 + erf(h / jnp.sqrt(2.0)))
+    h = relu(h) if activation == "relu" else gelu(h)
     return h @ params["block.linear2.weight"].T + params["block.linear2.bias"]
 
 

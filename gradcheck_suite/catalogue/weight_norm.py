@@ -8,15 +8,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    ROWS,
-    Arguments,
-    LayerDefinition,
-    Options,
-    Signal,
-    product,
-    rows_to_features,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, product, rows_to_features
 
 FEATURES = (2, 3)
 

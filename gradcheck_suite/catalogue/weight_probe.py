@@ -11,17 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    Arguments,
-    Arrays,
-    LayerDefinition,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    expect,
-    vector,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, LossDefinition, Tensors
+from gradcheck_suite.catalogue.signals import Options, Signal, expect, vector
 
 
 class Readout(torch.nn.Module):

@@ -1,6 +1,7 @@
-"""The command line: arguments in, words and an exit status out. What the words say is decided on the floors below.
+"""The command line: parses arguments, prints results, returns an exit status.
 
-Every command is a module with `add_arguments(parser)` and `run(arguments) -> int`; a new one is one row in `COMMANDS`.
+Must not judge, measure or explain anything itself. Each command is a module with `add_arguments(parser)` and
+`run(arguments) -> int`; a new command is one row in `COMMANDS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From an expected and an observed gradient to the name of the fault.
+"""From expected and observed gradients to the name of the fault.
 
-Decides on names only; whether there is a fault is decided in `verification`.
+Must not decide whether there is a fault: `verification` does. Must not import `verification`.
 """

@@ -1,4 +1,4 @@
-"""What the suite itself is judged by: known bugs, claims, calibration.
+"""Evidence about the suite itself: known bugs, claims and calibration.
 
-Does not import the report or the command line.
+Must not import the report or the command line.
 """

@@ -1,4 +1,4 @@
-"""A case brought to life and run: model, data, loader, optimizer, observer, time limit.
+"""Runs a loop on a case: model, data, loader, optimizer, observer, time limit.
 
-Judges nothing: does not import the references.
+Judges nothing. Must not import `references`, `diagnosis` or `verification`.
 """

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for cases, and counts of what the drawn cases covered.
+"""Hypothesis strategies for cases, and counts of what the drawn cases cover.
 
-Draws specs only; builds no model and runs no loop.
+Draws specs only. Must not build a model, run a loop, or import `references`.
 """

@@ -24,7 +24,8 @@ from gradcheck_suite.catalogue import (
     out_signal,
     output_signal,
 )
-from gradcheck_suite.catalogue.definitions import LayerDefinition, Options, Signal, vector
+from gradcheck_suite.catalogue.definitions import LayerDefinition
+from gradcheck_suite.catalogue.signals import Options, Signal, vector
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
 from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case

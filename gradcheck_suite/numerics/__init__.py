@@ -1,1 +1,4 @@
-"""When two gradients are equal, and what an unequal one says. numpy only."""
+"""Rounding bounds, the comparison of gradients, least squares, and the tolerance rules of other tools.
+
+Must import neither torch nor JAX nor plain data of the suite: numpy only.
+"""

@@ -1,4 +1,4 @@
-"""Records of results on disk, counterexamples, and a case or a violation in words.
+"""Stored records of results, counterexamples on disk, and descriptions of cases and violations in text.
 
-Does not import anything that runs a case.
+Must not import anything that runs a case.
 """

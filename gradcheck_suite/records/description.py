@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan

@@ -1,1 +1,4 @@
-"""The single-large-batch references: torch and JAX, each by itself."""
+"""The large-batch references of a window, one in torch and one in JAX, and their rounding errors.
+
+The two references are independent of each other. Must not import `diagnosis` or `verification`.
+"""

@@ -15,7 +15,8 @@ import numpy as np
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, loss_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.schema.spec import Layer, ProblemSpec

@@ -1,4 +1,4 @@
-"""One page from the records: HTML for a reader, Markdown and JSON of the same content.
+"""The report: one page of all records, as HTML, Markdown and JSON of the same content.
 
-Sections are data; how they look is decided in one place per format. Nothing here measures anything.
+A section returns data, and one module per format renders it. Must not measure anything or run a loop.
 """

@@ -93,12 +93,7 @@ class Problem:
             raise UsageError(f"Problem: reduction must be one of {', '.join(REDUCTIONS)}; got {self.reduction!r}")
 
 
-_ARGUMENTS = {
-    "model": ("seed",),
-    "batch": ("items", "seed"),
-    "loss": ("model", "batch"),
-    "count": ("batch",),
-}
+_ARGUMENTS = {"model": ("seed",), "batch": ("items", "seed"), "loss": ("model", "batch"), "count": ("batch",)}
 
 
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Check one case; search for the smallest violation; is the Problem a sum over items; JAX's second opinion.
+"""Judges loops: checks one case, searches and shrinks, checks that a Problem is a sum over items, compares with JAX.
 
-Does not import trainers, evidence, report or the command line.
+Must not import trainers, evidence, report or the command line.
 """

@@ -17,7 +17,8 @@ import torch
 
 from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
 from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
-from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal
+from gradcheck_suite.catalogue.definitions import LayerDefinition
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.references.programs import PROGRAMS
 from gradcheck_suite.schema.spec import Layer
 

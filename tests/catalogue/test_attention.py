@@ -10,7 +10,7 @@ import torch
 from gradcheck_suite.catalogue import LAYERS
 from gradcheck_suite.catalogue.attention import visible_keys
 from gradcheck_suite.catalogue.build import fill
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 
 PADDED = Signal("sequence", (3, 4), padded=True)
 MASK = np.arange(3) < np.array([[1], [2], [3]])

@@ -10,7 +10,7 @@ import torch
 
 from gradcheck_suite.catalogue import LAYERS, out_signal
 from gradcheck_suite.catalogue.build import build_model
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 

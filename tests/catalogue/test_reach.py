@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue import LAYERS
 from gradcheck_suite.catalogue.build import build_model
-from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.routing import THRESHOLD
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.references.jax_reference import large_batch_gradient
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 

@@ -9,7 +9,7 @@ import torch
 
 from gradcheck_suite.catalogue import LAYERS
 from gradcheck_suite.catalogue.build import fill
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 
 TOKENS = np.array([[1, 2, 1], [0, 4, 2]])
 

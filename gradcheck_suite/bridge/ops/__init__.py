@@ -3,58 +3,8 @@
 It must not import torch's automatic differentiation: every derivative comes from JAX.
 """
 
-from gradcheck_suite.bridge.ops import (
-    activations,
-    arithmetic,
-    attention,
-    comparisons,
-    convolution,
-    creation,
-    elementwise,
-    embeddings,
-    fourier,
-    indexing,
-    interpolation,
-    linalg,
-    linear,
-    losses,
-    normalisation,
-    padding,
-    pooling,
-    recurrent,
-    reductions,
-    scatter,
-    shapes,
-    sorting,
-    statistics,
-    structure,
-    views,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "activations",
-    "arithmetic",
-    "attention",
-    "comparisons",
-    "convolution",
-    "creation",
-    "elementwise",
-    "embeddings",
-    "fourier",
-    "indexing",
-    "interpolation",
-    "linalg",
-    "linear",
-    "losses",
-    "normalisation",
-    "padding",
-    "pooling",
-    "recurrent",
-    "reductions",
-    "scatter",
-    "shapes",
-    "sorting",
-    "statistics",
-    "structure",
-    "views",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

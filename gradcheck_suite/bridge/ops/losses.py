@@ -103,11 +103,7 @@ def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None
 
 @register_op("aten.binary_cross_entropy_with_logits")
 def binary_cross_entropy_with_logits(
-    self: Array,
-    target: Array,
-    weight: Array | None = None,
-    pos_weight: Array | None = None,
-    reduction: int = MEAN,
+    self: Array, target: Array, weight: Array | None = None, pos_weight: Array | None = None, reduction: int = MEAN
 ) -> Array:
     """Return the binary cross-entropy of sigmoid(x), without overflow."""
     rest = log_sigmoid(self)

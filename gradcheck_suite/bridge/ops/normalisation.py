@@ -72,7 +72,7 @@ def _per_channel(p: Array | None, x: Array) -> Array | None:
 
 
 def _batch_norm(
-    x: Array,
+    input: Array,
     weight: Array | None,
     bias: Array | None,
     running_mean: Array | None,
@@ -82,93 +82,47 @@ def _batch_norm(
     eps: float,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Return the output, the batch's mean and rstd (empty outside training) and the new running statistics."""
-    axes = (0, *range(2, x.ndim))
+    axes = (0, *range(2, input.ndim))
     if not training:
         assert running_mean is not None
         assert running_var is not None
         rstd = 1 / jnp.sqrt(running_var + eps)
-        mean_, rstd_ = _per_channel(running_mean, x), _per_channel(rstd, x)
+        mean_, rstd_ = _per_channel(running_mean, input), _per_channel(rstd, input)
         assert mean_ is not None
         assert rstd_ is not None
-        out = _affine((x - mean_) * rstd_, _per_channel(weight, x), _per_channel(bias, x))
-        nothing = jnp.zeros(0, x.dtype)
+        out = _affine((input - mean_) * rstd_, _per_channel(weight, input), _per_channel(bias, input))
+        nothing = jnp.zeros(0, input.dtype)
         return out, nothing, nothing, running_mean, running_var
-    out, mean, rstd = _standardised(x, axes, eps)
-    out = _affine(out, _per_channel(weight, x), _per_channel(bias, x))
+    out, mean, rstd = _standardised(input, axes, eps)
+    out = _affine(out, _per_channel(weight, input), _per_channel(bias, input))
     mean, rstd = mean.reshape(-1), rstd.reshape(-1)
-    count = math.prod(x.shape[a] for a in axes)
+    count = math.prod(input.shape[a] for a in axes)
     if running_mean is not None:
         running_mean = momentum * lax.stop_gradient(mean) + (1 - momentum) * running_mean
     if running_var is not None:
-        unbiased = jnp.var(lax.stop_gradient(x), axis=axes) * (count / max(count - 1, 1))
+        unbiased = jnp.var(lax.stop_gradient(input), axis=axes) * (count / max(count - 1, 1))
         running_var = momentum * unbiased + (1 - momentum) * running_var
     return out, mean, rstd, running_mean, running_var
 
 
-@register_op("aten._native_batch_norm_legit_functional")
-def batch_norm_functional(
-    input: Array,
-    weight: Array | None,
-    bias: Array | None,
-    running_mean: Array,
-    running_var: Array,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    """Return the batch norm by batch or running statistics; the last two results are the new running statistics."""
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-@register_op("aten._native_batch_norm_legit.no_stats")
-def batch_norm_without_statistics(
-    input: Array, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
-) -> tuple[Any, ...]:
-    """Return the batch norm by batch statistics, without running ones."""
-    return _batch_norm(input, weight, bias, None, None, training, momentum, eps)[:3]
-
-
-@register_op("aten._native_batch_norm_legit_no_training")
-def batch_norm_no_training(
-    input: Array,
-    weight: Array | None,
-    bias: Array | None,
-    running_mean: Array,
-    running_var: Array,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    """Return the batch norm by running statistics."""
-    return _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
-
-
-@register_op("aten.native_batch_norm")
-def native_batch_norm(
-    input: Array,
-    weight: Array | None,
-    bias: Array | None,
-    running_mean: Array | None,
-    running_var: Array | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    """Return the batch norm by batch or running statistics, which it does not update."""
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
+# One line for each of torch's signatures. The functional ones return the new running statistics as well; the last one
+# also returns an empty reserve buffer before them.
+register_op("aten._native_batch_norm_legit_functional")(_batch_norm)
+register_op("aten.native_batch_norm")(lambda *arguments: _batch_norm(*arguments)[:3])
+register_op("aten._native_batch_norm_legit.no_stats")(
+    lambda x, weight, bias, *arguments: _batch_norm(x, weight, bias, None, None, *arguments)[:3]
+)
+register_op("aten._native_batch_norm_legit_no_training")(
+    lambda x, weight, bias, mean, var, *factors: _batch_norm(x, weight, bias, mean, var, False, *factors)[:3]
+)
 
 
 @register_op("aten._batch_norm_with_update_functional")
 def batch_norm_with_update(
-    input: Array,
-    weight: Array | None,
-    bias: Array | None,
-    running_mean: Array,
-    running_var: Array,
-    momentum: float,
-    eps: float,
+    input: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, *factors: float
 ) -> tuple[Any, ...]:
     """Return the batch norm, its mean and rstd, an empty reserve buffer and the new running statistics."""
-    out, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    out, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, *factors)
     return out, mean, rstd, jnp.zeros(0, jnp.uint8), *running
 
 

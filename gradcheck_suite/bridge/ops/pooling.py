@@ -65,12 +65,7 @@ def _max(x: Array, places: Sequence[Places]) -> tuple[Array, Array]:
 
 def _max_pool(n: int) -> None:
     def pool(
-        self: Array,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
+        self: Array, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> tuple[Array, Array]:
         """Return the maximum of each window and its index; the first of equal maxima wins."""
         kernel = per_axis(kernel_size, n)

@@ -13,12 +13,7 @@ from gradcheck_suite.bridge.dtypes import Array
 from gradcheck_suite.bridge.table import register_op
 
 
-@register_op(
-    "aten.alias",
-    "aten.clone",
-    "aten.contiguous",
-    "aten.lift_fresh_copy",
-)
+@register_op("aten.alias", "aten.clone", "aten.contiguous", "aten.lift_fresh_copy")
 def alias(self: Array, memory_format: Any = None) -> Array:
     """Return self."""
     del memory_format

@@ -1,1 +1,1 @@
-"""The losses, one file per family."""
+"""Losses, one file per family. Must not import a layer family."""

@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     class_weights,
@@ -25,6 +16,7 @@ from gradcheck_suite.catalogue.losses.common import (
     per_item,
     positive,
 )
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on
 
 F = torch.nn.functional
 CLOSEST = 2.0**-7
@@ -102,13 +94,7 @@ KINDS = (
         elements_per_item,
     ),
     LossDefinition(
-        "bce",
-        on(*FLOATS, weight=(False, True)),
-        _targets,
-        _bce,
-        count_elements,
-        _bce_items,
-        elements_per_item,
+        "bce", on(*FLOATS, weight=(False, True)), _targets, _bce, count_elements, _bce_items, elements_per_item
     ),
     LossDefinition(
         "multilabel_soft_margin",

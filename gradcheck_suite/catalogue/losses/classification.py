@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     at_positions,
@@ -30,6 +21,7 @@ from gradcheck_suite.catalogue.losses.common import (
     rows,
     weight_per_item,
 )
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on
 
 F = torch.nn.functional
 IGNORE_INDEX = -100
@@ -198,13 +190,7 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
 KINDS = (
     LossDefinition(
         "cross_entropy",
-        on(
-            *FLOATS,
-            min_features=2,
-            ignore_index=(False, True),
-            label_smoothing=SMOOTHING,
-            class_weights=(False, True),
-        ),
+        on(*FLOATS, min_features=2, ignore_index=(False, True), label_smoothing=SMOOTHING, class_weights=(False, True)),
         _class_targets,
         _cross_entropy,
         _count_targets,

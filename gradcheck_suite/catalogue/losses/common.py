@@ -15,16 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.classification import skewed_classes
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
@@ -36,6 +27,7 @@ from gradcheck_suite.catalogue.losses.common import (
     sign_targets,
     signs,
 )
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on
 
 F = torch.nn.functional
 COSINE_EPS = float(np.float32(1e-12))

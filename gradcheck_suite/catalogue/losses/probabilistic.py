@@ -8,17 +8,7 @@ import numpy as np
 import torch
 from jax.scipy.special import xlogy
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-    product,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     count_elements,
@@ -30,6 +20,7 @@ from gradcheck_suite.catalogue.losses.common import (
     positive,
     softplus,
 )
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on, product
 
 F = torch.nn.functional
 POISSON_EPS = 1e-8

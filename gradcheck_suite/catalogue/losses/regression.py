@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import (
-    FLOATS,
-    Arguments,
-    Arrays,
-    LossDefinition,
-    Options,
-    Signal,
-    Tensors,
-    on,
-)
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
     count_weights,
@@ -26,6 +17,7 @@ from gradcheck_suite.catalogue.losses.common import (
     positive,
     weight_per_item,
 )
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, on
 
 F = torch.nn.functional
 

@@ -1,4 +1,4 @@
-"""Calibration: how often a sound loop is blamed, and how small a planted error is found, by the bounds and by others.
+"""Calibration: counts of false alarms and of detected planted errors, for the suite's bounds and for other rules.
 
-Nothing here decides what the bounds are. It counts what they do, so that anybody can count again.
+Must not define a bound: it counts what the bounds of `numerics` do.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, out_signal
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.schema.spec import Layer
 
 

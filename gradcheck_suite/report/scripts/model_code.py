@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.report.scripts.copied_source import PACKAGE, CopiedSource
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, out_signal
-from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
