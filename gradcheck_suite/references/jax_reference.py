@@ -10,7 +10,7 @@ with `jax.grad`; tests hold the two equal, and it is asked again before anything
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,13 +23,12 @@ from gradcheck_suite.catalogue import input_signal, layer_definition, loss_defin
 from gradcheck_suite.catalogue.build import extra_keys
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays
 from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.references.programs import PROGRAMS, Request
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
-ROWS = {None: 96, 1: 288, 0: 512}
+ROWS = {None: 48, 1: 144, 0: 256}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
 _TARGET_KEYS = ("target", "weight", "other", "variance")
-_NO_ARRAYS: Arrays = {}
 
 
 def padded_rows(rows: int, axes: int | None = None) -> int:
@@ -51,6 +50,12 @@ def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     return np.concatenate([array, np.broadcast_to(array[:1], (rows - len(array), *array.shape[1:]))])
 
 
+def _pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    if len(array) == rows:
+        return array
+    return np.concatenate([array, np.zeros((rows - len(array), *array.shape[1:]))])
+
+
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
     meaning = layer_definition(Layer(kind_name)).jax_apply
     assert meaning is not None
@@ -65,74 +70,122 @@ def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
     return both
 
 
+class _Windows:
+    """Consecutive windows that go through the model side by side, and the gradients of each.
+
+    A layer treats each item by itself: one call serves all windows, but for the gradients of its parameters, which
+    are each window's own.
+    """
+
+    def __init__(self, values: Arrays, batch: Arrays, spans: Sequence[slice]) -> None:
+        self.values, self.batch, self.spans = values, batch, spans
+        self.rows = padded_rows(spans[-1].stop)
+        self.gradients: list[Arrays] = [{} for _ in spans]
+
+
 class _Leaf:
     """One layer at its place in the model."""
 
     def __init__(self, layer: Layer, signal: Signal, path: str) -> None:
-        self.layer, self.path = layer, path
         self.kind = layer_definition(layer)
-        self.size = out_signal(layer, signal).size
+        self.size_in, self.size_out = signal.size, out_signal(layer, signal).size
         self.keys = extra_keys(layer, signal, path)
         self.prefix = f"{path}."
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
 
-    def forward(self, values: Arrays, x: npt.NDArray[Any], batch: Arrays) -> tuple[npt.NDArray[Any], Any]:
-        params = {n.removeprefix(self.prefix): v for n, v in values.items() if n.startswith(self.prefix)}
-        extras = {name: batch[key] for name, key in self.keys.items()}
-        axes = self.kind.axes
-        shape = x.shape
-        if axes is not None:
-            x = x.reshape(-1, *shape[len(shape) - axes :])
-            x = pad_rows(x, padded_rows(len(x), axes))
-        out_shape: tuple[int, ...] = (shape[0], *self.size)
-        flat_shape = out_shape if axes is None else (len(x), *out_shape[len(out_shape) - axes :])
-        saved = (params, x, extras, shape, flat_shape)
-        y = self._run(saved, np.zeros(flat_shape))[0]
-        rows = math.prod(out_shape) // max(1, math.prod(flat_shape[1:]))
-        return y[:rows].reshape(out_shape), saved
+    def request(self, windows: _Windows, dtype: npt.DTypeLike) -> Request:
+        """Return what the layer's program is prepared from; `dtype` is its input's."""
+        x = np.broadcast_to(np.zeros((), dtype), (windows.rows, *self.size_in))
+        params, extras = self._params(windows), self._extras(windows)
+        return self.key, self.program, (params, self._fold(x), extras, np.broadcast_to(0.0, self._shape(windows.rows)))
 
-    def backward(self, saved: Any, cotangent: npt.NDArray[Any], gradient: Arrays) -> npt.NDArray[Any]:
-        _, _, _, shape, flat_shape = saved
-        flat = cotangent.reshape(-1, *flat_shape[1:])
-        if len(flat) < flat_shape[0]:
-            flat = np.concatenate([flat, np.zeros((flat_shape[0] - len(flat), *flat_shape[1:]))])
-        _, into_params, into_x = self._run(saved, flat)
+    def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        """Return the output, and what `backward` needs."""
+        saved = self._params(windows), x, self._extras(windows)
+        y = self._run(saved, np.zeros((len(x), *self.size_out)))[0]
+        return self._unfold(y, len(x), self.size_out), saved
+
+    def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Add each window's gradients of the parameters; return that of the input."""
+        params, x, extras = saved
+        if not params or len(windows.spans) == 1:
+            _, into_params, into_x = self._run(saved, cotangent)
+            self._add(into_params, windows.gradients[0])
+            return self._unfold(into_x, len(x), self.size_in)
+        whole = np.zeros((len(x), *self.size_in), x.dtype)
+        for span, gradient in zip(windows.spans, windows.gradients, strict=True):
+            rows = padded_rows(span.stop - span.start)
+            part = params, pad_rows(x[span], rows), {name: pad_rows(a[span], rows) for name, a in extras.items()}
+            _, into_params, into_x = self._run(part, _pad_zeros(cotangent[span], rows))
+            self._add(into_params, gradient)
+            whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
+        return whole
+
+    def _params(self, windows: _Windows) -> Arrays:
+        prefix = self.prefix
+        return {n.removeprefix(prefix): v for n, v in windows.values.items() if n.startswith(prefix)}
+
+    def _extras(self, windows: _Windows) -> Arrays:
+        return {name: windows.batch[key] for name, key in self.keys.items()}
+
+    def _add(self, into_params: Arrays, gradient: Arrays) -> None:
         for name, value in into_params.items():
             if value.dtype.kind == "f":
                 name = self.prefix + name
                 gradient[name] = gradient[name] + value if name in gradient else value
-        return into_x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def _run(self, saved: Any, cotangent: npt.NDArray[Any]) -> Any:
-        params, x, extras, _, _ = saved
-        return PROGRAMS.call(self.key, self.program, params, x, extras, cotangent)
+        params, x, extras = saved
+        cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
+        x = self._fold(x)
+        return PROGRAMS.call(self.key, self.program, params, x, extras, _pad_zeros(cotangent, len(x)))
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of the program's output for so many items."""
+        axes = self.kind.axes
+        if axes is None:
+            return (rows, *self.size_out)
+        folded = math.prod(self.size_in[: len(self.size_in) - axes])
+        return (padded_rows(rows * folded, axes), *self.size_out[len(self.size_out) - axes :])
+
+    def _fold(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Join the axes that the layer does not mix with the first, and pad it."""
+        axes = self.kind.axes
+        if axes is None:
+            return x
+        x = x.reshape(-1, *self.size_in[len(self.size_in) - axes :])
+        return pad_rows(x, padded_rows(len(x), axes))
+
+    @staticmethod
+    def _unfold(folded: npt.NDArray[Any], rows: int, size: tuple[int, ...]) -> npt.NDArray[Any]:
+        return folded.reshape(-1)[: rows * math.prod(size)].reshape(rows, *size)
 
 
 class _Residual:
     def __init__(self, inner: _Walk) -> None:
         self.inner = inner
 
-    def forward(self, values: Arrays, x: npt.NDArray[Any], batch: Arrays) -> tuple[npt.NDArray[Any], Any]:
-        y, saved = self.inner.forward(values, x, batch)
+    def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        y, saved = self.inner.forward(windows, x)
         return x + y, saved
 
-    def backward(self, saved: Any, cotangent: npt.NDArray[Any], gradient: Arrays) -> npt.NDArray[Any]:
-        return cotangent + self.inner.backward(saved, cotangent, gradient)
+    def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return cotangent + self.inner.backward(windows, saved, cotangent)
 
 
 class _Shared:
     def __init__(self, inner: _Walk) -> None:
         self.inner = inner
 
-    def forward(self, values: Arrays, x: npt.NDArray[Any], batch: Arrays) -> tuple[npt.NDArray[Any], Any]:
-        middle, first = self.inner.forward(values, x, batch)
-        y, second = self.inner.forward(values, middle, batch)
+    def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        middle, first = self.inner.forward(windows, x)
+        y, second = self.inner.forward(windows, middle)
         return y, (first, second)
 
-    def backward(self, saved: Any, cotangent: npt.NDArray[Any], gradient: Arrays) -> npt.NDArray[Any]:
+    def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
         first, second = saved
-        return self.inner.backward(first, self.inner.backward(second, cotangent, gradient), gradient)
+        return self.inner.backward(windows, first, self.inner.backward(windows, second, cotangent))
 
 
 class _Walk:
@@ -148,17 +201,26 @@ class _Walk:
                 inner = _Walk(layer.layers, signal, f"{path}{i}.")
                 self.nodes.append(_Residual(inner) if kind.wraps == "residual" else _Shared(inner))
             signal = out_signal(layer, signal)
+        self.size_out = signal.size
 
-    def forward(self, values: Arrays, x: npt.NDArray[Any], batch: Arrays) -> tuple[npt.NDArray[Any], list[Any]]:
+    def leaves(self) -> Iterator[_Leaf]:
+        """Yield the layers, those inside others too."""
+        for node in self.nodes:
+            if isinstance(node, _Leaf):
+                yield node
+            else:
+                yield from node.inner.leaves()
+
+    def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:
         tape = []
         for node in self.nodes:
-            x, saved = node.forward(values, x, batch)
+            x, saved = node.forward(windows, x)
             tape.append(saved)
         return x, tape
 
-    def backward(self, tape: list[Any], cotangent: npt.NDArray[Any], gradient: Arrays) -> npt.NDArray[Any]:
+    def backward(self, windows: _Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
         for node, saved in zip(reversed(self.nodes), reversed(tape), strict=True):
-            cotangent = node.backward(saved, cotangent, gradient)
+            cotangent = node.backward(windows, saved, cotangent)
         return cotangent
 
 
@@ -183,35 +245,63 @@ def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
     return total / jnp.sum(weight * kind.jax_counts(loss.o, batch))
 
 
-def large_batch_gradient(
-    problem: ProblemSpec, values: Arrays, data: Arrays, *, reduction: str | None = None
-) -> tuple[float, Arrays]:
-    """Return the loss of all items in one batch, and its gradient.
+def large_batch_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
+    """Return the loss of all items in one batch, and its gradient: `large_batch_gradients` of one window."""
+    return large_batch_gradients(problem, values, data, [range(len(data["x"]))])[0]
+
+
+def large_batch_gradients(
+    problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]
+) -> list[tuple[float, Arrays]]:
+    """Return, for each window, the loss of all its items in one batch, and its gradient.
 
     Args:
-        problem: what is trained.
+        problem: what is trained; an objective that is a sum over items.
         values: parameters and floating buffers by name, float64.
-        data: the batch's arrays, each with leading dimension items.
-        reduction: in place of the problem's own.
+        data: arrays with leading dimension items.
+        windows: consecutive ranges of items.
 
     Returns:
-        The loss, and for every name in `values` an array of its shape (a buffer's is not meaningful).
+        The losses; and for every name in `values` an array of its shape (a buffer's is not meaningful).
     """
-    items = len(data["x"])
-    rows = padded_rows(items)
-    batch = {name: pad_rows(array, rows) for name, array in data.items()}
-    walk = _walk(problem)
-    out, tape = walk.forward(values, batch["x"], batch)
-    loss = problem.loss if reduction is None else Loss(problem.loss.kind, **{**problem.loss.o, "reduction": reduction})
-    targets = {name: batch[name] for name in _TARGET_KEYS if name in batch}
-    weight = (np.arange(rows) < items).astype(np.float64)
-    value, cotangent = PROGRAMS.call(
-        ("loss", loss.kind, loss.options),
-        jax.value_and_grad(lambda out, targets, weight: objective(loss, out, targets, weight)),
-        out,
-        targets,
-        weight,
-    )
-    gradient: Arrays = {}
-    walk.backward(tape, cotangent, gradient)
-    return float(value), {n: gradient.get(n, np.zeros_like(v)) for n, v in values.items()}
+    found: list[tuple[float, Arrays]] = []
+    for group in _groups(windows):
+        first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
+        batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
+        spans = [slice(window.start - first, window.stop - first) for window in group]
+        found += _side_by_side(problem, _Windows(values, batch, spans))
+    return found
+
+
+def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
+    """Yield consecutive windows that fit the smallest programs together."""
+    group: list[range] = []
+    for window in windows:
+        if group and window.stop - group[0].start > ROWS[None]:
+            yield group
+            group = []
+        group.append(window)
+    yield group
+
+
+def _side_by_side(problem: ProblemSpec, windows: _Windows) -> Iterator[tuple[float, Arrays]]:
+    walk, loss = _walk(problem), problem.loss
+    program = jax.value_and_grad(lambda out, targets, weight: objective(loss, out, targets, weight))
+    targets = {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
+    key, x = ("loss", loss.kind, loss.options), windows.batch["x"]
+    out = np.broadcast_to(0.0, (windows.rows, *walk.size_out))
+    requests = [leaf.request(windows, np.float64 if i else x.dtype) for i, leaf in enumerate(walk.leaves())]
+    PROGRAMS.prepare([*requests, (key, program, (out, targets, np.zeros(windows.rows)))])
+    out, tape = walk.forward(windows, x)
+    cotangent, losses = np.zeros_like(out), []
+    for span in windows.spans:
+        items = span.stop - span.start
+        rows = padded_rows(items)
+        part = {name: pad_rows(array[span], rows) for name, array in targets.items()}
+        weight = (np.arange(rows) < items).astype(np.float64)
+        value, into_out = PROGRAMS.call(key, program, pad_rows(out[span], rows), part, weight)
+        losses.append(float(value))
+        cotangent[span] = into_out[:items]
+    walk.backward(windows, tape, cotangent)
+    for value, gradient in zip(losses, windows.gradients, strict=True):
+        yield value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}

@@ -9,14 +9,16 @@ JAX and XLA, and the processor.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import platform
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,25 @@ from jaxlib import version as jaxlib_version
 from gradcheck_suite.execution.environment import cache_directory
 
 jax.config.update("jax_enable_x64", True)
+# a program this small ends before another thread has taken it up: twice as many calls a second
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 MAX_PROGRAMS = 256
 KEPT_ENVIRONMENTS = 4
-COMPILER_OPTIONS: dict[str, str | bool] = {
+Options = dict[str, str | bool]
+COMPILER_OPTIONS: Options = {
     "xla_cpu_multi_thread_eigen": False,
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
 """Programs this small spend more on threads than on work, and more on being optimised than they ever run."""
+_UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
+SMALL_PROGRAM = 2000
+"""Elements of all arguments up to which a program is compiled without optimisation: in 40% of the time, and each call
+takes some microseconds more. Beyond it, calls of convolutions and poolings take ten times as long."""
 Tree = Any
+Request = tuple[Hashable, Callable[..., Tree], tuple[Tree, ...]]
+"""A program's key, its function and arguments of the shapes that it will be called with."""
 
 
 @cache
@@ -73,7 +84,7 @@ class Programs:
 
     def __init__(self, *, maximum: int = MAX_PROGRAMS, platform: str = "cpu") -> None:
         self._platform = platform
-        self._programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Callable[..., Any] | Future[Any]] = OrderedDict()
         self._maximum = maximum
         self.compiled = 0
         self.loaded = 0
@@ -90,43 +101,82 @@ class Programs:
         full_key = (key, _shapes(arguments))
         program = self._programs.get(full_key)
         if program is None:
-            program = self._programs[full_key] = self._load(full_key, function, arguments, store)
-            if len(self._programs) > self._maximum:
-                self._programs.popitem(last=False)
+            path = self._path(full_key) if store else None
+            program = self._load(path) or self._lowered(function, arguments, path, once=not store)()
+            self._keep(full_key, program)
         else:
             self._programs.move_to_end(full_key)
+        if isinstance(program, Future):
+            program = self._programs[full_key] = program.result()
         return _to_numpy(program(*arguments))
 
-    def _load(
-        self, key: Hashable, function: Callable[..., Tree], arguments: tuple[Tree, ...], store: bool
-    ) -> Callable[..., Any]:
-        directory = cache_directory() if store and self._platform == "cpu" else None
-        path = directory and directory / _environment_key()[:16] / f"{hashlib.sha256(repr(key).encode()).hexdigest()}"
-        if path is not None and path.exists():
-            try:
-                program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-            except Exception:  # a damaged or foreign file: it is only a cache, compile again
-                path.unlink(missing_ok=True)
-            else:
-                self.loaded += 1
-                return program
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Start compiling those of several programs that are neither in memory nor on disk, one thread for each core.
+
+        XLA compiles outside Python's lock, while this thread traces the next program. `call` waits for the result.
+        """
+        pool: ThreadPoolExecutor | None = None
+        for key, function, arguments in requests:
+            full_key = (key, _shapes(arguments))
+            if full_key in self._programs:
+                continue
+            path = self._path(full_key)
+            program: Callable[..., Any] | Future[Any] | None = self._load(path)
+            if program is None:
+                # threads of its own: those of a pool that is kept do not survive a fork
+                pool = pool or ThreadPoolExecutor(os.cpu_count())
+                program = pool.submit(self._lowered(function, arguments, path))
+            self._keep(full_key, program)
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+    def _keep(self, key: Hashable, program: Callable[..., Any] | Future[Any]) -> None:
+        self._programs[key] = program
+        if len(self._programs) > self._maximum:
+            self._programs.popitem(last=False)
+
+    def _path(self, key: Hashable) -> Path | None:
+        """Return where a program is stored, or None for no store."""
+        directory = cache_directory() if self._platform == "cpu" else None
+        return directory and directory / _environment_key()[:16] / hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def _load(self, path: Path | None) -> Callable[..., Any] | None:
+        """Return a stored program, or None where there is none or its file is damaged."""
+        if path is None or not path.exists():
+            return None
+        try:
+            program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        except Exception:  # a damaged or foreign file: it is only a cache, compile again
+            path.unlink(missing_ok=True)
+            return None
+        self.loaded += 1
+        return program
+
+    def _lowered(
+        self, function: Callable[..., Tree], arguments: tuple[Tree, ...], path: Path | None, once: bool = False
+    ) -> Any:
+        """Trace and lower a function; return what compiles and stores it, in any thread."""
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-        compiled = _compile(jax.jit(function).lower(*shapes), self._platform)
+        options: Options | None = None
+        if self._platform == "cpu":
+            small = once or sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) <= SMALL_PROGRAM
+            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if small else {})}
         self.compiled += 1
-        if path is not None and not _calls_libraries(compiled):
-            _forget_others(path.parent)
-            _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
-        return compiled
+        return partial(_compile, jax.jit(function).lower(*shapes), options, path)
 
 
-def _compile(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
-    if platform != "cpu":
-        return lowered.compile()
+def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
     try:
-        return lowered.compile(COMPILER_OPTIONS)
-    except jax.errors.JaxRuntimeError:  # an XLA that does not know one of the options
-        return lowered.compile()
+        compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError:
+        if options is None:
+            raise
+        compiled = lowered.compile()  # an XLA that does not know one of the options
+    if path is not None and not _calls_libraries(compiled):
+        _forget_others(path.parent)
+        _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
+    return compiled
 
 
 def _calls_libraries(compiled: jax.stages.Compiled) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradcheck_suite.numerics.bounds import DRAWS, accumulation_bound, farthest,
 from gradcheck_suite.numerics.comparison import Comparison, Layout, Vector, worst_difference
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
-from gradcheck_suite.references.jax_reference import large_batch_gradient
+from gradcheck_suite.references.jax_reference import large_batch_gradients
 from gradcheck_suite.references.noise import Computation, Part, float64_noise, shared
 from gradcheck_suite.references.torch_reference import Gradients, gradients_of
 from gradcheck_suite.schema.case import Case
@@ -69,6 +70,19 @@ class Reference:
         """Return gradients in numpy as one vector."""
         return np.concatenate([arrays[name].reshape(-1) for name in self.layout.names])
 
+    @cached_property
+    def jax(self) -> list[Vector]:
+        """Each window's gradient by JAX, of a generated problem that is a sum over items."""
+        plan = self.instance.case.plan
+        return self.by_jax(self.values64, [plan.window_items(w) for w in range(len(plan.windows))])
+
+    def by_jax(self, values: Arrays, windows: Sequence[range]) -> list[Vector]:
+        """Return each window's gradient by JAX at parameters and floating buffers given by name."""
+        spec, arrays = self.instance.case.problem, self.instance.arrays
+        assert isinstance(spec, ProblemSpec)
+        assert arrays is not None
+        return [self.join(gradient) for _, gradient in large_batch_gradients(spec, values, arrays, windows)]
+
     def model(self, dtype: torch.dtype | None, parameters: Parameters | None) -> torch.nn.Module:
         """Return a model in `dtype` at given parameters or at the drawn ones."""
         if dtype is torch.float64 and parameters is None:
@@ -113,9 +127,9 @@ class Window:
         spec = self.reference.instance.case.problem
         if not isinstance(spec, ProblemSpec) or not is_accumulable(spec):
             return None
-        values = self.reference.values64 if self._parameters is None else _values(self.model())
-        _, gradient = large_batch_gradient(spec, values, self._arrays())
-        return self.reference.join(gradient)
+        if self._parameters is None:
+            return self.reference.jax[self.index]
+        return self.reference.by_jax(_values(self.model()), [self.items])[0]
 
     @property
     def expected(self) -> Vector:

@@ -80,13 +80,14 @@ def test_any_nesting_agrees_with_torch(layers, seed):
     assert relative_difference(mean_squared(VECTOR, (*layers, LINEAR)), seed) <= 1e-11
 
 
-def _forget_the_shortcut(self, saved, cotangent, gradient):
-    return self.inner.backward(saved, cotangent, gradient)
+def _forget_the_shortcut(self, windows, saved, cotangent):
+    return self.inner.backward(windows, saved, cotangent)
 
 
-def _forget_the_first_use(self, saved, cotangent, gradient):
+def _forget_the_first_use(self, windows, saved, cotangent):
     first, second = saved
-    return self.inner.backward(first, self.inner.backward(second, cotangent, gradient), {})
+    aside = jax_reference._Windows(windows.values, windows.batch, windows.spans)
+    return self.inner.backward(windows, first, self.inner.backward(aside, second, cotangent))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import jax_reference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
-from gradcheck_suite.references.jax_reference import large_batch_gradient, padded_rows
+from gradcheck_suite.references.jax_reference import large_batch_gradient, large_batch_gradients, padded_rows
 from gradcheck_suite.references.reference import Reference, blame
 
 
@@ -32,15 +32,17 @@ LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, featur
 @seed(0)
 @settings(max_examples=12, deadline=None)
 @given(spec=problems(max_layers=3))
-def test_walk_equals_the_whole_and_the_accumulated_gradient(spec):
-    reference = Reference(generated_instance(_case(spec)))
-    arrays = reference.instance.arrays
-    value, walked = large_batch_gradient(spec, reference.values64, arrays)
-    whole_value, whole = whole_gradient(spec, reference.values64, arrays)
-    assert value == pytest.approx(whole_value, rel=1e-12)
-    parameters = reference.layout.names
-    _close({n: walked[n] for n in parameters}, {n: whole[n] for n in parameters})
-    scanned = accumulated_gradient(spec, reference.values64, arrays, (1, 3, 2))
+def test_walk_equals_the_whole_and_the_accumulated_gradient_in_every_window(spec):
+    reference = Reference(generated_instance(_case(spec, Plan((1, 3, 2, 2, 1), 3))))
+    arrays, parameters = reference.instance.arrays, reference.layout.names
+    windows = [range(6), range(6, 9)]
+    walked = large_batch_gradients(spec, reference.values64, arrays, windows)
+    for window, (value, gradient) in zip(windows, walked, strict=True):
+        part = {name: array[window.start : window.stop] for name, array in arrays.items()}
+        whole_value, whole = whole_gradient(spec, reference.values64, part)
+        assert value == pytest.approx(whole_value, rel=1e-12)
+        _close({n: gradient[n] for n in parameters}, {n: whole[n] for n in parameters})
+    scanned = accumulated_gradient(spec, reference.values64, part, (2, 1))
     _close({n: scanned[n] for n in parameters}, {n: whole[n] for n in parameters})
 
 
@@ -58,13 +60,16 @@ def test_padding_rows_change_nothing(monkeypatch):
     spec = dataclasses.replace(LINEAR, layers=(Layer("layer_norm", affine=True), *LINEAR.layers))
     values = Reference(generated_instance(_case(spec))).values64
     data = draw_data(spec, 3, np.zeros(7, dtype=bool))
-    _, padded = large_batch_gradient(spec, values, data)
-    monkeypatch.setattr(jax_reference, "ROWS", {None: 7, 1: 7, 0: 14})
-    _, bare = large_batch_gradient(spec, values, data)
-    _close(padded, bare)
+    windows = [range(2), range(2, 4), range(4, 7)]
+    padded = large_batch_gradients(spec, values, data, windows)
+    # a window of its own, and two windows side by side
+    for rows in (2, 4):
+        monkeypatch.setattr(jax_reference, "ROWS", {None: rows, 1: rows, 0: 2 * rows})
+        for (_, one), (_, other) in zip(padded, large_batch_gradients(spec, values, data, windows), strict=True):
+            _close(one, other)
 
 
-@pytest.mark.parametrize(("rows", "axes", "size"), [(1, None, 96), (97, None, 384), (288, 1, 288), (513, 0, 2048)])
+@pytest.mark.parametrize(("rows", "axes", "size"), [(1, None, 48), (49, None, 192), (144, 1, 144), (257, 0, 1024)])
 def test_rows_grow_by_fours(rows, axes, size):
     assert padded_rows(rows, axes) == size
 

@@ -58,6 +58,16 @@ def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
     assert len(_files(store)) == 1
 
 
+def test_a_prepared_program_is_the_one_that_is_called(store):
+    kept, next_process = Programs(), Programs()
+    for programs_of_a_process in (kept, next_process):
+        programs_of_a_process.prepare([("double", _double, (np.ones(n),)) for n in (3, 4, 3)])
+        for n in (3, 4):
+            np.testing.assert_array_equal(programs_of_a_process.call("double", _double, np.ones(n)), np.full(n, 2.0))
+    assert (kept.compiled, kept.loaded) == (2, 0)
+    assert (next_process.compiled, next_process.loaded) == (0, 2)
+
+
 def test_other_shapes_are_other_programs(store):
     kept = Programs()
     kept.call("double", _double, X)

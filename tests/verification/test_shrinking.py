@@ -107,7 +107,7 @@ def _no_jax(monkeypatch):
     def refuse(*_):
         raise AssertionError("JAX was asked")
 
-    monkeypatch.setattr(reference, "large_batch_gradient", refuse)
+    monkeypatch.setattr(reference, "large_batch_gradients", refuse)
     monkeypatch.setattr(reference, "REFERENCES", type(reference.REFERENCES)())
     monkeypatch.setattr(checking, "REFERENCES", reference.REFERENCES)
 
