@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     output_paths.expect_writable(arguments.reports)
     environment.prepare()
     from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
-    from gradcheck_suite.evidence.claims.printed import printed_loops, verify_printed
+    from gradcheck_suite.evidence.claims.loops import PRINTED
+    from gradcheck_suite.evidence.claims.printed import verify_printed
 
     unknown = [name for name in arguments.claims if name not in CLAIMS]
     if unknown:
@@ -51,11 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
         }
         append_record(arguments.reports, "claim", data, environment=about)
     unexpected = False
-    for printed in printed_loops() if not arguments.claims else ():
+    for printed in PRINTED if not arguments.claims else ():
         result = verify_printed(printed, examples=arguments.examples)
         data = result.to_json()
         print(
-            f"loop {printed.number}  as it stands: {data['bare']}; within what it needs: {data['within']}", flush=True
+            f"loop {printed.number}  without assumptions: {data['bare']}; under what it relies on: {data['within']}",
+            flush=True,
         )
         unexpected |= not result.as_expected
         append_record(arguments.reports, "claim", data, environment=about)

@@ -1,4 +1,4 @@
-"""What the reset mode means to compiled and captured training."""
+"""The section on reset modes under `torch.compile` and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from gradcheck_suite.report.records_view import latest
 KEY, TITLE = "compiled", "Compiled steps and captured graphs"
 COMMAND = "pytest properties/benchmarks/bench_compiled.py --bench-records reports"
 NOT_CAPTURED = (
-    f"No CUDA graph was captured: `{COMMAND} --bench-device cuda` does, and tells which reset leaves the right "
-    "gradients after a replay."
+    f"No CUDA graph was captured. `{COMMAND} --bench-device cuda` captures them and records which reset leaves the "
+    "right gradients after a replay."
 )
 CAPTURED = (
-    "A CUDA graph replays kernels, not Python. A reset that is kernels may stand inside it or between replays; a "
-    "release between replays takes from the parameters the tensors that the graph writes to: the optimizer finds None."
+    "A CUDA graph replays kernels, not Python. A reset that consists of kernels may run inside the graph or between "
+    "replays. A release between replays takes from the parameters the tensors that the graph writes to, and the "
+    "optimizer finds None."
 )
 _WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
 
 
 def compiled(records: Sequence[Record]) -> Section:
-    """Return the section on how many graphs each mode needs, and on what a replay leaves in `.grad`."""
+    """Return the section on the number of graphs that each mode needs, and on `.grad` after a replay."""
     mine = [record for record in records if record.data.get("measures") in ("compiled", "captured")]
     if not mine:
         return Section(KEY, TITLE, missing=f"Nothing was compiled or captured yet: run `{COMMAND}`.")
@@ -35,10 +36,11 @@ def compiled(records: Sequence[Record]) -> Section:
         TITLE,
         (
             "`torch.compile` makes a version of a function for every set of gradients that are None. Where each window "
-            "reaches other parameters, such as experts in turn, a release makes another set every time: a compiled "
-            "optimizer step is then compiled anew for each, up to the limit of 8, and runs eagerly from there on. "
-            "Gradients that are allocated once and zeroed need one version. A compiled backward needs two under a "
-            "release, one that makes the gradients and one that adds to them; a compiled forward does not see them.",
+            "reaches other parameters, such as experts by turns, a release makes another set every time: "
+            "`torch.compile` then compiles the optimizer step again for each set, up to the limit of 8 versions, and "
+            "runs it eagerly from then on. Gradients that are allocated once and zeroed need one version. A compiled "
+            "backward needs two versions under a release, one that makes the gradients and one that adds to them. A "
+            "compiled forward does not depend on them.",
             *((CAPTURED,) if tables[1].rows else ()),
         ),
         tuple(table for table in tables if table.rows),
@@ -61,8 +63,8 @@ def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
         "Graphs compiled, and time of a window with its step",
         ("device", "compiled", "mode", "graphs", "eager, ms", "compiled, ms", "eager / compiled"),
         tuple(lines),
-        "Counted after 24 windows, when nothing is compiled any more. Gradients exist before the first window where "
-        "the mode keeps them.",
+        "Graphs are counted after 24 windows, when all compilation is done. In modes that keep gradients, they exist "
+        "before the first window.",
     )
 
 

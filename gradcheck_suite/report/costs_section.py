@@ -1,4 +1,4 @@
-"""What each reset mode costs: the modes side by side, prediction against measurement."""
+"""The section on the time that each reset mode takes: the modes side by side, predicted and measured."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name, unique
-from gradcheck_suite.report.held_back import held_back
 from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.report.slow_resets import slow_resets
 
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
 MEASURES = ("reset", "backward", "window")
 MODES = (*(mode.name for mode in BENCHMARKED), "jax_scan")
 NO_GPU = (
-    "No record of a CUDA device is here: nothing below was run on a GPU. On a machine with one, "
+    "There are no records of a CUDA device: nothing below was run on a GPU. On a machine with a GPU, "
     "`pytest properties/benchmarks/bench_modes.py --bench-device cuda --bench-records reports` makes them."
 )
 
 
 def costs(records: Sequence[Record]) -> Section:
-    """Return the section on what resets cost in time."""
+    """Return the section on the time that resets take."""
     timed = [record for record in records if record.data.get("measures") in MEASURES]
     rows = [r.data for r in latest(timed, lambda d: tuple(d.get(name) for name in _WHAT))]
     if not rows:
@@ -37,17 +37,17 @@ def costs(records: Sequence[Record]) -> Section:
     figures: list[Figure] = []
     for device in devices:
         mine = [row for row in rows if row["device"] == device]
-        tables += [_windows(mine, device), _resets(mine, device), held_back(mine, device), _prediction(mine, device)]
+        tables += [_windows(mine, device), _resets(mine, device), slow_resets(mine, device), _prediction(mine, device)]
         figures += _figures(mine, device)
     return Section(
         "costs",
         "What each reset mode costs",
         (
-            "Times are medians. A reset is timed on gradients that are not zero, with the caches flushed before every "
-            "round. Releasing costs next to nothing where it is done and moves its work into the next backward, so the "
-            "window is what counts: forward and backward of each micro-batch, and the reset.",
-            "The floor of a reset is the bytes it must write over the bandwidth of a device copy in the same run; a "
-            "released gradient has none.",
+            "Times are medians. A reset is timed on gradients of ones, with the caches flushed before every round. A "
+            "release takes almost no time itself and moves its work into the next backward. Compare modes by their "
+            "windows: forward and backward of each micro-batch, and the reset.",
+            "The minimum time of a reset is the bytes that it must write over the bandwidth of a device copy in the "
+            "same run. A release writes nothing, so it has no minimum.",
         ),
         tuple(table for table in tables if table.rows),
         tuple(figures),
@@ -80,8 +80,8 @@ def _windows(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         f"One window on the {device_name(device)}, ms",
         ("parameters", "tensors", "dtype", "K", *MODES, "zero_ / set_to_none"),
         tuple(lines),
-        "Above 1 in the last column, releasing is the faster one. jax_scan is the same window in JAX: `lax.scan` under "
-        "`jit`, buffers donated; it has no reset of its own.",
+        "Where the last column is above 1, releasing is faster. jax_scan is the same window in JAX: `lax.scan` under "
+        "`jit` with donated buffers; it has no reset.",
     )
 
 
@@ -102,15 +102,15 @@ def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
                 )
             )
     return Table(
-        f"The reset by itself on the {device_name(device)}",
-        ("parameters", "tensors", "dtype", "mode", "ms", "floor, ms", "share of copy bandwidth"),
+        f"The reset alone on the {device_name(device)}",
+        ("parameters", "tensors", "dtype", "mode", "ms", "minimum, ms", "share of copy bandwidth"),
         tuple(lines),
-        "Small gradients stay in a cache that the flush does not reach in full, and are then faster than the floor.",
+        "The flush does not empty every cache, so resets of small gradients can be faster than the minimum.",
     )
 
 
 def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
-    """The difference between the modes in a window, from their bytes and as measured."""
+    """Return the table of the difference between the modes in a window, predicted from their bytes and measured."""
     lines: list[tuple[Cell, ...]] = []
     for (parameters, layout, dtype, micro_batches), modes in _by_mode(rows, "window").items():
         if not {"zero_", "set_to_none"} <= modes.keys():
@@ -127,10 +127,10 @@ def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         f"What set_to_none saves in a window on the {device_name(device)}: predicted and measured",
         ("parameters", "tensors", "dtype", "K", "predicted, ms", "measured, ms", "measured, % of the window"),
         tuple(lines),
-        "Predicted: zero mode writes every gradient once more and reads two and writes one in one more addition, four "
-        "times the gradients' bytes, over the copy bandwidth. The two modes' windows were timed one after the other: "
-        "on a machine that does other work they differ by more than the modes do. Under 'When does releasing pay?' "
-        "they take turns.",
+        "Predicted: the bytes that zero mode moves beyond a release (one more write of every gradient, and one more "
+        "addition, which reads two and writes one) over the copy bandwidth. The two modes' windows were timed one "
+        "after the other, so other load on the machine can exceed the difference. Under 'When does releasing pay?' "
+        "the modes alternate.",
     )
 
 
@@ -154,7 +154,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
                 y="ms",
                 alt=f"Time of a reset against the number of parameters, one line per mode, float32 on the "
                 f"{device_name(device)}",
-                caption="The reset by itself. Releasing costs a call per tensor and no traffic.",
+                caption="The reset alone. A release makes one call per tensor and moves no bytes.",
             )
         )
     if gains:
@@ -166,7 +166,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
                 log_y=False,
                 alt=f"Time of a window under zero_ over that under set_to_none against the number of parameters, on "
                 f"the {device_name(device)}",
-                caption="A whole window, float32. At 1 the mode makes no difference; above it, releasing is faster.",
+                caption="A whole window, float32. At 1 both modes take the same time; above 1, releasing is faster.",
             )
         )
     return found

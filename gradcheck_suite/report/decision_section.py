@@ -1,4 +1,4 @@
-"""When releasing pays: what it saves in a whole step, by size of model, micro-batch and window."""
+"""The section on what releasing saves in a whole step, by size of model, micro-batch and window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BETTER = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
 
 
 def decision(records: Sequence[Record]) -> Section:
-    """Return the section on what a step takes under either mode."""
+    """Return the section on the time of a step under either mode."""
     mine = [record for record in records if record.data.get("measures") == "step"]
     if not mine:
         return Section(KEY, TITLE, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
@@ -30,13 +30,12 @@ def decision(records: Sequence[Record]) -> Section:
         KEY,
         TITLE,
         (
-            "Steps under the two modes took turns: forward and backward of each micro-batch, a step of AdamW, the "
-            "reset. Which is faster is said where a sign test over the pairs of steps finds chance unlikely (5%), and "
-            "neither otherwise.",
+            "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
+            "reset. A mode counts as faster where a sign test over the pairs of steps rejects equality at 5%.",
             *(_answer([row for row in rows if row["device"] == device], device) for device in devices),
-            "In memory a release saves one gradient's worth between steps in every row, and at the peak only where "
-            "that falls outside a backward. Pages mapped per step show what it may cost on a CPU: memory given back to "
-            "the system is mapped anew by the next backward.",
+            "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
+            "the peak occurs outside a backward. Pages mapped per step show a cost on a CPU: the next backward maps "
+            "anew the memory that a release gave back to the system.",
         ),
         (_table(rows, bandwidths),),
         commands=unique([record.command for record in mine]),
@@ -51,7 +50,7 @@ def _answer(rows: Sequence[Mapping[str, Any]], device: str) -> str:
         f"On the {device_name(device)}, of {len(rows)} settings releasing is faster in "
         f"{len(counts['none'])}, zeroing in {len(counts['zero'])}, neither in {len(counts['neither'])}."
     )
-    return text + (f" The most that a release saves is {100 * best:.0f}% of a step." if best else "")
+    return text + (f" A release saves at most {100 * best:.0f}% of a step." if best else "")
 
 
 def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -> Table:
@@ -80,7 +79,7 @@ def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -
         ("device", "parameters", "items", "K", "step under zero_, ms", "predicted, ms", "saved, ms", "saved, %",
          "faster in pairs", "faster", "saved between steps, MiB", "pages mapped, zero_", "pages mapped, set_to_none"),
         tuple(lines),
-        "Items are those of one micro-batch; K micro-batches make an update, so a small K is a high update frequency. "
-        "A negative saving is a cost. Predicted: four times the gradients' bytes over the copy bandwidth that "
-        "`bench_modes.py` measured.",
+        "Items are those of one micro-batch. K micro-batches make an update, so a small K is a high update frequency. "
+        "A negative saving is a cost. Predicted: the bytes that zero_ moves beyond a release (four times the "
+        "gradients' bytes) over the copy bandwidth that `bench_modes.py` measured.",
     )  # fmt: skip

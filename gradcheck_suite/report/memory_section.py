@@ -1,4 +1,4 @@
-"""What each reset mode costs in memory."""
+"""The section on the memory that each reset mode needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHAT = ("device", "parameters", "layout", "dtype", "micro_batches", "mode")
 
 
 def memory(records: Sequence[Record]) -> Section:
-    """Return the table of peaks and of what is alive between steps."""
+    """Return the table of peaks and of the bytes alive between steps."""
     command = "pytest properties/benchmarks/bench_memory_modes.py --bench-records reports"
     if not records:
         return Section(KEY, TITLE, missing=f"Memory has not been measured yet: run `{command}`.")
@@ -44,9 +44,9 @@ def memory(records: Sequence[Record]) -> Section:
         KEY,
         TITLE,
         (
-            "Each row is a process of its own. Zeroing keeps all gradients between steps, releasing none; whether that "
-            "lowers the peak depends on where the peak is: with several micro-batches it falls in a backward, when the "
-            "sums are there in either mode.",
+            "Each row was measured in a process of its own. Between steps, zeroing keeps all gradients alive and "
+            "releasing none. Whether that lowers the peak depends on when the peak occurs. With several micro-batches "
+            "it occurs in a backward, when all gradients are alive in either mode.",
         ),
         (
             Table(
@@ -54,8 +54,8 @@ def memory(records: Sequence[Record]) -> Section:
                 ("device", "parameters", "dtype", "K", "mode", "gradients between steps", "peak by the ledger",
                  "resident peak", "allocated peak", "reserved peak", "allocations per window"),
                 tuple(lines),
-                "The ledger counts the bytes of tensors alive, parameters included. Resident pages are the process's, "
-                "above what it had before the model; the last three columns are CUDA's allocator.",
+                "The ledger counts the bytes of live tensors, parameters included. The resident peak is the process's, "
+                "beyond its resident size before the model was built. CUDA's allocator reports the last three columns.",
             ),
         ),
         commands=commands_of(records),

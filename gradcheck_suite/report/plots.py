@@ -1,4 +1,4 @@
-"""Plots, drawn by matplotlib as SVG in the colour of the text around them: one drawing serves light and dark."""
+"""Plots, drawn by matplotlib as SVG in the colour of the surrounding text, for light and dark pages alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcheck_suite.report.content import Figure
 MARKERS = "osD^vPX*"
 STYLES = ("-", "--", ":", "-.")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#5a8fc0", "#888888", "#7a5195")
-"""Told apart by people who do not see colours alike (after Okabe and Ito), each with a marker of its own."""
+"""Colours that colour-blind readers can distinguish (after Okabe and Ito); each has a marker of its own."""
 
 
 def _pyplot() -> Any:
@@ -24,7 +24,7 @@ def _pyplot() -> Any:
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
-    # text as text, so that it can be read out and searched; ids that do not change from run to run
+    # text stays text, so that it can be read aloud and searched; ids do not change from run to run
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gradcheck-suite", "font.size": 10})
     return plt
 
@@ -85,7 +85,7 @@ def _svg(plt: Any, figure: Any) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # black is what axes and text are drawn in: let them take the page's colour
+    # axes and text are drawn in black: they take the colour of the page's text
     svg = svg.replace("#000000", "currentColor").replace("#262626", "currentColor")
-    # texts of powers, on logarithmic axes, have no style of their own
+    # the labels of logarithmic axes have no style of their own
     return re.sub(r"<text(?=[\s>])", '<text fill="currentColor"', svg)

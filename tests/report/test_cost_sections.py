@@ -1,4 +1,4 @@
-"""What the report makes of costs: from made-up records whose answers are known."""
+"""The report's sections on costs, from made-up records whose answers are known."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _entry(name, calls):
     return {"name": name, "calls": calls, "host_us": 20.0, "device_us": 1.5}
 
 
-def test_what_holds_a_reset_back_is_the_fill_or_the_calls(tmp_path):
+def test_the_main_cost_of_a_slow_reset_is_the_fill_or_the_calls(tmp_path):
     _reset(tmp_path, "flat_buffer", 500e-6, profile=[_entry("aten::fill_", 1)])
     _reset(tmp_path, "zero_", 700e-6, profile=[_entry("aten::zero_", 100), _entry("aten::fill_", 99)])
     _reset(tmp_path, "zero_grad_foreach", 450e-6)
-    (table,) = (t for t in _section(tmp_path, "costs").tables if "hold" in t.caption)
+    (table,) = (t for t in _section(tmp_path, "costs").tables if "below" in t.caption)
     flat, zero = table.rows  # the third reaches 89% of the copy bandwidth
     assert flat[3:] == (
         "flat_buffer",
@@ -40,11 +40,11 @@ def test_what_holds_a_reset_back_is_the_fill_or_the_calls(tmp_path):
         pytest.approx(1),
         1,
         pytest.approx(0, abs=1e-9),
-        "the fill itself",
+        "fill bandwidth",
         "aten::fill_ x1, 22 us",
     )
     # 200 us beyond the fill, in 100 calls
-    assert zero[4:9] == (pytest.approx(4 / 7), pytest.approx(5 / 7), 100, pytest.approx(2), "the calls")
+    assert zero[4:9] == (pytest.approx(4 / 7), pytest.approx(5 / 7), 100, pytest.approx(2), "call overhead")
 
 
 def _step(reports, saved, better, **data):
@@ -52,14 +52,14 @@ def _step(reports, saved, better, **data):
             better=better, bytes_between=2**20, mode="both", **data)  # fmt: skip
 
 
-def test_the_decision_tells_the_share_of_a_step(tmp_path):
+def test_the_decision_gives_the_share_of_a_step(tmp_path):
     _step(tmp_path, 0.001, "none", faults=[10.4, 20.6])
     _step(tmp_path, -0.002, "zero", parameters=5)
     _record(tmp_path, "window", bytes_per_second=2**32, seconds={"median": 1.0}, mode="zero_", micro_batches=1,
             predicted_bytes=0)  # fmt: skip
     section = _section(tmp_path, "decision")
     assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
-    assert "saves is 25% of a step" in section.text[1]
+    assert "saves at most 25% of a step" in section.text[1]
     (table,) = section.tables
     five, thousand = table.rows
     # four times 2**20 bytes at 2**32 a second are 2**-10 seconds
@@ -85,7 +85,7 @@ def test_graphs_and_captures_stand_beside_eager_times(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["decision", "compiled"])
-def test_what_was_not_run_is_said(tmp_path, key):
+def test_a_section_without_records_says_how_to_make_them(tmp_path, key):
     section = _section(tmp_path, key)
     assert "--bench-records reports" in section.missing
     assert not section.tables

@@ -1,7 +1,4 @@
-"""Widely read claims about resetting gradients, each with a check that returns a verdict.
-
-Must not import the report or the command line.
-"""
+"""The claims about gradient zeroing, each with a check that comes to a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops that the three sources print, each as a training loop of this suite, and what each needs to hold."""
+"""The loops that the three sources print, as training loops of this suite, and what each relies on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain_reset_last(run: TrainingRun) -> None:
 
 
 def accumulate_over_steps(run: TrainingRun) -> None:
-    """1b: loss over accumulation_steps; step and reset when that many micro-batches of the epoch have gone through."""
+    """1b: loss over accumulation_steps; step and reset after that many micro-batches of the epoch."""
     run.optimizer.zero_grad()
     for _ in range(run.epochs):
         for step_idx, batch in enumerate(run.loader):
@@ -94,11 +94,11 @@ class PrintedLoop:
     """A loop as a source prints it.
 
     Attributes:
-        number: such as `"1b"`.
-        loop: the loop. What it calls 4 is `run.accumulation_steps`.
-        assumes: what `verify` must be told for it to hold.
-        plan: limits of the drawn plans, arguments of `strategies.plans`, that it needs beside; in words in `needs`.
-        needs: what it relies on, for a reader; None where it holds as it is.
+        number: the loop's number, such as `"1b"`.
+        loop: the loop; `run.accumulation_steps` replaces the 4 that the source prints.
+        assumes: assumptions under which `verify` finds that it holds.
+        plan: further limits of the drawn plans, as arguments of `strategies.plans`.
+        needs: the assumptions and limits in words; None where the loop holds without any.
     """
 
     number: str

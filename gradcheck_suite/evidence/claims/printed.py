@@ -1,10 +1,10 @@
-"""Verifying the loops that the sources print: as they stand, and with what they rely on."""
+"""Verify the loops that the sources print, as they stand and under what they rely on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcheck_suite.evidence.claims.loops import PRINTED, PrintedLoop
+from gradcheck_suite.evidence.claims.loops import PrintedLoop
 from gradcheck_suite.generation.strategies import plans
 from gradcheck_suite.records.description import describe_case
 from gradcheck_suite.schema.results import Result, json_number
@@ -13,12 +13,12 @@ from gradcheck_suite.verification.verify import verify
 
 @dataclass(frozen=True)
 class PrintedResult:
-    """What `verify` says of one printed loop.
+    """The results of verifying one printed loop twice.
 
     Attributes:
         printed: the loop.
-        bare: verified with nothing assumed.
-        within: verified within what it needs.
+        bare: result without assumptions.
+        within: result under what the loop relies on.
     """
 
     printed: PrintedLoop
@@ -27,7 +27,7 @@ class PrintedResult:
 
     @property
     def as_expected(self) -> bool:
-        """Whether it holds within what it needs, and needs it."""
+        """Whether the loop holds under what it relies on, and is violated without."""
         return self.within.holds and not self.bare.holds
 
     def to_json(self) -> dict[str, object]:
@@ -54,7 +54,7 @@ def _outcome(result: Result) -> str:
 
 
 def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResult:
-    """Verify one printed loop twice."""
+    """Verify one printed loop without assumptions, and under what it relies on."""
     name = printed.number
     bare = verify(printed.loop, name=name, examples=examples)
     within = verify(
@@ -65,8 +65,3 @@ def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResul
         plan=plans(**printed.plan) if printed.plan else None,
     )
     return PrintedResult(printed, bare, within)
-
-
-def printed_loops() -> tuple[PrintedLoop, ...]:
-    """Return the loops in the order of their sources."""
-    return PRINTED

@@ -1,4 +1,4 @@
-"""What a claim is, and what testing it comes to."""
+"""A claim, and the finding of its check."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Verdict = Literal["confirmed", "refuted", "conditional"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What running a claim's check showed.
+    """The result of a claim's check.
 
     Attributes:
-        verdict: `"confirmed"`, `"refuted"`, or `"conditional"`: true where `condition` says.
-        sentence: what holds, in one or two sentences.
-        condition: under which the claim is true; empty unless conditional.
-        figures: name (with its unit) -> what was measured or counted in this run.
-        counterexample: the smallest case in which the claim fails, in words or code; empty where there is none.
+        verdict: `"confirmed"`, `"refuted"`, or `"conditional"` (true under `condition`).
+        sentence: one to three sentences on what holds.
+        condition: condition under which the claim is true; empty unless conditional.
+        figures: name (with its unit) -> value measured or counted in this run.
+        counterexample: smallest case in which the claim fails, in words or code; empty where there is none.
     """
 
     verdict: Verdict
@@ -28,18 +28,18 @@ class Finding:
     counterexample: str = ""
 
     def __post_init__(self) -> None:
-        assert bool(self.condition) == (self.verdict == "conditional"), "a condition goes with `conditional` alone"
+        assert bool(self.condition) == (self.verdict == "conditional"), "only a `conditional` finding has a condition"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement about gradient zeroing, and the check that puts it to the test.
+    """One statement about gradient zeroing, and the check that tests it.
 
     Attributes:
-        number: such as `"C1.1"`: the source's number and the claim's.
+        number: the source's number and the claim's, such as `"C1.1"`.
         text: the claim.
-        how: how it is tested here.
-        check: runs the test; returns what it showed. Every figure comes out of the run, none is written down.
+        how: how the check tests it.
+        check: runs the test and returns its finding. Every figure comes from the run.
     """
 
     number: str

@@ -1,4 +1,4 @@
-"""Claims about size: the traffic of a very large model (C1.7), when it matters at all (C1.8), and memory (C3.4)."""
+"""Claims about size: the traffic of a very large model (C1.7), when zeroing suffices (C1.8), and memory (C3.4)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from gradcheck_suite.measure.workload import Size
 
 PARAMETERS = 405e9
 STATED_BANDWIDTH = 2e12
-"""Bytes per second, the claim's."""
+"""Bandwidth that the claim states, in bytes per second."""
 FLOPS = 4e14
-"""Operations per second that a device reaches in training: 40% of the 989e12 that NVIDIA states for an H100 in
+"""Floating-point operations per second of a device in training: 40% of the 989e12 that NVIDIA states for an H100 in
 bfloat16 (data sheet, dense)."""
 OPERATIONS_PER_PARAMETER = 6
-"""Of one token's forward and backward (Kaplan et al. 2020, Scaling Laws for Neural Language Models, section 2.1)."""
+"""Operations per parameter in one token's forward and backward (Kaplan et al. 2020, Scaling Laws for Neural Language
+Models, section 2.1)."""
 PASSES = bytes_saved_by_releasing(1)
 """Number of times that zero mode moves the gradients' bytes per step beyond a release; see C1.6."""
 
@@ -47,13 +48,12 @@ def _very_large() -> Finding:
     assert shares[1048576] < 0.001
     return Finding(
         "conditional",
-        "Moving 1.62 TB of float32 gradients once takes 0.81 s at 2 TB/s, 3.24 s for the four passes of zero mode. "
-        "Both "
-        "traffic and work are shared among devices alike, so its share of a step depends on the tokens that a replica "
-        "works on per step alone: a third at 1,024, less than 1% at 131,072.",
+        "Moving 1.62 TB of float32 gradients once takes 0.81 s at 2 TB/s; the four passes of zero mode take 3.24 s. "
+        "Devices share traffic and work alike, so the share of a step depends only on the tokens that a replica "
+        "processes per step: a third of the step at 1,024 tokens, less than 1% at 131,072.",
         condition="few tokens per replica and step, below about 10,000",
         figures=figures,
-        counterexample="131,072 tokens per replica and step: a third of a percent",
+        counterexample="131,072 tokens per replica and step: a third of a percent of the step",
     )
 
 
@@ -73,14 +73,13 @@ def _decision() -> Finding:
                 )
     return Finding(
         "conditional",
-        f"Of {len(figures)} settings on this machine's CPU, releasing was the faster one in {len(better['none'])}, "
-        "zeroing in "
-        f"{len(better['zero'])}, and in {len(better['neither'])} chance explains the difference (sign test over pairs "
-        "of steps, 5%). What decides is the share of the gradients' traffic in a step, and what memory costs that is "
-        "given back and asked for again. What a release saves for sure is one gradient's worth between steps.",
+        f"Of {len(figures)} settings on this machine's CPU, releasing was faster in {len(better['none'])}, zeroing in "
+        f"{len(better['zero'])}, and neither in {len(better['neither'])} (sign test over pairs of steps, 5%). Two "
+        "things decide: the share of the gradients' traffic in a step, and the cost of memory that is given back and "
+        "allocated again. A release always saves the memory of all gradients between steps.",
         condition="the time is the same or within noise; memory between steps is no constraint",
         figures=figures,
-        counterexample="; ".join(better["none"]) or "none: releasing was never the faster one here",
+        counterexample="; ".join(better["none"]) or "none: releasing was faster in no setting",
     )
 
 
@@ -95,9 +94,8 @@ def _limited_memory() -> Finding:
     assert peaks[16] < peaks[1] / 4
     return Finding(
         "confirmed",
-        "With the batch held fixed, the peak falls with the number of micro-batches as the activations do, towards "
-        "what "
-        "parameters and gradients need in any case.",
+        "With a fixed batch, the peak falls with the number of micro-batches, as the activations do, towards the "
+        "memory of parameters and gradients.",
         figures={
             "bytes of parameters, and of gradients": size,
             **{f"peak bytes, 1024 items in K = {k} micro-batches": peak for k, peak in peaks.items()},
@@ -114,16 +112,16 @@ CLAIMS = (
     ),
     Claim(
         "C1.8",
-        "For small models, or when memory is no constraint, zeroing may do; what decides: model size, hardware, batch "
-        "size, update frequency.",
-        "steps timed under both modes in turn on this machine's CPU",
+        "For small models, or when memory is no constraint, zeroing suffices; model size, hardware, batch size and "
+        "update frequency decide.",
+        "steps under both modes in turn, timed on this machine's CPU",
         _decision,
     ),
 )
 MEMORY_CLAIMS = (
     Claim(
         "C3.4",
-        "Accumulation serves limited GPU memory.",
+        "Accumulation helps where GPU memory is limited.",
         "the ledger's peak for 1,024 items cut into 1 to 16 micro-batches",
         _limited_memory,
     ),

@@ -19,7 +19,7 @@ def _kept() -> Finding:
     assert freed == {"zero_": 0, "None": size}
     return Finding(
         "confirmed",
-        "zero_ frees nothing: every byte of the gradients is there when the next forward begins.",
+        "zero_ frees nothing: all gradients are still allocated when the next forward begins.",
         figures={
             "bytes of all gradients": size,
             "alive when the next forward begins, zero_ / None": f"{alive['zero_']} / {alive['None']}",
@@ -42,9 +42,8 @@ def _redundant() -> Finding:
         figures[f"additions per step, {DEPTH} parameters, K = {k}: zero_ / None"] = f"{zeroed} / {released}"
     return Finding(
         "confirmed",
-        "After zero_ each parameter's first gradient of a window is added to zeros: one addition per parameter and "
-        "step "
-        "that a release does without, whether there is accumulation or not.",
+        "After zero_, autograd adds each parameter's first gradient of a window to zeros: one addition per parameter "
+        "and step that a release avoids, with or without accumulation.",
         figures=figures,
     )
 
@@ -66,11 +65,10 @@ def _assigned() -> Finding:
     assert added
     return Finding(
         "conditional",
-        "The first gradient after a release is not added to anything: autograd takes the very tensor that backward "
-        "made, without a copy. The second micro-batch's is added in place, as ever.",
-        condition="for the first backward after the release; a gradient that is sparse, shared or of other strides "
-        "than "
-        "its parameter is copied, not taken",
+        "The first gradient after a release is not added to anything: autograd takes the tensor that backward made, "
+        "without a copy. It adds the second micro-batch's gradient in place.",
+        condition="for the first backward after the release; autograd copies a gradient that is sparse, shared or of "
+        "other strides than its parameter",
         figures={
             "first: .grad is the tensor that backward made": taken,
             "second: added in place to the first": added,
@@ -91,18 +89,17 @@ def _frees_for_others() -> Finding:
         peaks = zeroed.peak(window=1), released.peak(window=1)
         savings[what] = (peaks[0].bytes - peaks[1].bytes) / size
         figures[f"{what}: peak under zero_ / None, bytes"] = f"{peaks[0].bytes:,} / {peaks[1].bytes:,}"
-        figures[f"{what}: the peak falls in"] = f"{peaks[0].phase} / {peaks[1].phase}"
+        figures[f"{what}: phase of the peak"] = f"{peaks[0].phase} / {peaks[1].phase}"
         figures[f"{what}: saved, in gradients' bytes"] = savings[what]
     assert savings["few activations"] < 0.5 < savings["many activations"]
     return Finding(
         "conditional",
-        "Between steps the memory is free, so a forward whose activations make the peak has it. Where the peak falls "
-        "late in the backward, all gradients are there again and little or nothing is saved.",
-        condition="the peak falls in the forward or early in the backward: activations outweigh gradients",
+        "Between steps the memory is free, and a forward whose activations make the peak can use it. Where the peak "
+        "occurs late in the backward, all gradients are allocated again, and a release saves little or nothing.",
+        condition="the peak occurs in the forward or early in the backward: activations outweigh gradients",
         figures=figures,
-        counterexample="width 256, 4 items: the peak falls at the backward's end, and releasing saves less than half "
-        "of "
-        "the gradients' bytes",
+        counterexample="width 256, 4 items: the peak occurs at the end of the backward, and releasing saves less than "
+        "half of the gradients' bytes",
     )
 
 
@@ -114,11 +111,10 @@ def _more_allocations() -> Finding:
     assert peaks[1] <= peaks[0]
     return Finding(
         "conditional",
-        "Each step frees all gradients once and allocates them again, where zeroing keeps them; but under zeroing each "
-        "backward allocates a new gradient too, adds it and frees it, so allocations per step are the same. The peak "
-        "is "
-        "never higher under a release.",
-        condition="deallocations between steps are counted; allocations by backward are as many in both modes",
+        "Each step frees all gradients once and allocates them again, where zeroing keeps them. But under zeroing "
+        "each backward allocates a new gradient too, adds it and frees it, so allocations per step are the same. The "
+        "peak is never higher under a release.",
+        condition="only deallocations between steps count; backward allocates equally often in both modes",
         figures={
             "bytes of all gradients": size,
             "freed per step by reset and accumulation, zero_ / None": f"{freed[0]} / {freed[1]}",
@@ -142,10 +138,9 @@ def _traffic() -> Finding:
     return Finding(
         "conditional",
         "Zeroing moves four times the gradients' bytes per step with K = 1: it writes the zeros, reads them and the "
-        "new "
-        "gradient, and writes the sum. The claim leaves the writing of the zeros out. Under a release nothing is moved "
-        "beyond the store that makes the gradient, which both modes have.",
-        condition="gradients are large; for small ones each step's launches cost more than their bytes",
+        "new gradient, and writes the sum. The claim omits the write of the zeros. A release moves nothing beyond the "
+        "store that makes the gradient, which both modes need.",
+        condition="gradients are large; for small gradients the kernel launches cost more than the bytes",
         figures=figures,
         counterexample="load, load, add, store is 3 G; zero_ itself writes one more",
     )
@@ -161,9 +156,8 @@ def _sum_of_four() -> Finding:
     assert torch.equal(w.grad, right)
     return Finding(
         "confirmed",
-        "After four backwards the buffer holds the sum of the four; with the loss divided by 4, as in the loop, that "
-        "is "
-        "their mean.",
+        "After four backwards the buffer holds the sum of the four gradients; with the loss divided by 4, as in the "
+        "loop, that sum is their mean.",
         figures={"gradients": [g.tolist() for g in gradients], "held": w.grad.tolist()},
     )
 
@@ -177,8 +171,8 @@ CLAIMS = (
     ),
     Claim(
         "C1.2",
-        "After zeroing, the next backward adds the new gradient to 0: a redundant operation. Even without accumulation "
-        "every step pays it.",
+        "After zeroing, the next backward adds the new gradient to 0: a redundant operation, which every step does "
+        "even without accumulation.",
         "additions of accumulation per step, counted by the ledger",
         _redundant,
     ),
@@ -203,8 +197,7 @@ CLAIMS = (
     Claim(
         "C1.6",
         "Operations: zero mode = load new gradient, load zero gradient, add, store; None mode = store. The transfers "
-        "are "
-        "the bottleneck on a GPU.",
+        "are the bottleneck on a GPU.",
         "bytes read and written by reset and accumulation per step, counted by the ledger",
         _traffic,
     ),

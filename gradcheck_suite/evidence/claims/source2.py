@@ -34,11 +34,11 @@ def _not_reset() -> Finding:
     assert abs(held[1]) < abs(held[0])
     return Finding(
         "conditional",
-        "Without a reset the gradient holds the sum of all gradients so far, to the bit. It accumulates; it need not "
-        "grow: gradients of different signs cancel.",
+        "Without a reset, the gradient is the sum of all gradients so far, to the bit. It accumulates but need not "
+        "grow, since gradients of different signs cancel.",
         condition="gradients keep their sign from one iteration to the next",
-        figures={"bias.grad of each iteration alone": alone, "bias.grad held after each iteration": held},
-        counterexample="one bias, three items whose gradients are -4, 4 and 5: held are -4, 0 and 5",
+        figures={"bias.grad of each iteration alone": alone, "bias.grad after each iteration": held},
+        counterexample="one bias, three items with gradients -4, 4 and 5: bias.grad is -4, 0 and 5",
     )
 
 
@@ -68,15 +68,16 @@ def _whenever_tracked() -> Finding:
     assert summed == [1.0, 3.0, 6.0]
     return Finding(
         "conditional",
-        "What is needed is a reset, once per optimizer step. `p.grad = None` does as well as `zero_()`, and between "
-        "the micro-batches of one step there must be none at all: their sum is wanted.",
-        condition="between two steps, where no None reset is made and no accumulation is meant",
+        "Training needs one reset per optimizer step. `p.grad = None` resets as well as `zero_()`. Between the "
+        "micro-batches of one step there must be no reset, since their gradients are to be summed.",
+        condition="between two steps, where gradients are not set to None and accumulation is not intended",
         figures={
             "gradients under zero_()": zeroed,
             "gradients under None": released,
             "gradients accumulated on purpose": summed,
         },
-        counterexample="w.grad = None before each backward: the gradients are those of zero_(), which is never called",
+        counterexample="w.grad = None before each backward: the gradients equal those under zero_(), which is never "
+        "called",
     )
 
 
@@ -98,8 +99,8 @@ def _what_zero_grad_does() -> Finding:
     assert kept.item() == 0.0
     return Finding(
         "refuted" if default is True and by_default is None else "confirmed",
-        "`optimizer.zero_grad()` sets every gradient to None; that is its default since torch 2.0. With "
-        "`set_to_none=False` it calls `zero_()` on each, as the claim has it.",
+        "`optimizer.zero_grad()` sets every gradient to None, its default since torch 2.0. With `set_to_none=False` it "
+        "calls `zero_()` on each gradient, as the claim says.",
         figures={
             "default of set_to_none": default,
             "grad after zero_grad()": str(by_default),
@@ -125,8 +126,8 @@ def _none_check() -> Finding:
     assert raised == [2, 1, 1]
     return Finding(
         "confirmed",
-        "Before the first backward every gradient is None and `p.grad.zero_()` raises AttributeError. It is not a "
-        "matter of early iterations alone: a parameter that no item reaches, or a frozen one, keeps None for ever.",
+        "Before the first backward every gradient is None, and `p.grad.zero_()` raises AttributeError. This happens "
+        "not only in early iterations: a frozen parameter, or a parameter that no item reaches, keeps None.",
         figures={"of two parameters, one unused: AttributeErrors in iterations 1, 2, 3": raised},
     )
 
@@ -142,13 +143,13 @@ def _manual_is_equivalent() -> Finding:
     }
     return Finding(
         "refuted",
-        "Since torch 2.0 `zero_grad()` releases and `zero_()` keeps. Against `zero_grad(set_to_none=False)` the loop "
-        "by hand differs where a gradient hangs on a graph (by hand keeps it, and it grows), and for parameters "
-        "outside the optimizer. Under a release an unused parameter is skipped by the optimizer; under zeros momentum "
-        "and weight decay move it.",
+        "Since torch 2.0 `zero_grad()` releases gradients and `zero_()` keeps them. `zero_()` by hand differs from "
+        "`zero_grad(set_to_none=False)` for a gradient with a graph, which it keeps and which grows, and for "
+        "parameters outside the optimizer. Under a release the optimizer skips an unused parameter; under zeros "
+        "momentum and weight decay move it.",
         figures=figures,
-        counterexample="SGD(lr=0.1, momentum=0.9), a parameter used in the first window alone: it goes on moving under "
-        "zero_() and stands still under zero_grad()",
+        counterexample="SGD(lr=0.1, momentum=0.9), a parameter used only in the first window: it keeps moving under "
+        "zero_() and stops under zero_grad()",
     )
 
 
@@ -173,7 +174,7 @@ def _graph_nodes(*, by_hand: bool) -> list[int]:
     optimizer = torch.optim.SGD([w], lr=0.1)
     held = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that create_graph makes a reference cycle, which is the subject
+        warnings.simplefilter("ignore")  # torch warns of the reference cycle, the subject here
         for _ in range(3):
             (w**3).sum().backward(create_graph=True)
             assert w.grad is not None
@@ -268,9 +269,10 @@ def _tracking() -> Finding:
             w.grad = None
     return Finding(
         "confirmed",
-        "It makes no difference. An ordinary gradient does not require grad, so nothing is tracked while it is zeroed. "
-        "After `backward(create_graph=True)` it hangs on the graph, and `zero_()` leaves it there inside `no_grad` as "
-        "well as outside: detach it (`optimizer.zero_grad` does) or release it. The values are right in every case.",
+        "It makes no difference. An ordinary gradient does not require grad, so autograd tracks nothing while it is "
+        "zeroed. After `backward(create_graph=True)` the gradient has a graph, and `zero_()` keeps that graph inside "
+        "`no_grad` as well as outside: detach the gradient, as `optimizer.zero_grad` does, or release it. The values "
+        "are right in every case.",
         figures=figures,
     )
 
@@ -279,7 +281,7 @@ CLAIMS = (
     Claim(
         "C2.1",
         "Without a reset gradients accumulate over iterations: the bias gradient keeps growing.",
-        "three iterations without a reset; the gradient held against the exact sum of the single ones",
+        "three iterations without a reset; the gradient compared with the exact sum of the single gradients",
         _not_reset,
     ),
     Claim(
@@ -308,7 +310,7 @@ CLAIMS = (
     ),
     Claim(
         "C2.6",
-        "It matters not whether gradient tracking is enabled while zero_() runs (the question itself).",
+        "Whether gradient tracking is enabled while zero_() runs makes no difference (the question itself).",
         "zero_() inside and outside no_grad, with and without create_graph; the next gradient against 3 w^2",
         _tracking,
     ),

@@ -36,7 +36,7 @@ def _worked_numbers() -> Finding:
 
 
 def _reset(where: str) -> Callable[[TrainingRun], None]:
-    """Return a loop, sound but for where its reset stands."""
+    """Return a loop that is sound except for the place of its reset."""
 
     def loop(run: TrainingRun) -> None:
         for window in windows(run):
@@ -72,8 +72,9 @@ def _place() -> Finding:
     return Finding(
         "conditional",
         "Three places are equivalent: before the forward, after the step, and between a window's first forward and its "
-        "first backward. Only a reset between backward and step, or none, is wrong.",
-        condition="before a window's first backward or after the step before it; which of these makes no difference",
+        "first backward. A reset between backward and step is wrong, and so is no reset.",
+        condition="the reset is after a step and before the next window's first backward; the place in between makes "
+        "no difference",
         figures={f"reset {where}": _outcome(result) for where, result in results.items()},
         counterexample=_smallest(results["between backward and step"]),
     )
@@ -99,9 +100,9 @@ def _keeps_the_learning_rate() -> Finding:
     assert not short.holds
     return Finding(
         "conditional",
-        "Dividing by the number of steps gives the large batch's gradient where all micro-batches of a window have the "
-        "same count and no window is short. Else the mean of means is not the mean, and a short last window is never "
-        "stepped and leaks into the next epoch. Divide the summed loss by the window's count.",
+        "Dividing by the number of steps gives the large batch's gradient where all micro-batches of a window have "
+        "the same count and no window is short. Otherwise the mean of means is not the mean, and a short last window "
+        "gets no step and leaks into the next epoch. Divide the summed loss by the window's count instead.",
         condition="equal counts and whole windows",
         figures={
             "equal counts, whole windows": _outcome(both),
@@ -113,7 +114,7 @@ def _keeps_the_learning_rate() -> Finding:
 
 
 def _grows_without_bound() -> Finding:
-    """Minimise (w - 1)^2 / 2 from w = 0: the gradient is w - 1, at most 1 in size while training goes well."""
+    """Minimise (w - 1)^2 / 2 from w = 0. The gradient is w - 1, and its size stays below 1 while training converges."""
 
     def largest(lr: float, *, reset: bool, steps: int = 1000) -> tuple[float, float]:
         w = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -141,15 +142,15 @@ def _grows_without_bound() -> Finding:
     with_reset, without = largest(0.01, reset=True), largest(0.01, reset=False)
     assert with_reset[1] < 1e-3 < 0.5 < without[1]
     steady = _never_reset_on_one_sign()
-    figures["gradients of one sign, no reset: held after 10, 100, 1000 steps"] = steady
+    figures["gradients of one sign, no reset: accumulated after 10, 100, 1000 steps"] = steady
     assert steady == [10.0, 100.0, 1000.0]
     return Finding(
         "conditional",
-        "Without a reset SGD is momentum without friction: near a minimum the held gradient stays bounded, by "
-        "1/sqrt(lr) here, and training circles the minimum for ever. Where gradients keep one sign it grows with "
-        "every step.",
-        condition="gradients keep their sign over many steps; else training never settles, but nothing becomes "
-        "excessively large",
+        "Without a reset, SGD behaves like momentum without decay: near a minimum the accumulated gradient stays "
+        "bounded, by 1/sqrt(lr) here, and training oscillates around the minimum without end. Where gradients keep "
+        "one sign, the accumulated gradient grows with every step.",
+        condition="gradients keep their sign over many steps; otherwise training does not converge, but no gradient "
+        "becomes excessively large",
         figures=figures,
         counterexample="(w - 1)^2 / 2, SGD with lr 0.01, 1000 steps without a reset: no gradient above "
         f"{without[0]:.3g}, and no convergence",
@@ -187,8 +188,8 @@ CLAIMS = (
     ),
     Claim(
         "C3.2",
-        "zero_grad must come before backward, so that each mini-batch's gradients stand alone; its place is crucial.",
-        "verify on five loops that differ only in where the reset stands",
+        "zero_grad must come before backward, so that each mini-batch has its own gradients; its place is crucial.",
+        "verify on five loops that differ only in the place of the reset",
         _place,
     ),
     Claim(
@@ -202,7 +203,7 @@ CLAIMS = (
     Claim(
         "C3.5",
         "Not resetting makes gradients excessively large and training unstable.",
-        "SGD on a parabola, with and without a reset, three learning rates; and on a slope",
+        "SGD on a parabola with and without a reset, at three learning rates, and on a linear loss",
         _grows_without_bound,
     ),
 )
