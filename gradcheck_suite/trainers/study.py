@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -88,7 +89,8 @@ def ask(trainer: Trainer, question: Question, *, examples: int, seed: int = 0) -
     return Answer(trainer, question, result)
 
 
-def _problem(name: str) -> Problem:
-    module, _, attribute = name.partition(":")
-    problem: Problem = getattr(import_module(module), attribute)
-    return problem
+def _problem(place: str) -> Problem:
+    """Return the problem at `module:NAME`, or what the function there returns."""
+    module, _, name = place.partition(":")
+    found: Problem | Callable[[], Problem] = getattr(import_module(module), name)
+    return found if isinstance(found, Problem) else found()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means
 from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.trainers import TRAINERS, Trainer
+from gradcheck_suite.trainers.dense import MEAN
 from gradcheck_suite.trainers.questions import PLANS
 
 
@@ -30,8 +33,13 @@ def asked(monkeypatch, tmp_path, capsys):
     return ask
 
 
+def problem():
+    """Return a problem, as a function that a question may name."""
+    return MEAN
+
+
 EQUAL, UNEQUAL = PLANS[:2]
-SOUND = _here("sound", questions=(UNEQUAL,))
+SOUND = _here("sound", questions=(replace(UNEQUAL, problem=f"{__name__}:problem"),))
 FAULTY = _here("faulty", mean_of_means, questions=(UNEQUAL,))
 GONE = _here("gone", imports=("gradcheck_suite.loops.modes:no_such_loop",), questions=(EQUAL, UNEQUAL))
 

@@ -1,11 +1,12 @@
-"""The campaign: chunk after chunk, each counted once, stored and added up."""
+"""The campaign: chunk after chunk is counted once, stored and added up."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gradcheck_suite.evidence.calibration.alarms import Judge
 from gradcheck_suite.evidence.calibration.coverage import drawn_layers, drawn_losses
@@ -30,10 +31,10 @@ class Settings:
     """What was asked for.
 
     Attributes:
-        checks: of sound loops, in all dtypes together.
-        planted: cases in each dtype that errors are planted in.
-        seed: same seed and versions, same cases.
-        dtypes: which.
+        checks: number of checks of sound loops, in all dtypes together.
+        planted: number of cases in each dtype that errors are planted in.
+        seed: the same seed and versions draw the same cases.
+        dtypes: names from `DTYPES`.
     """
 
     checks: int
@@ -49,31 +50,100 @@ def shares(total: int, dtypes: Sequence[str]) -> dict[str, int]:
 
 
 def count_alarms(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
-    """Judge sound loops until every dtype has its share of the checks; what was stored is not judged again.
+    """Judge sound loops until every dtype has its share of the checks; stored chunks are not judged again.
 
     Args:
         settings: what was asked for.
         store: of chunks.
         progress: called with a number of checks whenever so many more are done.
-        into: dtype -> counts, filled chunk by chunk, so that whoever interrupts has what was counted.
+        into: dtype -> counts, filled chunk by chunk, so that an interrupted caller keeps them.
     """
+
+    def count(dtype: str, chunk: int, limit: int) -> Tally:
+        return alarms_in_chunk(dtype, chunk, limit, settings.seed, progress)
+
+    def done(tally: Tally) -> int:
+        return tally.checks
+
     wanted = shares(settings.checks, settings.dtypes)
-    chunk = 0
+    key = {"counts": "alarms", "seed": settings.seed, "by": made_by()}
+    _fill(into, wanted, CHUNK, _Part(key, Tally, done, count, tally_from_json), store, progress)
+
+
+def trace_curves(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
+    """Plant errors in the cases that sound loops are judged on, `settings.planted` of them in each dtype.
+
+    Args:
+        settings: what was asked for.
+        store: of chunks.
+        progress: called with a number of cases whenever so many more are done.
+        into: dtype -> counts, filled chunk by chunk.
+    """
+
+    def count(dtype: str, chunk: int, limit: int) -> Curve:
+        curve = Curve()
+        for drawn in draw_cases(dtype, chunk, cases_for(CHUNK), settings.seed)[:limit]:
+            curve.add(curve_of(drawn, settings.seed))
+            progress(1)
+        return curve
+
+    def done(curve: Curve) -> int:
+        return curve.cases
+
+    wanted = dict.fromkeys(settings.dtypes, settings.planted)
+    key = {"counts": "curve", "seed": settings.seed, "by": made_by(CURVE)}
+    _fill(into, wanted, cases_for(CHUNK), _Part(key, Curve, done, count, curve_from_json), store, progress)
+
+
+Counts = TypeVar("Counts", Tally, Curve)
+
+
+@dataclass(frozen=True)
+class _Part(Generic[Counts]):
+    """One half of a campaign.
+
+    Attributes:
+        key: of its chunks in the store, without dtype, chunk and limit.
+        empty: returns no counts.
+        done: returns how much is counted.
+        count: (dtype, chunk, limit) -> the counts of a chunk.
+        read: returns stored counts.
+    """
+
+    key: Mapping[str, Any]
+    empty: Callable[[], Counts]
+    done: Callable[[Counts], int]
+    count: Callable[[str, int, int], Counts]
+    read: Callable[[Mapping[str, Any]], Counts]
+
+
+def _fill(
+    into: dict[str, Counts],
+    wanted: Mapping[str, int],
+    size: int,
+    part: _Part[Counts],
+    store: Store,
+    progress: Callable[[int], None],
+) -> None:
+    """Add chunks of at most `size` to every dtype's counts until they come to what is wanted.
+
+    The dtypes take turns, so that a run that is stopped early has counts of all of them.
+    """
     with one_thread():
-        while waiting := [d for d in settings.dtypes if into.setdefault(d, Tally()).checks < wanted[d]]:
-            # dtype by dtype in turn, so that what is stopped early has looked at all of them
+        for chunk in itertools.count():
+            waiting = [d for d in wanted if part.done(into.setdefault(d, part.empty())) < wanted[d]]
+            if not waiting:
+                return
             for dtype in waiting:
-                limit = min(CHUNK, wanted[dtype] - into[dtype].checks)
-                key = {"counts": "alarms", "seed": settings.seed, "dtype": dtype, "chunk": chunk, "limit": limit,
-                       "by": made_by()}  # fmt: skip
+                limit = min(size, wanted[dtype] - part.done(into[dtype]))
+                key = {**part.key, "dtype": dtype, "chunk": chunk, "limit": limit}
                 if (stored := store.get(key)) is None:
-                    tally = alarms_in_chunk(dtype, chunk, limit, settings.seed, progress)
-                    store.put(key, tally.to_json())
+                    counted = part.count(dtype, chunk, limit)
+                    store.put(key, counted.to_json())
                 else:
-                    tally = tally_from_json(stored)
-                    progress(tally.checks)
-                into[dtype].add(tally)
-            chunk += 1
+                    counted = part.read(stored)
+                    progress(part.done(counted))
+                into[dtype].add(counted)
 
 
 def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
@@ -87,37 +157,8 @@ def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Cal
 
 
 def cases_for(checks: int) -> int:
-    """Return how many cases have loops for that many checks: every one has those that rely on nothing."""
+    """Return how many cases have loops for that many checks: loops that assume nothing are judged on every case."""
     return math.ceil(checks / sum(not assumptions_of(loop) for loop in LOOPS.values()))
-
-
-def trace_curves(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
-    """Plant errors in the same cases that sound loops are judged on, `settings.planted` of them in each dtype.
-
-    Args:
-        settings: what was asked for.
-        store: of chunks.
-        progress: called with a number of cases whenever so many more are done.
-        into: dtype -> counts, filled chunk by chunk.
-    """
-    chunk = 0
-    with one_thread():
-        while waiting := [d for d in settings.dtypes if into.setdefault(d, Curve()).cases < settings.planted]:
-            for dtype in waiting:
-                limit = min(cases_for(CHUNK), settings.planted - into[dtype].cases)
-                key = {"counts": "curve", "seed": settings.seed, "dtype": dtype, "chunk": chunk, "limit": limit,
-                       "by": made_by(CURVE)}  # fmt: skip
-                if (stored := store.get(key)) is None:
-                    curve = Curve()
-                    for drawn in draw_cases(dtype, chunk, cases_for(CHUNK), settings.seed)[:limit]:
-                        curve.add(curve_of(drawn, settings.seed))
-                        progress(1)
-                    store.put(key, curve.to_json())
-                else:
-                    curve = curve_from_json(stored)
-                    progress(curve.cases)
-                into[dtype].add(curve)
-            chunk += 1
 
 
 def record(settings: Settings, tallies: Mapping[str, Tally], curves: Mapping[str, Curve]) -> dict[str, Any]:

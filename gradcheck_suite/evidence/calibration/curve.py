@@ -1,4 +1,4 @@
-"""The detection curve as counts that add up: in how many cases which rule finds how small an error."""
+"""The detection curve as counts that add up: in how many cases each rule finds an error of each size."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scipy import stats
+
+from gradcheck_suite.evidence.calibration.tally import add_counts
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 
 OURS = "gradcheck-suite"
 NEVER = -1
-"""In place of an exponent: not even an error of relative size 1 is found."""
+"""Stands in place of an exponent where not even an error of relative size 1 is found."""
 WANTED = 0.99
-SURE = 1.6448536269514722
-"""The normal quantile of 95%, one-sided."""
 
 
 def exponents(dtype: str) -> range:
@@ -25,11 +26,11 @@ def exponents(dtype: str) -> range:
 
 @dataclass
 class Curve:
-    """How small an error is found, in one dtype.
+    """The smallest errors that are found, in one dtype.
 
     Attributes:
-        cases: how many were looked at.
-        skipped: why a case was not -> how many.
+        cases: number of cases.
+        skipped: reason why no error was planted in a case -> number of cases.
         smallest: place -> rule -> Counter of k, where 2**-k is the smallest error that is found with all larger ones.
     """
 
@@ -46,9 +47,7 @@ class Curve:
         """Add other counts to these."""
         self.cases += other.cases
         self.skipped.update(other.skipped)
-        for place, rules in other.smallest.items():
-            for rule, counts in rules.items():
-                self.smallest.setdefault(place, {}).setdefault(rule, Counter()).update(counts)
+        self.smallest = add_counts(self.smallest, other.smallest)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
@@ -80,10 +79,9 @@ def size_found(counts: Mapping[int, int], share: float = WANTED) -> float | None
 
 
 def surely(share: float, cases: int) -> float:
-    """Return what the true share is at least, with 95% confidence, where a share of some cases was counted.
+    """Return a lower bound, with 95% confidence, of the true share where a share of some cases was counted.
 
     Source: E. B. Wilson, Probable Inference, J. Am. Stat. Assoc. 22 (1927), the lower limit of the score interval.
     """
-    centre = share + SURE**2 / (2 * cases)
-    width = SURE * math.sqrt(share * (1 - share) / cases + SURE**2 / (4 * cases**2))
-    return (centre - width) / (1 + SURE**2 / cases)
+    interval = stats.binomtest(round(share * cases), cases).proportion_ci(0.9, method="wilson")
+    return float(interval.low)

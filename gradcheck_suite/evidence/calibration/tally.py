@@ -1,23 +1,39 @@
-"""Counts of a campaign, as plain data that adds up: chunks are counted one by one, stored, and summed."""
+"""Counts of a campaign as plain data: chunks are counted separately, stored and added up."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 BINS = 20
-"""Of equal width from 0 to 1, for errors over what was allowed."""
+"""Number of bins of equal width from 0 to 1 for errors over what was allowed."""
+
+
+def add_counts(into: Any, other: Any) -> Any:
+    """Return two values of the same type added up: numbers, lists, Counters, dictionaries by key, objects by field."""
+    if isinstance(into, Counter):
+        into.update(other)
+        return into
+    if isinstance(into, dict):
+        return into | {
+            key: add_counts(into[key], value) if key in into else deepcopy(value) for key, value in other.items()
+        }
+    if hasattr(into, "add"):
+        into.add(other)
+        return into
+    return into + other
 
 
 @dataclass
 class Spread:
-    """How ratios of error to bound are spread.
+    """A histogram of ratios of error to bound.
 
     Attributes:
         counts: of each of `BINS` bins; the last one holds what is larger as well.
-        largest: of all.
+        largest: of all ratios.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * BINS)
@@ -29,7 +45,7 @@ class Spread:
         self.largest = max(self.largest, ratio)
 
     def quantile(self, share: float) -> float | None:
-        """Return what a share of the ratios are at most, to the width of a bin; None where there are no ratios."""
+        """Return an upper bound of a share of the ratios, to the width of a bin; None where there are no ratios."""
         wanted, seen = share * sum(self.counts), 0
         for i, count in enumerate(self.counts):
             seen += count
@@ -54,24 +70,24 @@ def spread_from_json(data: Mapping[str, Any]) -> Spread:
 
 @dataclass
 class Tally:
-    """What checks of sound loops came to, in one dtype.
+    """Counts of checks of sound loops, in one dtype.
 
     Attributes:
-        checks: how many: one loop judged on one case.
-        cases: how many different ones.
-        elements: of gradients, compared in all the checks.
-        skipped: why a check could not be made -> how many.
+        checks: number of checks: one loop judged on one case.
+        cases: number of different cases.
+        elements: number of elements of gradients, compared in all the checks.
+        skipped: reason why a check could not be made -> number of checks.
         alarms: sound loops that were blamed, each with its case.
-        findings: what torch and JAX disagreed about -> how often.
-        over: ratios of error to bound: of all checks under `""`, and of those whose case has a kind of layer.
-        drawn_on: ratios of those gradients that needed the part of the bound which is drawn.
-        layers: checks that were made, by kind of layer in their case.
-        losses: likewise by kind of loss.
-        loops: likewise by loop.
-        rivals: checks in which another rule blames the sound loop, by rule; those of losses under an autocast, whose
-            precision is another one, are not among them.
-        autocast: checks whose losses were under an autocast.
-        rivals_autocast: those in which another rule blames the sound loop, by rule.
+        findings: disagreement of torch and JAX -> number of checks.
+        over: kind of layer -> ratios of error to bound of the checks whose case has that layer; `""` -> of all checks.
+        drawn_on: ratios of the gradients that needed the Monte Carlo part of the bound.
+        layers: kind of layer -> checks that were made on cases with it.
+        losses: kind of loss -> checks that were made on cases with it.
+        loops: loop -> checks that were made of it.
+        rivals: rival rule -> checks in which it blames the sound loop, losses under an autocast left out, since their
+            precision differs from the case's.
+        autocast: number of checks whose losses were under an autocast.
+        rivals_autocast: rival rule -> checks under an autocast in which it blames the sound loop.
     """
 
     checks: int = 0
@@ -91,7 +107,7 @@ class Tally:
 
     @property
     def judged(self) -> int:
-        """Checks that were made, the skipped ones left out."""
+        """Number of checks that were made, the skipped ones left out."""
         return self.checks - self.skipped.total()
 
     def note_ratio(self, kinds: Iterable[str], ratio: float) -> None:
@@ -101,51 +117,26 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add other counts to these."""
-        for name in ("checks", "cases", "elements", "autocast"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("skipped", "findings", "layers", "losses", "loops", "rivals", "rivals_autocast"):
-            getattr(self, name).update(getattr(other, name))
-        self.alarms += other.alarms
-        self.drawn_on.add(other.drawn_on)
-        for kind, spread in other.over.items():
-            self.over.setdefault(kind, Spread()).add(spread)
+        for name in _NAMES:
+            setattr(self, name, add_counts(getattr(self, name), getattr(other, name)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
-        return {
-            "checks": self.checks,
-            "judged": self.judged,
-            "cases": self.cases,
-            "elements": self.elements,
-            "skipped": dict(self.skipped.most_common()),
-            "alarms": self.alarms,
-            "findings": dict(self.findings),
-            "over": {kind: spread.to_json() for kind, spread in sorted(self.over.items())},
-            "drawn_on": self.drawn_on.to_json(),
-            "layers": dict(sorted(self.layers.items())),
-            "losses": dict(sorted(self.losses.items())),
-            "loops": dict(sorted(self.loops.items())),
-            "rivals": dict(sorted(self.rivals.items())),
-            "autocast": self.autocast,
-            "rivals_autocast": dict(sorted(self.rivals_autocast.items())),
-        }
+        return {"judged": self.judged} | {name: _plain(getattr(self, name)) for name in _NAMES}
+
+
+_NAMES = [field.name for field in fields(Tally)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in sorted(value.items())}
+    return value.to_json() if isinstance(value, Spread) else value
 
 
 def tally_from_json(data: Mapping[str, Any]) -> Tally:
     """Read what `Tally.to_json` wrote."""
-    return Tally(
-        checks=data["checks"],
-        cases=data["cases"],
-        elements=data["elements"],
-        skipped=Counter(data["skipped"]),
-        alarms=list(data["alarms"]),
-        findings=Counter(data["findings"]),
-        over={kind: spread_from_json(spread) for kind, spread in data["over"].items()},
-        drawn_on=spread_from_json(data["drawn_on"]),
-        layers=Counter(data["layers"]),
-        losses=Counter(data["losses"]),
-        loops=Counter(data["loops"]),
-        rivals=Counter(data["rivals"]),
-        autocast=data["autocast"],
-        rivals_autocast=Counter(data["rivals_autocast"]),
-    )
+    values = {name: data[name] for name in _NAMES}
+    counters = {name: Counter(value) for name, value in values.items() if isinstance(value, dict)}
+    over = {kind: spread_from_json(spread) for kind, spread in data["over"].items()}
+    return Tally(**values | counters | {"over": over, "drawn_on": spread_from_json(data["drawn_on"])})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from statistics import NormalDist
 
 import pytest
-from scipy import stats
 
 from gradcheck_suite.evidence.calibration.curve import (
     NEVER,
@@ -95,9 +96,10 @@ def test_the_size_found_in_99_percent_leaves_one_case_in_a_hundred():
 
 
 @pytest.mark.parametrize(("found", "cases"), [(1000, 1000), (990, 1000), (198, 200), (25, 25)])
-def test_what_is_sure_is_the_lower_end_of_wilsons_interval(found, cases):
-    interval = stats.binomtest(found, cases).proportion_ci(0.9, method="wilson")
-    assert surely(found / cases, cases) == pytest.approx(interval.low)
+def test_the_lower_bound_is_where_the_counted_share_is_at_the_95_percent_quantile_of_the_score(found, cases):
+    low, share = surely(found / cases, cases), found / cases
+    assert low < share
+    assert (share - low) / math.sqrt(low * (1 - low) / cases) == pytest.approx(NormalDist().inv_cdf(0.95))
 
 
 def test_curves_add_up_and_survive_json():
