@@ -166,11 +166,8 @@ def is_sum_over_items(
     if count is not None:
         print(f"count of all items {float(count(whole)):.12g}, summed over the micro-batches {sum(counts):.12g}")
         right = right and adds_up(float(count(whole)), counts)
-    gradients = [parameter_gradients(term, model) for term in terms]
-    for name, gradient in parameter_gradients(large, model).items():
-        one, *others = broadcast(gradient, *(other[name] for other in gradients))
-        error, size = elementwise_error(one, sum(others)), torch.stack(others).abs().sum(0)
-        if error.numel():
-            print(f"gradient of {name}: the two differ by at most {error.max():.3g}, the largest is {size.max():.3g}")
-            right = right and float(error.max()) <= TOLERANCE * float(size.max())
-    return right
+    one, gradients = parameter_gradients(large, model), [parameter_gradients(term, model) for term in terms]
+    other = {name: sum(broadcast(*(gradient[name] for gradient in gradients))) for name in one}
+    error, size = largest_difference(one, other), max(largest_difference(g, dict.fromkeys(g)) for g in gradients)
+    print(f"the gradients of the two differ by at most {error:.3g}, the largest element is {size:.3g}")
+    return right and error <= TOLERANCE * size

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
-import torch
-
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, out_signal
 from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.loops.sound import plain
@@ -89,10 +87,3 @@ def loss_problems(name: str) -> Iterator[ProblemSpec]:
             layers = (*before, *_trained(signal))
             for reduction in ("mean", "sum"):
                 yield ProblemSpec(source, layers, Loss(name, reduction=reduction, **options))
-
-
-def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a loss's gradients by parameter, dense."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {n: g if g is None else g.to_dense() if g.is_sparse else g for n, g in zip(parameters, found, strict=True)}

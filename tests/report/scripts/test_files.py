@@ -17,7 +17,7 @@ from tests.report.scripts.problems import load
 from tests.report.scripts.test_violations import LINEAR, violation_of
 
 # the suite cannot be imported where the script runs
-ALONE = "import sys, runpy; sys.modules['gradcheck_suite'] = sys.modules['jax'] = None; "
+ALONE = "import sys, runpy; sys.modules.update(dict.fromkeys(['gradcheck_suite', 'jax', 'hypothesis'])); "
 RUN = ALONE + "runpy.run_path(sys.argv[1], run_name='__main__')"
 LOOP = """
 def train(run):

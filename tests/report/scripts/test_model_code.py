@@ -13,12 +13,13 @@ from gradcheck_suite.catalogue import LAYERS, LOSSES
 from gradcheck_suite.evidence.zoo.bugs.denominators import no_divide
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.strategies import cases, plans
+from gradcheck_suite.references.torch_reference import parameter_gradients
 from gradcheck_suite.report.scripts import model_code, script_text, writer
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.verification.check import check
-from tests.report.scripts.problems import gradients, layer_problems, load, loss_problems, status
+from tests.report.scripts.problems import layer_problems, load, loss_problems, status
 
 PLAN = Plan((1, 2), 2)
 RELATIVE = 1e-12
@@ -52,7 +53,7 @@ def assert_text_means_the_same(case):
     model, its = script.make_model(), instance.model()
     loss, expected = script.loss(model, batch), instance.problem.loss(its, own)
     assert_same(loss.detach(), expected.detach())
-    observed, right = gradients(loss, model), gradients(expected, its)
+    observed, right = parameter_gradients(loss, model), parameter_gradients(expected, its)
     assert {n for n, g in observed.items() if g is None} == {n for n, g in right.items() if g is None}
     assert observed.keys() == right.keys()
     for parameter, gradient in right.items():
