@@ -20,14 +20,17 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
 
-from score import Mutant, explained, mutants, report, unexplained
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for `python mutation/run.py`, which puts `mutation/` there instead
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+from mutation.score import Mutant, explained, mutants, report, stale, unexplained  # noqa: E402
+
+HERE = ROOT / "mutation"
 BUILD = ROOT / "build" / "mutation"
 SOCKET = "tests.socket"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GRADCHECK_SUITE_CACHE": str(BUILD / "cache")}
@@ -55,11 +58,20 @@ TARGETS = {
     "schema/plan": Target("tests/schema/test_plan.py"),
     "numerics/comparison": Target("tests/numerics/test_comparison.py"),
     "numerics/least_squares": Target("tests/numerics/test_least_squares.py"),
-    "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
+    "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
+    "diagnosis/gradient": Target(
+        "tests/diagnosis/test_gradient.py tests/diagnosis/test_gradient_on_cases.py "
+        "tests/diagnosis/test_gradient_on_probe.py",
+        TORCH,
+        60.0,
+    ),
+    "diagnosis/step_count": Target("tests/diagnosis/test_step_count.py", TORCH),
+    "diagnosis/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
     "diagnosis/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
     "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
+    "verification/check": Target("tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0),
 }
 
 
@@ -130,7 +142,12 @@ def _found(tree: Path) -> list[Mutant]:
     """Return the mutants of all modules that were ever run."""
     sessions = [_session(target) for target in TARGETS]
     dumps = [_call(tree, "cosmic-ray", "dump", str(session)) for session in sessions if session.exists()]
-    return [mutant for dump in dumps for mutant in mutants(dump.splitlines())]
+    source = cache(lambda module: (tree / module).read_text(encoding="utf-8"))
+    return [mutant for dump in dumps for mutant in mutants(dump.splitlines(), source)]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main() -> int:
@@ -152,7 +169,9 @@ def main() -> int:
     (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
     left = unexplained(found, reasons)
     for mutant in left:
-        print(f"{mutant.module}: `{mutant.line}` -> `{mutant.changed}` survived and is not explained")
+        print(f"{mutant.module}: `{mutant.statement}` -> `{mutant.changed}` survived and is not explained")
+    for module, statement, _ in stale(reasons, lambda module: _text(ROOT / module)):
+        print(f"explained.toml: {module} no longer contains `{statement}`; remove the entry, or correct it")
     print(f"{len(found)} mutants; see mutation/README.md")
     return 1 if left else 0
 

@@ -1,48 +1,50 @@
-"""The mutation score: what Cosmic Ray's mutants came to, beside the reasons why some cannot be killed."""
+"""The mutation score: the outcome of each of Cosmic Ray's mutants, and the reasons why some cannot be killed."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mutation.statements import apply, changed_statement, statements
 
 Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one line.
+    """One change to one statement.
 
     Attributes:
         module: path of the module.
         outcome: `"killed"`, `"survived"` or `"incompetent"`; `"skipped"` where a filter left it out; `"not tried"`.
-        line: the line, or where there are several, the first, without its indentation.
-        changed: what it became; empty where it was removed.
+        statement: the innermost statement that changed, in the form of `statements.changed_statement`.
+        changed: what it became.
         timed_out: whether it was killed because the tests took too long.
     """
 
     module: str
     outcome: str
-    line: str = ""
+    statement: str = ""
     changed: str = ""
     timed_out: bool = False
 
     @property
     def key(self) -> Key:
-        """What tells it from others."""
-        return self.module, self.line, self.changed
+        """Identify the mutant independently of the module's formatting."""
+        return self.module, self.statement, self.changed
 
 
-def _line(diff: Sequence[str], sign: str) -> str:
-    changed = [line[1:].strip() for line in diff if line.startswith(sign) and not line.startswith(3 * sign)]
-    return changed[0] if changed else ""
+def mutants(dump: Iterable[str], source: Callable[[str], str]) -> list[Mutant]:
+    """Read what `cosmic-ray dump` prints: one mutant and its result a line.
 
-
-def mutants(dump: Iterable[str]) -> list[Mutant]:
-    """Read what `cosmic-ray dump` prints: one mutant and its result a line."""
+    Args:
+        dump: the lines.
+        source: returns the text of a module, given its path as Cosmic Ray writes it.
+    """
     found = []
     for text in dump:
         item, result = json.loads(text)
@@ -52,9 +54,9 @@ def mutants(dump: Iterable[str]) -> list[Mutant]:
         elif result["worker_outcome"] == "skipped":
             found.append(Mutant(module, "skipped"))
         else:
-            diff = (result["diff"] or "").split("\n")
-            timed_out = result["output"] == "timeout"
-            found.append(Mutant(module, result["test_outcome"], _line(diff, "-"), _line(diff, "+"), timed_out))
+            before = source(module)
+            changed = changed_statement(before, apply((result["diff"] or "").split("\n"), before))
+            found.append(Mutant(module, result["test_outcome"], *changed, timed_out=result["output"] == "timeout"))
     return found
 
 
@@ -62,8 +64,15 @@ def explained(path: Path) -> dict[Key, str]:
     """Read the reasons: mutants that no test can tell from the module itself."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["explained"]
     return {
-        (entry["module"], entry["line"], changed): entry["reason"] for entry in entries for changed in entry["mutants"]
+        (entry["module"], entry["statement"], changed): entry["reason"]
+        for entry in entries
+        for changed in entry["mutants"]
     }
+
+
+def stale(reasons: dict[Key, str], source: Callable[[str], str | None]) -> list[Key]:
+    """Return the keys of reasons for statements that their module no longer contains."""
+    return [key for key in reasons if key[1] not in statements(source(key[0]) or "")]
 
 
 def unexplained(found: Iterable[Mutant], reasons: dict[Key, str]) -> list[Mutant]:
@@ -86,7 +95,7 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
     lines = [
         "# Mutation",
         "",
-        "Is every change to the code that compares, bounds, reads and plans noticed by a test? Made by",
+        "Does a test fail for every change to the code that compares, bounds and names faults? Made by",
         "",
         "```console",
         "tox -e mutation",
@@ -112,10 +121,10 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
             if (key[1], reasons[key]) != before:
                 lines.append(f"- `{key[1]}`: {reasons[key]}")
                 before = key[1], reasons[key]
-            lines.append(f"  - `{key[2] or 'removed'}`")
+            lines.append(f"  - `{key[2]}`")
         if keys:
             lines.append("")
     if left := unexplained(found, reasons):
         lines += ["## Neither killed nor explained", ""]
-        lines += [f"- `{m.module}`: `{m.line}` became `{m.changed or 'nothing'}` ({m.outcome})" for m in left]
+        lines += [f"- `{m.module}`: `{m.statement}` became `{m.changed}` ({m.outcome})" for m in left]
     return "\n".join(lines).rstrip() + "\n"

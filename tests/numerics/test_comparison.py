@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from gradcheck_suite.numerics.comparison import Difference, Layout, worst_difference
+from gradcheck_suite.numerics.comparison import Comparison, Difference, Layout, elementwise_error, worst_difference
 
 LAYOUT = Layout(("0.weight", "0.bias", "1.scale", "2.empty"), ((2, 3), (2,), (), (0,)))
 
@@ -129,3 +129,26 @@ def test_layouts_and_differences_are_frozen():
         LAYOUT.names = ()
     with pytest.raises(FrozenInstanceError):
         worst_difference(np.zeros(0), np.zeros(0), np.zeros(0)).count = 1
+
+
+def test_the_error_of_numbers_that_are_not_finite():
+    observed, expected = (
+        np.array([np.inf, np.nan, np.nan, 1.0, np.inf]),
+        np.array([np.inf, np.nan, 1.0, np.nan, -np.inf]),
+    )
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(elementwise_error(observed, expected), [0.0, 0.0, np.inf, np.inf, np.inf])
+
+
+def test_a_comparison_keeps_its_evidence():
+    def comparison():
+        return Comparison(LAYOUT, np.zeros(9), np.arange(9.0), np.full(9, 2.0), frozenset({"0.bias"}))
+
+    compared = comparison()
+    assert (compared.ratio, compared.worst.index) == (4.0, 8)
+    assert compared.worst is compared.worst, "computed once"
+    assert compared.seen("0.bias") is None
+    np.testing.assert_array_equal(compared.seen("0.weight"), [[0, 1, 2], [3, 4, 5]])
+    assert compared != comparison(), "arrays have no truth value, so comparisons are told apart by identity"
+    with pytest.raises(FrozenInstanceError):
+        compared.allowed = np.ones(9)
