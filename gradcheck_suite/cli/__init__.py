@@ -31,12 +31,12 @@ COMMANDS = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit status; nothing but a bug leaves this as an exception."""
+    """Run one command line and return its exit status; every exception becomes a status and a message."""
     program = PROGRAM
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
-                # torch and jax warn about themselves, which tells the user nothing about a loop
+                # torch and jax warn about their own internals, which says nothing about a loop
                 warnings.simplefilter("ignore")
             command, rest = _command(argv)
             program = f"{PROGRAM} {command}"
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail(program, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:
-        # the reader went away, as `| head` does: leave nothing that Python would try to flush at exit
+        # the reader closed the pipe, as `| head` does: leave nothing that Python would flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_status.BAD_USAGE
     except Exception:

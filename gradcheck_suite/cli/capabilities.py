@@ -1,4 +1,4 @@
-"""What the suite can be asked for on this machine, each ability tried once."""
+"""What the suite can do on this machine: each capability is tried once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradcheck_suite.schema.case import DTYPES
 
 @dataclass(frozen=True)
 class Capability:
-    """Something this machine can or cannot do.
+    """One thing that the suite can do on some machines.
 
     Attributes:
-        name: what.
-        reason: why not; None where it can.
-        main: whether the suite's main job, verifying on the CPU, needs it.
+        name: such as `"--device cuda"`.
+        reason: why it cannot run here; None where it can.
+        main: whether it is the suite's main job, verifying on the CPU.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Capability:
 
 
 def capabilities() -> list[Capability]:
-    """Try what the suite can be asked for, and return what works here and what does not."""
+    """Try each capability, and return them with the reasons of those that cannot run here."""
     reasons = environment.missing()
     found = [Capability("verify and replay on the CPU", reasons[0] if reasons else _cannot_run(_small_job), main=True)]
     torch, jax = environment.imported("torch"), environment.imported("jax")
@@ -75,7 +75,7 @@ def _backward(dtype: str, device: str) -> None:
 def _write_to_cache() -> None:
     folder = environment.cache_directory()
     if folder is None:
-        raise RuntimeError(f"{environment.CACHE_VARIABLE} is set to nothing")
+        raise RuntimeError(f"{environment.CACHE_VARIABLE} is empty")
     expect_writable_folder(folder, environment.CACHE_VARIABLE)
 
 

@@ -20,7 +20,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Test the claims that the arguments name; print and record each verdict. A claim's being false is no failure."""
+    """Test the claims that the arguments name; print and record each verdict. A refuted claim is no failure."""
     environment.expect_main_job()
     output_paths.expect_writable(arguments.reports)
     environment.prepare()

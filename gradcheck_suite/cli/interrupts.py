@@ -1,4 +1,4 @@
-"""Ctrl-C, written down as well as raised, since a loop under test may catch whatever is raised inside it."""
+"""Note each Ctrl-C beside raising `KeyboardInterrupt`, which a loop under test may catch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """Yield the list that every Ctrl-C inside the block is added to, beside raising `KeyboardInterrupt`."""
+    """Yield a list to which every Ctrl-C inside the block is added; `KeyboardInterrupt` is raised all the same."""
     pressed: list[int] = []
 
     report = sys.unraisablehook
@@ -21,7 +21,7 @@ def noted_interrupts() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     def report_others(unraisable: Any) -> None:
-        # raised inside a finaliser or the garbage collector's callback, it goes nowhere: it is noted
+        # an exception raised inside a finaliser or a callback of the garbage collector is lost
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             report(unraisable)
 

@@ -1,7 +1,7 @@
-"""From what a user types to what it names: a loop or a problem in a file, in a module, or built in.
+"""Load the loop or the problem that a command line names: from a file, from a module, built in, or a trainer.
 
-A user's file is imported under a name of its own, with its folder on `sys.path` so that its imports work as in a
-script. Whatever is wrong with it becomes one line: the file, the line number, what was expected.
+A user's file is imported under a name of its own, with its folder on `sys.path`, so that its imports work as in a
+script. Every error becomes one line: the file, the line number, what was expected.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def one_line(error: BaseException) -> str:
 
 
 def expect_file(text: str) -> None:
-    """Refuse `FILE.py:NAME` where there is no such file; importing nothing.
+    """Refuse `FILE.py:NAME` where there is no such file; imports nothing.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the file does not exist.
     """
     path = Path(text.rpartition(":")[0])
     if path.suffix == ".py" and not path.exists():
@@ -187,7 +187,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
-    """Run an import; whatever it raises, but an interrupt by the user, becomes a `UsageError`."""
+    """Run an import; every exception except an interrupt by the user becomes a `UsageError`."""
     try:
         return load()
     except SystemExit as error:
@@ -207,7 +207,7 @@ def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
 
 
 def _line_in(error: BaseException, file: str | None) -> str:
-    """Say at which line of a file an exception was on its way, or at which of any file."""
+    """Return the line of a file that an exception passed through, or the last line of any user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file]
     if inside:
@@ -224,7 +224,7 @@ def _expect_one_argument(loop: Any, text: str) -> None:
     try:
         signature = inspect.signature(loop)
     except (TypeError, ValueError):
-        return  # some callables written in C have none: let the call tell
+        return  # some callables written in C have no signature: the call itself will fail
     try:
         signature.bind(object())
     except TypeError:
@@ -249,7 +249,7 @@ def _functions_in(path: Path) -> list[str]:
 
 
 def _offer(module: ModuleType, wanted: Callable[[Any], bool] = callable) -> str:
-    """List what a module offers, for the end of a message; of callables only its own, not what it imports."""
+    """List a module's public names for the end of a message; of callables only those that it defines."""
     names = [
         name
         for name, value in vars(module).items()

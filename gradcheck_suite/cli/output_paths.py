@@ -1,4 +1,4 @@
-"""Where a command's results go: refused before the work starts where they could not be written."""
+"""The paths that a command writes to, refused before its work starts where they cannot be written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradcheck_suite.records.store import FOLDER
 
 
 def add_reports(parser: Parser, what: str) -> None:
-    """Add `--reports`, whose help says what of the command's goes to the folder."""
+    """Add `--reports`; its help says what the command writes there."""
     parser.add_argument(
         "--reports", type=Path, default=Path("reports"), metavar="DIR", help=f"{what} (default %(default)s)"
     )
 
 
 def expect_writable(reports: Path, *folders: str, json: Path | None = None) -> None:
-    """Refuse a reports folder whose records, or other `folders` in it, and a `--json` path that cannot be written."""
+    """Refuse paths that cannot be written: the records and other `folders` under a reports folder, and `--json`."""
     if json is not None:
         if json.is_dir() or not json.name:
             raise UsageError(f"--json {json}: expected the path of a file, got a folder")

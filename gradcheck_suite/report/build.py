@@ -46,21 +46,15 @@ def build(reports: Path) -> Report:
     return Report(
         title=TITLE,
         made=datetime.now(UTC).isoformat(timespec="minutes"),
-        answers=_answers(records.of("verify"), records.of("benchmark"), records.of("claim")),
+        answers=(
+            ("Does zero_ give the same gradients as set_to_none?", _equal(records.of("verify")), "verified"),
+            ("Where do they differ?", _differ(records.of("claim")), "claims"),
+            ("What does each cost?", _cost(records.of("benchmark"), records.of("memory")), "costs"),
+            ("Which of the claims are true?", _true(records.of("claim")), "claims"),
+        ),
         sections=tuple(section for section in sections if section is not None),
         environments=environments(everything),
         problems=records.problems,
-    )
-
-
-def _answers(
-    verified: Sequence[Record], measured: Sequence[Record], claimed: Sequence[Record]
-) -> tuple[tuple[str, str, str], ...]:
-    return (
-        ("Does zero_ give the same gradients as set_to_none?", _equal(verified), "verified"),
-        ("Where do they differ?", _differ(claimed), "claims"),
-        ("What does each cost?", _cost(measured), "costs"),
-        ("Which of the claims are true?", _true(claimed), "claims"),
     )
 
 
@@ -84,7 +78,12 @@ def _differ(records: Sequence[Record]) -> str:
     return str(newest[-1]["sentence"]) if newest else "Not tested yet."
 
 
-def _cost(records: Sequence[Record]) -> str:
+def _cost(measured: Sequence[Record], memory: Sequence[Record]) -> str:
+    sentences = [text for text in (_windows(measured), _steps(measured), _kept(memory)) if text]
+    return " ".join(sentences) or "Not measured yet."
+
+
+def _windows(records: Sequence[Record]) -> str:
     windows: dict[tuple[object, ...], dict[str, float]] = {}
     for record in records:
         data = record.data
@@ -92,23 +91,39 @@ def _cost(records: Sequence[Record]) -> str:
             key = tuple(data[n] for n in ("device", "dtype", "parameters", "layout", "micro_batches"))
             windows.setdefault(key, {})[str(data["mode"])] = float(data["seconds"]["median"])
     both = {k: v["zero_"] / v["set_to_none"] for k, v in windows.items() if {"zero_", "set_to_none"} <= v.keys()}
-    if not both:
-        return "Not measured yet."
     parts = []
     for device in sorted({str(k[0]) for k in both}):
         ratios = sorted(ratio for k, ratio in both.items() if k[0] == device)
         parts.append(
-            f"on the {device_name(device)} a window under zero_ takes {median(ratios):.2f} times as "
-            f"long as under set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})"
+            f"On the {device_name(device)} a window under zero_ takes {median(ratios):.2f} times as long as under "
+            f"set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})."
         )
-    text = "; ".join(parts)
+    return " ".join(parts)
+
+
+def _steps(records: Sequence[Record]) -> str:
     steps = [r.data for r in records if r.data.get("measures") == "step"]
-    if steps:
-        equal = sum(step["better"] == "neither" for step in steps)
-        text += (
-            f". In whole steps, the modes in turn, chance explains the difference in {equal} of {len(steps)} settings"
-        )
-    return f"{text[0].upper()}{text[1:]}. Zeroing keeps one gradient's worth of memory between steps, releasing none."
+    if not steps:
+        return ""
+    equal = sum(step["better"] == "neither" for step in steps)
+    return (
+        f"Over whole steps, measured with the modes in turn, chance explains the difference in {equal} of "
+        f"{len(steps)} settings."
+    )
+
+
+def _kept(records: Sequence[Record]) -> str:
+    kept = {
+        (int(r.data["parameters"]), str(r.data["mode"])): float(r.data["gradients_between"]) / 2**20 for r in records
+    }
+    sizes = [size for size, mode in kept if mode == "zero_" and (size, "set_to_none") in kept]
+    if not sizes:
+        return ""
+    size = max(sizes)
+    return (
+        f"Between the steps of a model with {size:,} parameters, zero_ keeps {kept[size, 'zero_']:.0f} MiB of "
+        f"gradients, set_to_none {kept[size, 'set_to_none']:.0f} MiB."
+    )
 
 
 def _true(records: Sequence[Record]) -> str:

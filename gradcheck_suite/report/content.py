@@ -58,7 +58,7 @@ class Section:
         tables: after the text.
         figures: after the tables.
         commands: that make the figures of this section again.
-        missing: what has not been run, said plainly; None where everything was.
+        missing: a sentence on what has not been run yet; None where everything has.
     """
 
     key: str
@@ -72,14 +72,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole.
+    """A whole report.
 
     Attributes:
         title: of the page.
         made: when, ISO 8601.
-        answers: the questions a reader comes with, each with its answer and the section that has the figures.
+        answers: the main questions, each with its answer and the key of the section with the figures.
         sections: in order.
-        environments: what the records were made on, as pairs of a name and a value.
+        environments: the distinct environments of the records, as pairs of a name and a value.
         problems: records that could not be read.
     """
 

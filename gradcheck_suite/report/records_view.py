@@ -1,4 +1,4 @@
-"""Reading the records for the report: the latest of each kind of thing, and what they were made on."""
+"""Read the records for the report: the latest of each subject, and the machines that made them."""
 
 from __future__ import annotations
 

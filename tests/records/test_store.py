@@ -1,4 +1,4 @@
-"""Records survive a run that is killed, and damaged ones are told of."""
+"""Records survive a run that is killed, and damaged lines are reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_records_come_back_in_order(tmp_path):
     assert records[0].time.endswith("+00:00")
 
 
-def test_no_file_is_no_records(tmp_path):
+def test_a_missing_file_has_no_records(tmp_path):
     assert read_records(tmp_path, "claim") == ([], [])
 
 
@@ -46,7 +46,7 @@ def test_a_run_killed_while_writing_loses_that_record_alone(tmp_path, kept):
     assert problems == ["claim.jsonl, line 2: damaged; left out"]
 
 
-def test_foreign_and_old_lines_are_told_of(tmp_path):
+def test_foreign_and_old_lines_are_reported(tmp_path):
     path = _append(tmp_path, 1)
     record = json.loads(path.read_bytes())
     lines = [{**record, "schema": 0}, {**record, "kind": "zoo"}, {**record, "data": 3}, [1]]
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
         _append(tmp_path, 1)
 
 
-def test_numbers_that_json_has_not_are_refused(tmp_path):
+def test_nan_is_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         _append(tmp_path, float("nan"))
     assert read_records(tmp_path, "claim") == ([], [])
