@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.generation.coverage import Reach, Reached
+from gradcheck_suite.generation.coverage import CaseCoverage, Coverage
 from gradcheck_suite.records.verification import Counterexample, record_verification
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.options import VerifyOptions
@@ -45,7 +45,7 @@ class Verified:
     """
 
     result: Result
-    reached: Reached
+    reached: Coverage
     unjudged: str | None
 
 
@@ -59,7 +59,7 @@ def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[
     """
     from gradcheck_suite.verification.verify import verify
 
-    reach, reasons = Reach(), Counter[str]()
+    reach, reasons = CaseCoverage(), Counter[str]()
 
     def note(verdict: Verdict) -> None:
         if reason := verdict.skipped or verdict.finding:

@@ -1,7 +1,6 @@
-"""Autocast, recognised and not declared: whether a loop computed its losses under `torch.autocast`, in which dtype.
+"""Detection of autocast: whether a loop computes its losses under `torch.autocast`, and in which dtype.
 
-Autocast leaves float64 tensors alone, so a float64 run computes in float64 whatever the loop asks for and is judged
-so.
+Autocast does not change float64 tensors, so a float64 run computes in float64 and is judged in float64.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.schema.contract import Batch
 
 Compute = str | None
-"""The dtype's name of the autocast that losses were computed under; None for none."""
+"""The name of the autocast dtype under which losses were computed, or None."""
 
 
-class NotedLoss:
-    """A loss that writes down under which autocast it is called, where gradients are asked for.
+class AutocastRecorder:
+    """A loss that records the autocast dtype of its calls that need gradients.
 
     Attributes:
-        compute: of the calls so far; where they differ, the coarsest dtype.
+        compute: the autocast dtype of the calls so far; the coarsest one if they differ.
     """
 
     def __init__(self, loss: Callable[[torch.nn.Module, Batch], torch.Tensor], device: torch.device) -> None:
@@ -37,10 +36,10 @@ class NotedLoss:
 
 
 def coarsest(*names: Compute) -> Compute:
-    """Return the dtype with the largest unit roundoff; None counts for nothing."""
+    """Return the dtype with the largest unit roundoff, ignoring None."""
     return max((name for name in names if name is not None), key=UNIT_ROUNDOFF.__getitem__, default=None)
 
 
-def entered(device: torch.device, compute: Compute) -> AbstractContextManager[object]:
-    """Return the autocast of that dtype, to be entered, or a context that does nothing."""
+def autocast_context(device: torch.device, compute: Compute) -> AbstractContextManager[object]:
+    """Return an autocast context of this dtype, or for None a context that does nothing."""
     return nullcontext() if compute is None else torch.autocast(device.type, dtype=getattr(torch, compute))

@@ -21,9 +21,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's CPU operations in one thread: those of a generated model are too small to share.
+    """Run torch's CPU operations in one thread: those of a generated model are too small for several.
 
-    With two threads on two busy cores the same cases were seen to take nine times as long.
+    With two threads on two busy cores the same cases took nine times as long.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -37,8 +37,8 @@ def checked_device(name: str) -> torch.device:
     """Return the device of that name.
 
     Raises:
-        UsageError: there is no device of that name.
-        CannotRunHere: CUDA was asked for where there is none.
+        UsageError: no device has this name.
+        CannotRunHere: the device is CUDA, and torch sees none.
     """
     if name not in DEVICES:
         raise UsageError(f"device must be one of {', '.join(DEVICES)}; got {name!r}")

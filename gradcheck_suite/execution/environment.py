@@ -23,6 +23,7 @@ MINIMUM = {
     "jax": "0.9",
     "jaxlib": "0.9",
     "numpy": "2.0",
+    "scipy": "1.13",
     "hypothesis": "6.150",
     "rich": "14",
     "pytest": "8.4",

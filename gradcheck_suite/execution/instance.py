@@ -17,7 +17,7 @@ from gradcheck_suite.catalogue import checked_loss, reduction_of
 from gradcheck_suite.catalogue.build import build_model, draw_data
 from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution.autocast import NotedLoss
+from gradcheck_suite.execution.autocast import AutocastRecorder
 from gradcheck_suite.execution.devices import checked_device, torch_dtype
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.case import Case
@@ -50,12 +50,12 @@ def leaves(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return a pytree with its floating tensors in a dtype, others as they are."""
+    """Return a pytree with its floating-point tensors in a dtype and the others unchanged."""
     return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 class Items(Dataset[Any]):
-    """The items of one epoch; a list of indices gives a batch, copied so that a loop may change it."""
+    """The items of one epoch. A list of indices selects a batch, which is a copy, so that a loop may change it."""
 
     def __init__(self, data: Batch) -> None:
         self._data = data
@@ -120,10 +120,10 @@ class Instance:
         return model.train()
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return what the mean over a batch divides by, as a float.
+        """Return the divisor of the mean over a batch, a floating-point scalar.
 
-        In float64 for a float64 run, in float32 otherwise: the quotient of two integer tensors would come out in
-        torch's default dtype, which is float32 and would round a float64 run's weights at the eighth digit.
+        It is float64 for a float64 run and float32 otherwise. A quotient of two integer tensors has torch's default
+        dtype, float32, which would round a float64 run's weights at the eighth digit.
         """
         dtype = torch.promote_types(torch.float32, self.dtype)
         if self.problem.count is not None:
@@ -137,14 +137,14 @@ class Instance:
         return torch.tensor(float(len(next(leaves(batch)))), device=self.device, dtype=dtype)
 
     def batch(self, items: range, dtype: torch.dtype | None = None) -> Batch:
-        """Return some of the items as one batch, floating tensors in `dtype` where given."""
+        """Return some of the items as one batch, floating-point tensors in `dtype` if given."""
         batch = Items(self.data).__getitems__(items)
         if dtype is None:
             return batch
         return to_dtype(batch, dtype)
 
     def drawn(self, items: int, dtype: torch.dtype) -> Batch:
-        """Return a batch of other items than the epoch's, floating tensors in `dtype`."""
+        """Return a batch of newly drawn items, floating-point tensors in `dtype`."""
         batch = self.problem.batch(items, self.case.seed)
         return map_leaves(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype), batch)
 
@@ -154,13 +154,13 @@ class Instance:
         return loader_over(self.data, [plan.items(j) for j in range(len(plan.micro_batches))])
 
     def run(self) -> TrainingRun:
-        """Return what a loop is handed."""
+        """Return the argument of a loop."""
         model = self.model()
         return TrainingRun(
             model=model,
             optimizer=make_optimizer(self.case.optimizer, model),
             loader=self.loader(),
-            loss=NotedLoss(self.problem.loss, self.device),
+            loss=AutocastRecorder(self.problem.loss, self.device),
             count=self.count,
             accumulation_steps=self.case.plan.accumulation_steps,
             epochs=self.case.plan.epochs,

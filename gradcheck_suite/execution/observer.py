@@ -1,6 +1,6 @@
-"""What reaches `optimizer.step()`: every parameter's gradient, copied at that moment.
+"""Observation of optimizer steps: a copy of every parameter's gradient at each step.
 
-A step that is handed a closure (as Lightning's are) computes its gradients inside: they are copied once it has run.
+A step with a closure, as in Lightning, computes its gradients inside: they are copied after the closure has run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class TooManySteps(BaseException):
-    """The loop stepped far more often than it should; raised out of its `step` so that it ends."""
+    """The loop stepped far too often. Raised in `optimizer.step()`, so that the loop ends."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Observation:
     """One `optimizer.step()`.
 
     Attributes:
-        gradients: parameter name -> a dense copy of its gradient, or None. Trainable parameters only.
-        parameters: parameter name -> a copy of its value before the step; only kept for a real optimizer.
-        settings: of each parameter group (learning rate and so on); only kept for a real optimizer.
+        gradients: name of each trainable parameter -> a dense copy of its gradient, or None.
+        parameters: name -> a copy of the parameter before the step; empty unless the trajectory is kept.
+        settings: options of each parameter group, such as the learning rate; empty unless the trajectory is kept.
     """
 
     gradients: dict[str, torch.Tensor | None]
@@ -32,18 +32,18 @@ class Observation:
 
 
 class Observer:
-    """Hangs on an optimizer's public step hook and copies what it sees."""
+    """Records an `Observation` for every step of an optimizer, by its public step hook."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int, trajectory: bool = False
     ) -> None:
-        """Watch an optimizer.
+        """Start observing.
 
         Args:
-            model: whose trainable parameters are watched.
-            optimizer: whose steps are watched.
-            limit: steps after which the loop is stopped.
-            trajectory: whether to keep parameter values and settings as well.
+            model: the model whose trainable parameters are observed.
+            optimizer: the optimizer whose steps are observed.
+            limit: number of steps after which the loop is stopped.
+            trajectory: whether to record parameter values and settings, too.
         """
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.observations: list[Observation] = []
@@ -53,7 +53,7 @@ class Observer:
 
     def _see(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if len(self.observations) >= self._limit:
-            # written down too, since a loop may catch whatever is raised inside it
+            # recorded as well, since a loop may catch the exception
             self.exceeded = True
             raise TooManySteps
         # the first argument is the optimizer itself
@@ -64,7 +64,7 @@ class Observer:
         return args[:1], {**kwargs, "closure": self._noted_after(closure, optimizer)}
 
     def _noted_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        """Return the closure, which notes the step down once it has run for the first time."""
+        """Return the closure, extended to record the step after its first run."""
         noted = False
 
         def run() -> Any:
@@ -87,11 +87,11 @@ class Observer:
         self.observations.append(Observation(gradients, values, settings))
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop observing."""
         self._handle.remove()
 
 
 def dense_copy(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a gradient, dense where it is sparse."""
+    """Return a dense copy of a gradient."""
     dense = gradient.detach()
     return dense.to_dense().clone() if dense.is_sparse else dense.clone()

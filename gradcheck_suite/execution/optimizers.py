@@ -1,4 +1,4 @@
-"""The optimizers a loop is handed: one that leaves the parameters as they are, or a real one by name."""
+"""The optimizers of a run: one whose step leaves the parameters unchanged, and torch's by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from gradcheck_suite.errors import UsageError
 
 
-class HoldStill(torch.optim.Optimizer):
-    """An optimizer whose step changes nothing, so that every window is judged at the same point."""
+class NoOpOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step changes nothing, so that every window is judged at the same parameters."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 0.0, "foreach": None, "fused": None})
@@ -35,19 +35,19 @@ OPTIMIZERS: dict[str, _Factory] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
 TAKES_SPARSE = frozenset({"sgd", "nesterov", "adagrad"})
-"""Which take sparse gradients. SGD does, but not with weight decay."""
+"""Names of the optimizers that support sparse gradients. SGD does, but not with weight decay."""
 
 
 def checked_optimizer(name: str) -> str:
-    """Return the name; `UsageError` when there is no optimizer of that name."""
+    """Return the name; raises `UsageError` if no optimizer has it."""
     if name not in OPTIMIZERS:
         raise UsageError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {name!r}")
     return name
 
 
 def make_optimizer(name: str | None, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the named optimizer over a model's trainable parameters, or `HoldStill` for None."""
+    """Return the named optimizer over a model's trainable parameters, or `NoOpOptimizer` for None."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UsageError("the model has no parameter with requires_grad=True: there is no gradient to check")
-    return HoldStill(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)
+    return NoOpOptimizer(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)

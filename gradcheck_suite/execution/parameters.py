@@ -1,4 +1,4 @@
-"""A model's parameters over a run: what a loop must leave as it is, and where the optimizer alone takes them.
+"""Checks of a model's parameters after a run: unchanged shapes and dtypes, and values that only the optimizer moved.
 
 Stand-alone scripts copy these functions, which therefore need torch alone.
 """
@@ -15,7 +15,7 @@ Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
 
 
 def structure(model: torch.nn.Module) -> Structure:
-    """Return each parameter with its shape, dtype, device and requires_grad, none of which a loop may change."""
+    """Return each parameter with its shape, dtype, device and requires_grad, which a loop must not change."""
     return {
         name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
         for name, p in model.named_parameters()
@@ -23,7 +23,7 @@ def structure(model: torch.nn.Module) -> Structure:
 
 
 def structure_changes(before: Structure, after: Structure) -> str | None:
-    """Return how the loop changed the model's parameters other than by value, or None."""
+    """Return how the loop changed the model's parameters apart from their values, or None."""
     changes = [f"removed {name}" for name in before.keys() - after.keys()]
     changes += [f"added {name}" for name in after.keys() - before.keys()]
     for name in before.keys() & after.keys():
@@ -39,7 +39,7 @@ def replayed(
     start: Mapping[str, torch.Tensor],
     observations: Iterable[Observation],
 ) -> dict[str, torch.Tensor]:
-    """Return where an optimizer takes parameters when it steps on the gradients and settings that were observed.
+    """Return the parameters after an optimizer's steps on the observed gradients, with the observed settings.
 
     Args:
         make_optimizer: parameters -> the optimizer.
@@ -59,9 +59,9 @@ def replayed(
 
 
 def drift(observed: torch.Tensor, expected: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Return the largest |observed - expected| of a parameter's elements, and what rounding allows after some steps.
+    """Return a parameter's largest |observed - expected|, and the bound on its rounding error after some steps.
 
-    The error is NaN where an element of either is.
+    The error is NaN if an element of either is.
     """
     if not expected.numel():
         return 0.0, 0.0

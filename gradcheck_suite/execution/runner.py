@@ -1,4 +1,4 @@
-"""Running a loop on an instance, with everything it does written down."""
+"""Runs a loop on an instance and records its outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.execution.autocast import Compute, NotedLoss
+from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
@@ -22,19 +22,19 @@ from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loop did.
+    """The outcome of a run.
 
     Attributes:
         observations: one per optimizer step, in order.
-        parameters: trainable parameters' values at the end.
-        start: trainable parameters' values at the beginning.
+        start: values of the trainable parameters before the run, by name.
+        parameters: values of the trainable parameters after the run, by name.
         raised: one line about the exception that ended the loop, or None.
-        trace: that exception's traceback, from the loop's own frame on.
-        timed_out: whether it was stopped for taking too long.
-        endless: whether it was stopped for stepping too often.
+        trace: the traceback of that exception, from the loop's frame on.
+        timed_out: whether the loop was stopped by the time limit.
+        endless: whether the loop was stopped because it stepped too often.
         structure: how the loop changed the model's parameters, or None.
-        compute: the dtype of the autocast that it computed its losses under, or None.
-        refused: why the loop said that it cannot train this at all, by raising `CannotRunHere`, or None.
+        compute: the autocast dtype of its losses, or None.
+        refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
     """
 
     observations: list[Observation]
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
-    """Run a loop on a fresh model; whatever it raises, but an interrupt by the user, is part of the outcome."""
+    """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome."""
     run = instance.run()
     observer = Observer(
         run.model, run.optimizer, limit=instance.case.plan.step_limit, trajectory=instance.case.optimizer is not None
@@ -87,13 +87,13 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         timed_out=timed_out,
         endless=endless,
         structure=structure_changes(before, structure(run.model)),
-        compute=run.loss.compute if isinstance(run.loss, NotedLoss) else None,
+        compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
     )
 
 
 def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
-    """Return one line about an exception and its traceback, both without the suite's own frame."""
+    """Return one line about an exception, and its traceback, both without the suite's frame."""
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)
     inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]

@@ -1,4 +1,4 @@
-"""A limit on how long a loop may take, so that one that hangs is a verdict and not a hang of the suite."""
+"""Time limit of a loop, so that a loop that hangs is a violation and does not hang the suite."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from typing import Any
 _SHORTEST_S, _LONGEST_FACTOR = 1e-5, 1e3
 """The pauses before each further attempt lie between 10 microseconds and 10 milliseconds."""
 IDLE = 0.02
-"""The share of a core below which a process waits for something, and not for its turn on a busy machine."""
+"""Share of a core below which a process counts as waiting, rather than as competing for a busy processor."""
 PATIENCE = 10.0
-"""How many times the limit a process may take that is kept from the processor by others."""
+"""Factor of the limit that a process gets at most while other processes keep the processor busy."""
 
 
 class TimedOut(BaseException):
-    """The loop did not return in time. Not an `Exception`, so that a loop's own handlers let it pass."""
+    """The loop did not return in time. It is no `Exception`, so that a loop's handlers do not catch it."""
 
 
 @dataclass
 class Limit:
-    """What became of a limit: whether the time was over before the block was."""
+    """State of a time limit: whether it expired before the block ended."""
 
     expired: bool = False
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
-    """Raise `TimedOut` inside the block after some seconds, again and again until it is left.
+    """Raise `TimedOut` inside the block after some seconds of wall-clock time, repeatedly until the block ends.
 
-    The seconds are the clock's. On a busy machine they pass while others compute, and a sound loop would be blamed:
-    where the process itself has computed for less, and has not been idle either, it has up to `PATIENCE` times as long.
+    On a busy machine wall-clock time passes while other processes compute. A process that has computed for less time
+    and was not idle therefore gets up to `PATIENCE` times as long, so that a correct loop is not blamed.
 
-    The limit works by SIGALRM: in the main thread, on systems that have it. Elsewhere there is no limit. Python code
-    is stopped even where it catches whatever is raised; a call into C code that never returns is not.
+    The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere there is no limit.
+    It stops Python code that catches every exception. It does not stop a call into C code that never returns.
     """
     limit = Limit()
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
@@ -52,7 +52,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     generator = inspect.currentframe()
     # the frame of the `with` statement, past contextlib's own: frames that it calls are the block's
     block = generator and generator.f_back and generator.f_back.f_back
-    # of its own, since whoever tests at random seeds the shared one
+    # not the shared generator, which property tests seed
     chance = random.Random(0)
     began, computed = time.monotonic(), time.process_time()
 
@@ -62,7 +62,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         if not limit.expired and (rest := _rest(seconds, time.monotonic() - began, time.process_time() - computed)):
             signal.setitimer(signal.ITIMER_REAL, rest)
             return
-        # pauses of every length meet the block at every place, also where it catches nothing
+        # random pauses interrupt the block at every place, also outside of its exception handlers
         pause = _SHORTEST_S * _LONGEST_FACTOR ** chance.random()
         if limit.expired:
             _raise_at_next_line(frame, block)
@@ -77,12 +77,12 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
 
 
 def _rest(limit: float, passed: float, computed: float) -> float:
-    """Return how many seconds a block still has, 0 where none.
+    """Return how many seconds a block has left, or 0.
 
     Args:
-        limit: that it was given.
-        passed: by the clock.
-        computed: of processor time, in all threads.
+        limit: the limit, in seconds.
+        passed: wall-clock seconds since the block began.
+        computed: processor seconds of all threads since the block began.
     """
     if computed >= limit or computed < IDLE * passed or passed >= PATIENCE * limit:
         return 0.0
@@ -91,14 +91,14 @@ def _rest(limit: float, passed: float, computed: float) -> float:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Put back, at the end, what a limit changes in the interpreter."""
+    """Restore the trace function, signal handler and unraisable hook afterwards."""
     tracer, handler, report = sys.gettrace(), signal.getsignal(signal.SIGALRM), sys.unraisablehook
 
     def report_others(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, TimedOut):
             report(unraisable)
 
-    # raised inside a finaliser, it can go nowhere and means nothing
+    # a `TimedOut` raised in a finaliser cannot propagate and is not reported
     sys.unraisablehook = report_others
     try:
         yield
@@ -111,7 +111,7 @@ def _restored() -> Iterator[None]:
 
 
 def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
-    """Whether a frame is the block's, and not the limit's own on its way in or out."""
+    """Return whether a frame belongs to the block, and not to the limit's own entry or exit."""
     called: FrameType | None = None
     while frame is not None and frame is not block:
         frame, called = frame.f_back, frame
@@ -119,14 +119,15 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
 
 
 def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> None:
-    """Make the block's frames raise `TimedOut` at the next line they come to.
+    """Make the block's frames raise `TimedOut` at the next line that they execute.
 
-    For a block that caught the first one: its next line is the handler's, and what is raised in a handler leaves it.
+    It is for a block that caught the first `TimedOut`: its next line is in the handler, and an exception raised in a
+    handler propagates.
     """
 
     def tracer(frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename == __file__:
-            return None  # the limit's own work must come to its end, or no further attempt follows
+            return None  # an interrupted handler of the limit would make no further attempt
         if event == "line" and _inside(frame, block):
             raise TimedOut
         return tracer

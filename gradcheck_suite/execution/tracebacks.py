@@ -1,4 +1,4 @@
-"""Reading an exception that user code raised: the line it came from, and what it most likely means."""
+"""Exceptions of user code: the line that raised them, and their most likely cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysco
 
 
 def users_line(error: BaseException) -> str:
-    """Return `FILE, line N` of where in the user's code an exception was on its way, or of where it was raised."""
+    """Return `FILE, line N` of an exception's innermost frame in user code, or of the frame that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
     own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
@@ -27,19 +27,19 @@ _BY_TEXT = (
     ),
     (
         "Inference tensors cannot be saved for backward",
-        "the loop runs in inference mode: take torch.inference_mode away from it",
+        "the loop runs in inference mode: remove torch.inference_mode",
     ),
     (
         "backward through the graph a second time",
-        "the same loss went through backward twice: compute it anew for each micro-batch",
+        "backward was called twice on the same loss: compute the loss again for each micro-batch",
     ),
 )
 
 
 def hint(error: BaseException) -> str | None:
-    """Return what to look for, or None where nothing is known about such an error."""
+    """Return the likely cause of an exception and what to do, or None."""
     if isinstance(error, SystemExit):
-        return "it ended the program: a loop returns when it is done"
+        return "the loop ended the program: return from the loop instead"
     if isinstance(error, dataclasses.FrozenInstanceError):
         return "a TrainingRun cannot be changed: keep what the loop needs in variables of its own"
     text = str(error)

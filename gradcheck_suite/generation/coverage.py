@@ -1,4 +1,4 @@
-"""What drawn cases reached: which layers, losses and splits, how often. A verdict is worth what was tried."""
+"""Coverage of drawn cases: how many cases contain each input, layer, loss and kind of split."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
-Reached = dict[str, dict[str, int]]
-"""Category (`"layers"`, `"losses"`, `"inputs"`, `"splits"`) -> what -> in how many cases."""
+Coverage = dict[str, dict[str, int]]
+"""Category (`"inputs"`, `"layers"`, `"losses"`, `"splits"`) -> name -> number of cases that contain it."""
 SPLITS = (
     "unequal micro-batches",
     "a micro-batch of one item",
@@ -24,8 +24,8 @@ SPLITS = (
 )
 
 
-class Reach:
-    """Counts of what cases reached; each case counts once for each thing it has."""
+class CaseCoverage:
+    """Counts the cases that contain each input, layer, loss and kind of split."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {"inputs": Counter(), "layers": Counter(), "losses": Counter()}
@@ -36,7 +36,7 @@ class Reach:
         for category, names in _parts(case):
             self._counts[category].update(set(names))
 
-    def to_json(self) -> Reached:
+    def to_json(self) -> Coverage:
         """Return the counts, the most frequent first."""
         return {category: dict(counts.most_common()) for category, counts in self._counts.items()}
 

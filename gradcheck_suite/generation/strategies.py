@@ -1,7 +1,7 @@
 """Hypothesis strategies for problems, plans and cases.
 
-They return specs, which shrink and print; never modules or tensors. Everything shrinks to the smallest model, the
-fewest windows, the fewest and smallest micro-batches.
+They return specs, which shrink and print, never modules or tensors. Cases shrink towards the smallest model, the fewest
+windows, and the fewest and smallest micro-batches.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MAX_MICRO_BATCHES = 24
 MAX_INNER_LAYERS = 2
 SMALL_MICRO_BATCHES = 3
 CHOOSY_WEIGHT = 2
-"""How many times more a loss that takes few signals is drawn where it fits."""
+"""Additional places among the choices for a loss that accepts few signals, where it fits."""
 MASKABLE_WEIGHT = 8
-"""Likewise for one that can ignore targets: most training of language models, and where counts and items part."""
+"""Additional places for a loss that can ignore targets: it is the case in which counts differ from numbers of items."""
 
 
 Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
-"""Kinds, each with a strategy for its options."""
+"""A strategy of pairs: a kind, and a strategy of its options."""
 
 
 def _checked_range(low: Any, high: Any, name: str) -> None:
@@ -61,9 +61,9 @@ def _assumptions(assumes: Iterable[str]) -> frozenset[str]:
 
 
 def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
-    """Return the reductions that a loop with these assumptions is tried on.
+    """Return the reductions that are drawn for a loop with these assumptions.
 
-    A loop that needs equal counts speaks of means: to a sum, counts are nothing.
+    A loop that assumes equal counts is tested with means only, since counts do not matter to a sum.
     """
     if SUM_REDUCTION in assumes:
         return ("sum",)
@@ -72,7 +72,7 @@ def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
 
 @cache
 def _sampled(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    """Return one and the same strategy for the same choices: making one costs Hypothesis more than drawing from it."""
+    """Return a cached strategy: building one costs Hypothesis more time than drawing from it."""
     return st.sampled_from(choices)
 
 
@@ -94,15 +94,16 @@ def plans(
 
     Args:
         draw: given by Hypothesis.
-        min_epochs: fewest passes.
-        max_epochs: most passes.
-        min_windows: fewest windows in an epoch.
-        max_windows: most windows in an epoch; fewer where K is so large that an epoch would pass 24 micro-batches.
+        min_epochs: smallest number of passes.
+        max_epochs: largest number of passes.
+        min_windows: smallest number of windows in an epoch.
+        max_windows: largest number of windows in an epoch; it is lower for a K with which an epoch would exceed 24
+            micro-batches.
         min_accumulation_steps: smallest K.
         max_accumulation_steps: largest K.
-        max_items: most items in a micro-batch.
+        max_items: largest number of items in a micro-batch.
         maskable: whether some micro-batches may have no valid targets, which only some losses support.
-        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+        assumes: assumptions of the loop, names from `ASSUMPTIONS`.
     """
     _checked_range(min_epochs, max_epochs, "epochs")
     _checked_range(min_windows, max_windows, "windows")
@@ -122,7 +123,7 @@ def plans(
         return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
     if not (maskable and draw(_sampled((False, True, True, True)))):
         return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
-    # size and mask side by side in one draw, so that shrinking takes out a whole micro-batch
+    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]
     masked = {j for j, (_, mask) in enumerate(drawn) if mask}
     plan = Plan(tuple(n for n, _ in drawn), k, epochs)
@@ -137,7 +138,7 @@ def _with_mask(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, bo
 
 
 def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
-    """Return a strategy over the kinds that have variants, each with a strategy over those; None for no kind."""
+    """Return a strategy of the kinds that have variants, or None if none has."""
     kinds = [(kind, st.sampled_from(variants)) for kind, variants in found if variants]
     return st.sampled_from(kinds) if kinds else None
 
@@ -146,11 +147,11 @@ def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
 def _layers(
     signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
 ) -> Choices | None:
-    """Return a strategy over the layer kinds that take a signal.
+    """Return a strategy of the layer kinds that accept a signal.
 
-    Every kind has its own place whatever the signal, so that shrinking may change what comes before a layer. The
-    places of kinds that do not fit go to what mixes, and to what leads from one form to another twice as often:
-    pointwise activations are many and would crowd these out.
+    Every kind has the same place for every signal, so that shrinking may change the layers before it. The places of
+    kinds that do not fit go to layers that mix features or positions, and twice as often to layers that change the
+    signal's form. Otherwise the many pointwise activations would dominate.
     """
     places: list[tuple[LayerDefinition, list[Options]]] = []
     for kind in LAYERS.values():
@@ -192,9 +193,9 @@ def _layer(
 
 @cache
 def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
-    """Return a strategy over the losses that take a signal.
+    """Return a strategy of the losses that accept a signal.
 
-    Those that do not take every signal, classification among them, are drawn more often where they fit.
+    Losses that accept few signals, such as classification losses, are drawn more often where they fit.
     """
     kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
     choosy = [kind for kind in kinds if not kind.variants(vector(1))]
@@ -208,7 +209,7 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
 
 @cache
 def _inputs() -> Choices | None:
-    """Return a strategy over the inputs that some trainable layer takes."""
+    """Return a strategy of the inputs that some trainable layer accepts."""
     return _choices(
         (kind.name, [o for o in kind.variants if _layers(kind.signal(o), trainable=True) is not None])
         for kind in INPUTS.values()
@@ -232,16 +233,16 @@ def problems(
     accumulable: bool = True,
     assumes: Iterable[str] = (),
 ) -> ProblemSpec:
-    """Draw problems: an input, a chain of layers of which the last is trainable, a loss that takes its output.
+    """Draw problems: an input, a chain of layers that ends with a trainable one, a loss that accepts its output.
 
     Args:
         draw: given by Hypothesis.
-        min_layers: fewest layers in the chain.
-        max_layers: most layers in the chain.
-        sparse: whether embeddings may have sparse gradients, which some optimizers do not take.
-        accumulable: whether the objective is a sum over items. Where it is not, batch normalisation in train mode is
-            put among the layers, or the loss lets items meet; no loop can be right then.
-        assumes: what the loop relies on, names from `ASSUMPTIONS`.
+        min_layers: smallest number of layers in the chain.
+        max_layers: largest number of layers in the chain.
+        sparse: whether embeddings may have sparse gradients, which some optimizers do not support.
+        accumulable: whether the objective is a sum over items. If not, one layer is batch normalisation in train mode,
+            or the loss is not separable over samples; no loop can be right then.
+        assumes: assumptions of the loop, names from `ASSUMPTIONS`.
     """
     _checked_range(min_layers, max_layers, "layers")
     chosen = _assumptions(assumes)
@@ -254,7 +255,7 @@ def problems(
         signal = out_signal(layers[-1], signal)
     reductions = _sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(st.booleans())):
-        # behind a layer, since the first input may be tokens
+        # after a layer, since the input may be tokens
         at = draw(st.integers(1, len(layers)))
         layers.insert(at, Layer("batch_norm_train"))
     elif not accumulable:
@@ -280,13 +281,13 @@ def cases(
 
     Args:
         draw: given by Hypothesis.
-        problem: in place of `problems()`: another strategy, or the `FILE.py:NAME` of a user's problem.
-        plan: in place of `plans()`.
-        dtype: of every case, one of `DTYPES`.
-        device: of every case, `"cpu"` or `"cuda"`.
-        optimizer: of every case; None for one whose step changes nothing.
-        assumes: what the loop relies on, names from `ASSUMPTIONS`.
-        small: whether to draw only what is taken in at a glance: one layer, at most `SMALL_MICRO_BATCHES`.
+        problem: a strategy of problems, or the `FILE.py:NAME` of a user's problem; `problems()` if None.
+        plan: a strategy of plans; `plans()` if None.
+        dtype: dtype of every case, one of `DTYPES`.
+        device: device of every case, `"cpu"` or `"cuda"`.
+        optimizer: optimizer of every case; None for one whose step changes nothing.
+        assumes: assumptions of the loop, names from `ASSUMPTIONS`.
+        small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches.
     """
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -316,7 +317,7 @@ def cases(
 
 
 def size_of(case: Case) -> tuple[int, ...]:
-    """Return how large a case is, for choosing the smaller of two: layers, micro-batches, windows, items, features."""
+    """Return the size of a case, for comparison with another: layers, micro-batches, epochs, K, items, features."""
     plan = case.plan
     shape: tuple[int, ...] = (0, 0)
     if isinstance(case.problem, ProblemSpec):

@@ -1,7 +1,7 @@
-"""Further opinions from JAX: the whole model differentiated in one piece, and micro-batches accumulated by `lax.scan`.
+"""Further JAX references: the whole model differentiated at once, and micro-batches accumulated by `lax.scan`.
 
-Both compile the whole model, half a second each, so they are asked when two references disagree and by a sample of the
-properties, not for every case.
+Both compile the whole model, which takes half a second each. They are therefore computed only if the torch and the JAX
+reference differ, and for a sample of the cases in the properties.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[
     """Return what `large_batch_gradient` does, from one `jax.value_and_grad` of the whole model.
 
     Args:
-        problem: what is trained.
+        problem: the problem that is trained.
         values: parameters and floating buffers by name, float64.
         data: the batch's arrays, each with leading dimension items.
     """
@@ -70,10 +70,10 @@ def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, siz
     """Return a window's gradient accumulated in JAX: sums and counts over its micro-batches, divided at the end.
 
     Args:
-        problem: what is trained.
+        problem: the problem that is trained.
         values: parameters and floating buffers by name, float64.
         data: the window's arrays, each with leading dimension items.
-        sizes: items in each micro-batch, adding up to all of them.
+        sizes: number of items of each micro-batch; they add up to the number of items in `data`.
 
     Returns:
         For every name in `values`, an array of its shape.

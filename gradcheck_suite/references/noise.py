@@ -1,10 +1,10 @@
-"""Computing one gradient again and again: in another dtype, under autocast, at values moved by a rounding.
+"""Monte Carlo rounding error of a gradient: the same gradient in another dtype, under autocast, at perturbed values.
 
-What rounding does to a gradient is measured on it, by Monte Carlo arithmetic (D. S. Parker, UCLA CSD-970002, 1997) of
-its first operations: every parameter and input is moved by an ulp up or down or left as it is (whole numbers among
-the inputs are left, since they may be names of classes), and the loss is multiplied by a factor that is no power of
-two and divided out of the gradient, so that what happens to be exact at the case's own values (products with 1/2, ones
-and zeros) is rounded as well.
+The rounding error of a gradient is measured by Monte Carlo arithmetic (D. S. Parker, UCLA CSD-970002, 1997) of its
+first operations. Every parameter and input is moved by one ulp up or down or not at all; whole numbers among the inputs
+are not moved, since they may be class labels. The loss is multiplied by a factor that is not a power of two, and the
+gradient is divided by it, so that operations that are exact for the case's values (products with 1/2, ones and zeros)
+round, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradcheck_suite.execution.autocast import Compute, entered
+from gradcheck_suite.execution.autocast import Compute, autocast_context
 from gradcheck_suite.execution.instance import Instance, map_leaves
 from gradcheck_suite.numerics.bounds import DRAWS, noise_bound, summation_bound
 from gradcheck_suite.numerics.comparison import Layout, Vector
@@ -22,11 +22,11 @@ from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.schema.contract import Batch
 
 Part = tuple[range, float]
-"""Some items, and what the gradient of their loss is multiplied by in the window's."""
+"""Some items, and the factor of their loss's gradient in the window's gradient."""
 
 
 def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Part]:
-    """Return parts of a window's items with what the gradient of each is multiplied by in the window's."""
+    """Return parts of a window's items, each with the factor of its gradient in the window's gradient."""
     if instance.problem.reduction == "sum":
         return [(cut, 1.0) for cut in cuts]
     total = float(instance.count(instance.batch(window)))
@@ -34,29 +34,30 @@ def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Par
 
 
 class Computation:
-    """A model in one precision, whose gradients over parts of an instance's items are asked for."""
+    """Computes gradients of an instance's loss over parts of its items, in one precision."""
 
     def __init__(self, instance: Instance, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
-        """Prepare to compute.
+        """Prepare the computation.
 
         Args:
-            instance: whose items and loss.
-            model: a model in `dtype`; its parameters are moved at times, and put back.
-            dtype: of parameters and floating data.
-            compute: of the autocast that losses are computed under, or None.
+            instance: the instance whose items and loss are used.
+            model: a model in `dtype`; its parameters are perturbed and restored.
+            dtype: dtype of parameters and floating-point data.
+            compute: autocast dtype of the losses, or None.
         """
         self.instance, self._model, self._dtype, self._compute = instance, model, dtype, compute
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._batches: dict[range, Batch] = {}
 
     def gradient(self, *parts: Part) -> Vector:
-        """Return the sum of the parts' gradients, (P,), each one's share taken inside its loss as a loop does."""
+        """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
     def rounded_at_random(self, part: Part, draws: int = DRAWS) -> Vector:
-        """Return the mean over draws of the squared change of a part's gradient where every operation is moved, (P,).
+        """Return the mean squared change of a part's gradient under random rounding of every operation, (P,).
 
-        A gradient without moves is the centre: what two frameworks disagree about is no noise.
+        The centre is the unperturbed gradient of the same framework: a difference between two frameworks is not
+        rounding error.
         """
         centre = self.gradient(part)
         total = np.zeros_like(centre)
@@ -72,7 +73,7 @@ class Computation:
             with RandomRounding(draw):
                 return self.gradient(part)
         except (RuntimeError, NotImplementedError, ValueError):
-            # a loss may refuse what has left its range: values and inputs alone are moved then
+            # a loss may reject values outside of its range: only parameters and inputs are moved then
             items, share = part
             values = [p.detach().clone() for p in self._model.parameters()]
             try:
@@ -81,7 +82,7 @@ class Computation:
                 self._put(values)
 
     def mean_square(self, parts: Sequence[Part], centre: Vector, draws: int = DRAWS) -> Vector:
-        """Return the mean over draws of the rounding errors of the squared distance from `centre`, (P,)."""
+        """Return the mean over the Monte Carlo draws of the squared distance from `centre`, (P,)."""
         batches = [(self._batch(items), share) for items, share in parts]
         values = [p.detach().clone() for p in self._model.parameters()]
         total = np.zeros_like(centre)
@@ -102,7 +103,7 @@ class Computation:
         try:
             return self._gradient(moved, scale)
         except (RuntimeError, NotImplementedError, ValueError):
-            # a loss may refuse a target that has left its range: the parameters alone are moved then
+            # a loss may reject a target outside of its range: only the parameters are moved then
             return self._gradient(batches, scale)
 
     def _put(self, values: Sequence[torch.Tensor]) -> None:
@@ -116,7 +117,7 @@ class Computation:
         return self._batches[items]
 
     def _gradient(self, batches: Sequence[tuple[Batch, float]], scale: float = 1.0) -> Vector:
-        with entered(self.instance.device, self._compute):
+        with autocast_context(self.instance.device, self._compute):
             losses = [self.instance.problem.loss(self._model, batch) * (share * scale) for batch, share in batches]
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
@@ -133,21 +134,21 @@ class Computation:
 def float64_noise(
     computation: Computation, window: range, cuts: Sequence[range], layout: Layout, draws: int = DRAWS
 ) -> Vector:
-    """Return how far two sound float64 computations of a window's gradient may lie apart, (P,).
+    """Return a bound on the difference of two correct float64 computations of a window's gradient, (P,).
 
     Args:
-        computation: in float64.
-        window: its items.
-        cuts: its micro-batches.
-        layout: of the gradient.
-        draws: of the rounding errors.
+        computation: a computation in float64.
+        window: the items of the window.
+        cuts: the items of each micro-batch.
+        layout: the layout of the gradient.
+        draws: number of Monte Carlo draws.
     """
     instance = computation.instance
     items = [range(i, i + 1) for i in window]
     try:
         sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, items)]
     except (RuntimeError, ValueError):
-        # a user's model may refuse a single item, and cannot refuse a micro-batch
+        # a user's model may reject a single item, but not a micro-batch
         sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, cuts)]
     drawn = noise_bound(computation.rounded_at_random((window, 1.0), draws), draws)
     return drawn + summation_bound(np.sum(sizes, axis=0), len(window), layout)
@@ -159,7 +160,7 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the tensor with each element an ulp or two further from zero, nearer to it, or as it was."""
+    """Return the tensor with each element moved by an ulp or two away from zero, towards zero, or not at all."""
     if not tensor.is_floating_point():
         return tensor
     steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
@@ -167,10 +168,10 @@ def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _moved_data(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return data likewise, but whole numbers as they are.
+    """Return perturbed data; whole numbers are not moved.
 
-    They may be names of classes: to a loss that asks whether its target is 1 or -1, 1.0001 is neither, and what comes
-    out of it then is no rounding of anything.
+    They may be class labels: a loss that tests whether its target is 1 or -1 would take 1.0001 for neither, and the
+    change of its value would not be a rounding error.
     """
     moved = _moved(tensor, generator)
     return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved

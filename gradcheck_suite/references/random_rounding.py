@@ -1,9 +1,9 @@
-"""Monte Carlo arithmetic: the result of every operation is moved by a rounding, in the forward and the backward pass.
+"""Monte Carlo arithmetic: random rounding of the result of every operation, in the forward and the backward pass.
 
 Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by up to 4 unit
-roundoffs where torch's is off by at most 1.3. What that comes to depends on what cancels on the way, which moved
-inputs alone do not show: x - tanh(x) takes neighbouring x to one and the same number, and its error is the same in
-every draw. Moving every operation's result shows it.
+roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on cancellation, which perturbed
+inputs alone do not show: x - tanh(x) maps neighbouring x to the same number, so its error is the same in every draw.
+Random rounding of every result shows it.
 
 Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
 """
@@ -59,11 +59,11 @@ EXACT = frozenset(
         "zeros_like",
     )
 )
-"""Operations that round nothing: they copy, choose or negate."""
+"""Operations without rounding: they copy, select or negate."""
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside it every new floating tensor has each element moved by an ulp up or down, or left as it is.
+    """A mode in which each element of every new floating-point tensor is moved by one ulp up or down or not at all.
 
     One step of eps, two unit roundoffs, has a root mean square of 1.6 unit roundoffs: more than the 1.0 of XLA's tanh,
     the least accurate of the elementary functions, and than the 0.6 of correct rounding.
@@ -80,7 +80,7 @@ class RandomRounding(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute, then move what came out."""
+        """Run the operation and perturb its results."""
         out = func(*args, **(kwargs or {}))
         exact = _rounds_nothing(func) and not _narrows(func, args, out)
         return out if exact else tree_map(self._moved, out)
@@ -93,13 +93,13 @@ class RandomRounding(TorchDispatchMode):
         generator = self._generators[value.device]
         steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
         limits = torch.finfo(value.dtype)
-        # the largest finite number, which masks of attention are made of, must not become infinite, nor infinity NaN
+        # attention masks hold the largest finite number, which must not become infinite, nor infinity NaN
         moved = torch.where(value.abs() <= limits.max / 2, value.addcmul(value, steps, value=limits.eps), value)
         return value.copy_(moved)
 
 
 def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Whether a copy goes to a dtype of fewer digits, as float32 parts of a float64 model begin."""
+    """Return whether an operation casts to a dtype of lower precision, as at the start of a model's float32 parts."""
     if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
         return False
     return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
@@ -107,5 +107,5 @@ def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
 
 @cache
 def _rounds_nothing(func: Any) -> bool:
-    """Whether an operation's result is exact, or is a tensor that somebody else holds as well."""
+    """Return whether an operation's result is exact, or an alias of another tensor."""
     return func.overloadpacket.__name__ in EXACT or any(r.alias_info is not None for r in func._schema.returns)

@@ -21,18 +21,18 @@ def gradients_of(
     dtype: torch.dtype | None = None,
     batch: Batch | None = None,
 ) -> Gradients:
-    """Return the gradient of the objective over some items in one batch, leaving the model's own `.grad` alone.
+    """Return the gradient of the objective over some items in one batch, without a change of the model's `.grad`.
 
     Args:
-        instance: whose items and loss.
-        model: at whose parameters.
-        items: which of the epoch's items.
-        summed: the gradient of the summed loss, where the problem's reduction is a mean.
-        dtype: of the batch's floating tensors, where not the instance's.
-        batch: in place of those items.
+        instance: the instance whose items and loss are used.
+        model: the model whose parameters are used.
+        items: indices of the items in the epoch.
+        summed: whether to return the gradient of the summed loss if the problem's reduction is a mean.
+        dtype: dtype of the batch's floating-point tensors; the instance's if None.
+        batch: a batch to use in place of those items.
 
     Returns:
-        Trainable parameters' names -> dense gradients, or None where the loss does not reach a parameter.
+        Name of each trainable parameter -> its dense gradient, or None if the loss does not reach it.
     """
     if batch is None:
         batch = instance.batch(items, dtype)
@@ -43,7 +43,7 @@ def gradients_of(
 
 
 def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients:
-    """Return trainable parameters' names -> dense gradients of a loss, or None where it does not reach a parameter."""
+    """Return the dense gradient of a loss for each trainable parameter by name, or None if it does not reach one."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: tuple[Any, ...] = (None,) * len(named)
     if loss.requires_grad:

@@ -94,14 +94,14 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
     parameter, _ = reference.layout.place(difference.index)
     instance = reference.instance
     return (
-        "the objective is no sum over items, so no accumulation can equal the large batch and no loop is to blame: "
+        "the objective is not a sum over items, so no accumulation can equal the large batch and no loop is to blame: "
         f"{reason(instance, window.model())}. The gradients of {parameter} in window "
         f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
         f"{error_text(difference.error, difference.allowed)}"
     )
 
 
-def _entangled(case: Case) -> tuple[Reference | None, str | None]:
+def _cross_sample(case: Case) -> tuple[Reference | None, str | None]:
     """Return what `_reference` does for a generated problem made of kinds in which items meet."""
     try:
         fault = objective_fault(generated_instance(case))
@@ -122,7 +122,7 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
     """Return the case's reference, and why the problem is not accumulable, where that is so."""
     if problem is None:
         if isinstance(case.problem, ProblemSpec) and not is_accumulable(case.problem):
-            return _entangled(case)
+            return _cross_sample(case)
         return REFERENCES.get(case, problem), None
     try:
         instance = user_instance(case, problem)

@@ -1,4 +1,4 @@
-"""Why an objective is no sum over items: where in the model, or in the loss, the items of a batch meet each other."""
+"""Finds the module, or the loss, that makes an objective not separable over samples."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from gradcheck_suite.execution.instance import Instance, Items, leaves
 from gradcheck_suite.schema.contract import Batch
 
 TOLERANCE = 1e-5
-"""Relative. Models are run in float64, but may hold islands of float32, which round at 1e-7."""
+"""Relative tolerance. Models run in float64, but may have float32 parts, which round at 1e-7."""
 Outputs = dict[tuple[str, int], torch.Tensor]
-"""By the module's name and how many outputs it had before; inner modules come before those around them."""
+"""Outputs by the module's name and the index of the output, inner modules before outer ones."""
 
 
 def reason(instance: Instance, model: torch.nn.Module) -> str:
-    """Say where items meet, in a clause.
+    """Return a clause that names the module or the loss in which samples interact.
 
     Args:
-        instance: whose problem.
-        model: in float64; it is run, and nothing of it is kept.
+        instance: the instance of the problem.
+        model: the problem's model in float64.
     """
     items = instance.case.plan.total_items
     whole = instance.batch(range(items), torch.float64)
     if (found := _mixing_module(instance, model, whole)) is not None:
         name, module = found
-        said = f"{name or 'the model'} ({type(module).__name__}) gives an item another output when others are beside it"
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        said = f"{where} gives an item an output that depends on the other items"
         if isinstance(module, _BatchNorm) and module.training:
             said += (
                 ": batch normalisation in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
@@ -41,23 +42,23 @@ def reason(instance: Instance, model: torch.nn.Module) -> str:
         again /= 2
     if abs(once - again) <= TOLERANCE * max(abs(once), abs(again)):
         return (
-            "the model takes items one by one and the loss does not: it contains statistics of the batch (a product of "
-            "batch means, targets standardised over the batch)"
+            "the model is separable over samples and the loss is not: it contains statistics of the batch (a product "
+            "of batch means, targets standardised over the batch)"
         )
     return (
-        "the model takes items one by one and the loss does not: it compares items with each other (in-batch "
+        "the model is separable over samples and the loss is not: it compares items with each other (in-batch "
         "negatives, pairs, rankings)"
     )
 
 
 def refused(model: torch.nn.Module) -> str | None:
-    """Say what refuses a micro-batch that the large batch does not, where that is batch normalisation; else None."""
+    """Return a sentence about the batch normalisation that rejects a micro-batch of one item, or None."""
     if (found := _training_batch_norm(model)) is None:
         return None
     return (
-        f"{found[0]} ({type(found[1]).__name__}) refuses a micro-batch with one value per channel, and gives an item "
-        "another output when others are beside it: batch normalisation in train mode, so no accumulation can equal the "
-        "large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or layer "
+        f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
+        "an output that depends on the other items: batch normalisation in train mode, so no accumulation can equal "
+        "the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or layer "
         "normalisation"
     )
 
@@ -69,8 +70,8 @@ def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] 
 def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
     """Return the first module whose outputs for some micro-batch's items depend on the other items.
 
-    All micro-batches are looked at: where values are few, as behind the layer normalisation of two features, one of
-    them may by chance have the statistics of the whole.
+    All micro-batches are compared: if only few values occur, as after the layer normalisation of two features, one
+    micro-batch may by chance have the statistics of the whole.
     """
     plan = instance.case.plan
     try:
@@ -78,7 +79,7 @@ def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> 
         for j in range(len(plan.micro_batches)):
             some = plan.items(j)
             in_part = _outputs(instance, model, instance.batch(some, torch.float64))
-            # an expert that no item is sent to has no output
+            # an expert without items has no output
             for key in (key for key in in_whole if key in in_part):
                 a, b = in_whole[key], in_part[key]
                 of_items = a.ndim > 0 and b.ndim > 0 and (len(a), len(b)) == (plan.total_items, len(some))

@@ -1,7 +1,7 @@
-"""What weight a mean gives each item's loss, read from losses alone: a mean over tokens gives long rows more.
+"""Reads the weights of items in a weighted mean from losses alone; in a mean over tokens, long rows weigh more.
 
-A batch's loss that is sum(w_i l_i) / sum(w_i) has, for two items, a value between theirs that tells the quotient of
-their weights; the quotients must then explain every other batch.
+If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own losses and determines the
+quotient of their weights. The quotients must then explain the losses of all other batches.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 
 TOLERANCE = 1e-5
-"""Relative to the largest loss. A model may hold islands of float32, which round at 1e-7."""
+"""Tolerance relative to the largest loss. A model may have float32 parts, which round at 1e-7."""
 LARGEST_COUNT = 64
-"""Up to which weights are shown as whole numbers, where they are in the proportion of some."""
+"""Largest whole number in a proportion of weights that is printed in whole numbers."""
 
 
 def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list[float] | None:
-    """Return the weights, that of the first item 1, or None where the loss is no such mean or all weigh the same.
+    """Return the weights relative to the first item's, or None if the loss is no weighted mean or all are equal.
 
     Args:
-        loss: of a batch of items, given by their indices.
-        items: how many there are; from three on, a loss that is no such mean is told from one that is.
+        loss: indices of items -> the loss of their batch.
+        items: number of items; at least three are needed to recognise a loss that is no weighted mean.
     """
     alone = [loss([i]) for i in range(items)]
     scale = max(map(abs, alone))
@@ -41,7 +41,7 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
 
 
 def proportion(weights: Sequence[float]) -> str:
-    """Return weights above 0 as `5 : 3 : 4`: in whole numbers where small ones fit."""
+    """Return positive weights as `5 : 3 : 4`, in whole numbers if small ones fit."""
     for count in range(1, LARGEST_COUNT + 1):
         scaled = [count * weight / weights[0] for weight in weights]
         if all(math.isclose(x, round(x), rel_tol=1e-3 / count) for x in scaled):

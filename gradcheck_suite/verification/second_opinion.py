@@ -1,8 +1,8 @@
-"""JAX's opinion on a user's problem: its large-batch gradients, through the bridge, beside torch's.
+"""JAX's second opinion on a user's problem: large-batch gradients by the bridge, compared with torch's.
 
-It is asked for after the loop has been judged, since it is about the problem and not about the loop, and since a
-program takes seconds to be carried over and compiled: once for each set of shapes, the commonest first, within a
-budget of time.
+It is computed after the loop was judged, because it is about the problem and not about the loop, and because each set
+of shapes needs a program that takes seconds to translate and compile. The most common shapes come first, within a time
+budget.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Shapes = tuple[Any, ...]
 
 @dataclass
 class SecondOpinion:
-    """What JAX says of a problem's windows.
+    """The result of the second opinion.
 
     Attributes:
-        budget_s: seconds after which JAX was asked about no further window.
+        budget_s: seconds after which no further window is computed.
         windows: number of windows.
-        answered: number of windows that JAX has a gradient of.
+        answered: number of windows with a gradient from JAX.
         shapes: number of sets of shapes that these windows have.
-        findings: where JAX's gradient differs from torch's by more than rounding.
-        refusal: why the problem cannot be carried over to JAX, or None.
+        findings: windows on which JAX's gradient differs from torch's by more than rounding, one line each.
+        refusal: why the bridge cannot translate the problem, or None.
     """
 
     budget_s: float = SECOND_OPINION_S
@@ -47,7 +47,7 @@ class SecondOpinion:
     refusal: str | None = None
 
     def summary(self) -> str:
-        """Say in a sentence what JAX had a say in."""
+        """Return a sentence about the windows that JAX computed."""
         if self.refusal is not None:
             return f"JAX gives no second opinion on the problem: {self.refusal}"
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
@@ -60,10 +60,9 @@ class SecondOpinion:
 
 
 def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = SECOND_OPINION_S) -> SecondOpinion:
-    """Ask JAX for the large-batch gradient of every window of some cases of a user's problem.
+    """Compute the large-batch gradients of a user's problem in JAX, for every window of some cases.
 
-    A loop is held to torch's gradient all the same: where JAX differs, that is a finding about the problem, torch, JAX
-    or the bridge.
+    Loops are judged by torch's gradient alone. A difference is a finding about the problem, torch, JAX or the bridge.
     """
     opinion, started = SecondOpinion(budget_s), time.perf_counter()
     groups: dict[Shapes, list[tuple[Reference, Window]]] = defaultdict(list)
@@ -79,7 +78,7 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
             if time.perf_counter() - started > budget_s and opinion.answered:
                 return opinion
             try:
-                lowered = lowered or _carried_over(reference, window)
+                lowered = lowered or _lowered(reference, window)
                 finding = _compare(reference, window, lowered)
             except BridgeError as error:
                 opinion.refusal = " ".join(str(error).split())
@@ -94,11 +93,11 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
 def _compare(reference: Reference, window: Window, lowered: Lowered) -> str | None:
     if window.disagreement(_gradient(reference, window, lowered)) is None:
         return None
-    # a model may hold constants that depend on its seed: only its very own program counts against it
-    return window.disagreement(_gradient(reference, window, _carried_over(reference, window)))
+    # a model's constants may depend on its seed: a difference counts only with this model's own program
+    return window.disagreement(_gradient(reference, window, _lowered(reference, window)))
 
 
-def _carried_over(reference: Reference, window: Window) -> Lowered:
+def _lowered(reference: Reference, window: Window) -> Lowered:
     return lower(window.model(), reference.instance.problem.loss, _batch(reference, window))
 
 
@@ -112,7 +111,7 @@ def _batch(reference: Reference, window: Window) -> Batch:
 
 
 def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:
-    """Return what a program is specialised on: shapes, dtypes and whatever in the batch is no tensor."""
+    """Return what a program is specialised on: shapes, dtypes and the parts of the batch that are not tensors."""
     data = tuple((tuple(t.shape), t.dtype) for t in leaves(batch))
     parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
     return data, repr(map_leaves(lambda _: None, batch)), parameters

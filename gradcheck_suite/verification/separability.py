@@ -1,7 +1,7 @@
-"""Whether a user's problem keeps its side of the contract, found out before any loop is involved.
+"""Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.
 
-A problem whose loss is no scalar, that draws random numbers or whose objective is no sum over items fails with every
-loop; it is said of the problem, and no loop is blamed.
+A problem fails with every loop if its loss is not a scalar, if it draws random numbers, or if its objective is not a
+sum over items. The verdict is then on the problem, and no loop is blamed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from gradcheck_suite.verification.coupling import reason, refused
 from gradcheck_suite.verification.item_weights import proportion, weights_of_items
 
 WEIGHED_ITEMS = 4
-"""From which a mean that weighs items unequally is recognised: more than enough to contradict it."""
+"""Number of items from which a weighted mean is recognised: enough to contradict it if it is none."""
 TOLERANCE = 1e-5
-"""Relative. Losses are computed in float64, but a user's model may hold islands of float32, which round at 1e-7."""
+"""Relative tolerance. Losses are computed in float64, but a model may have float32 parts, which round at 1e-7."""
 
 
 def adds_up(whole: float, parts: list[float]) -> bool:
-    """Return whether parts add up to a whole, up to `TOLERANCE` of their sizes' sum. Stand-alone scripts copy this."""
+    """Return whether parts add up to a whole, up to `TOLERANCE` times the sum of their sizes. Scripts copy this."""
     return abs(whole - sum(parts)) <= TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
 
 def objective_fault(instance: Instance) -> str | None:
     """Return why no accumulation can equal the large batch of this problem, or None.
 
-    By forward passes alone, on the case's own micro-batches: count(X) * loss(X) of all items X must equal the sum of
-    count(X_i) * loss(X_i); without the counts where the reduction is a sum.
+    The check runs forward passes on the case's micro-batches. count(X) * loss(X) of all items X must equal the sum of
+    count(X_i) * loss(X_i) over the micro-batches X_i, without the counts if the reduction is a sum.
 
     Raises:
-        UsageError: the problem breaks its contract: a model that is not fresh or not the same for the same seed, no
-            trainable parameter, a loss that is no scalar, does not depend on the parameters, is not finite or is
-            random, a count that is no positive number.
+        UsageError: the problem breaks its contract. Its model is not new at each call, depends on more than the seed
+            or has no trainable parameter; its loss is not a scalar, does not depend on the parameters, is not finite
+            or is random; or its count is not a positive number.
     """
     with torch.random.fork_rng(devices=[]):
         return _objective_fault(instance)
@@ -53,8 +53,8 @@ def _objective_fault(instance: Instance) -> str | None:
     again = _loss(instance, model, everything)
     if not adds_up(whole, [again]):
         raise UsageError(
-            f"{name}: the loss of one and the same batch comes out as {whole:.9g} and then as {again:.9g}; "
-            "it must not be random: take out dropout, or pass its mask with the batch"
+            f"{name}: the loss of the same batch is first {whole:.9g} and then {again:.9g}; "
+            "it must not be random: set dropout to 0, or pass its mask with the batch"
         )
     terms, counts = [], []
     total = _weight(instance, everything, positive=True)
@@ -77,13 +77,13 @@ def _objective_fault(instance: Instance) -> str | None:
     if not adds_up(total * whole, terms):
         if meant := _meant(instance, model, whole):
             return (
-                f"{name}: the loss is no mean over what Problem.count counts, so no loop can be right: the large "
+                f"{name}: the loss is not a mean with the divisor Problem.count, so no loop can be right: the large "
                 f"batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
                 f"{list(plan.micro_batches)} add up to {sum(terms):.9g}; {meant}"
             )
         return (
-            f"{name}: the objective is no sum over items, so no accumulation can equal the large batch and no loop is "
-            f"to blame: {reason(instance, model)}. The large batch's loss times its count is "
+            f"{name}: the objective is not a sum over items, so no accumulation can equal the large batch and no loop "
+            f"is to blame: {reason(instance, model)}. The large batch's loss times its count is "
             f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.9g}"
         )
     return None
@@ -94,7 +94,7 @@ def _name(instance: Instance) -> str:
 
 
 def _expect_fresh_models(instance: Instance) -> None:
-    """Refuse models that share tensors with each other, or that differ from seed to same seed."""
+    """Raise `UsageError` if two models share tensors, or differ although their seed is the same."""
     name = _name(instance)
     first, second = instance.problem.model(instance.case.seed), instance.problem.model(instance.case.seed)
     for model in (first, second):
@@ -124,13 +124,13 @@ def _expect_fresh_models(instance: Instance) -> None:
 
 
 def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | None:
-    """Say what the loss is a mean over, or that it is a sum, where one of those fits; else None."""
+    """Return what the loss is a mean over, or that it is a sum; None if neither fits."""
     plan = instance.case.plan
     batches = [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
     try:
         losses = [_loss(instance, model, batch) for batch in batches]
     except (UsageError, RuntimeError, ValueError):
-        return None  # a micro-batch counts nothing, so neither is it a mean over all items nor a sum
+        return None  # a micro-batch without valid targets: the loss is neither a mean over all items nor a sum
     guesses: dict[str, list[float]] = {}
     if instance.problem.reduction == "mean":
         guesses["it is a mean over items: leave Problem.count out"] = [float(n) for n in plan.micro_batches]
@@ -145,19 +145,19 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
 
 
 def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
-    """Say how a user's mean weighs items that it does not weigh alike; None where it is no such mean."""
+    """Return the unequal weights of items in a user's mean, in words, or None if it is no weighted mean."""
     if instance.problem.reduction == "sum" or not isinstance(instance.case.problem, str):
         return None
     items = Items(instance.drawn(WEIGHED_ITEMS, torch.float64))
     try:
         weights = weights_of_items(lambda chosen: _loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS)
     except (UsageError, RuntimeError, ValueError):
-        return None  # an item by itself counts nothing, or batch normalisation refuses it
+        return None  # a single item may have no valid targets, and batch normalisation rejects it
     if weights is None:
         return None
     return (
-        f"it is a mean in which items weigh unequally, {WEIGHED_ITEMS} of them as {proportion(weights)} (a mean over "
-        "tokens, or over targets that are not ignored, does that): let Problem.count return what the mean divides by"
+        f"it is a mean with unequal weights of items, {proportion(weights)} for {WEIGHED_ITEMS} of them (such as a "
+        "mean over tokens or over valid targets): let Problem.count return the divisor of the mean"
     )
 
 
@@ -175,19 +175,19 @@ def _loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_grap
         items = len(next(leaves(batch)))
         raise UsageError(
             f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to compare; "
-            "where items count nothing, Problem.count must say so"
+            "Problem.count must be 0 for items without valid targets"
         )
     return value
 
 
 def _weight(instance: Instance, batch: Batch, *, positive: bool) -> float:
-    """Return what a batch's loss is multiplied by to become a sum over items."""
+    """Return the factor that turns a batch's loss into a sum over items."""
     if instance.problem.reduction == "sum":
         return 1.0
     count = instance.count(batch)
     if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0 or (positive and not float(count)):
         raise UsageError(
             f"{_name(instance)}: Problem.count(batch) must return a number that is finite and not negative, "
-            f"and positive where there is something to count; got {count.tolist()}"
+            f"and positive if a target is valid; got {count.tolist()}"
         )
     return float(count)

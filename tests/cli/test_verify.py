@@ -187,7 +187,7 @@ def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
 def test_a_problem_that_is_not_accumulable_is_said_of_the_problem(run, project):
     outcome = run("verify", "loops.py:sound", "--problem", "loops.py:CENTRED", "--json", "out.json")
     assert outcome.status == 1
-    assert "loops.py:CENTRED: the objective is no sum over items" in outcome.out
+    assert "loops.py:CENTRED: the objective is not a sum over items" in outcome.out
     assert "no loop is to blame" in outcome.out
     (result,) = json.loads((project / "out.json").read_text())["results"]
     assert result["violation"]["kind"] == "not-accumulable"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcheck_suite.execution.observer import Observer, TooManySteps
-from gradcheck_suite.execution.optimizers import HoldStill
+from gradcheck_suite.execution.optimizers import NoOpOptimizer
 
 
 def _model() -> torch.nn.Module:
@@ -16,7 +16,7 @@ def _model() -> torch.nn.Module:
 
 
 def _observed(model, **options):
-    optimizer = HoldStill([p for p in model.parameters() if p.requires_grad])
+    optimizer = NoOpOptimizer([p for p in model.parameters() if p.requires_grad])
     return optimizer, Observer(model, optimizer, **{"limit": 10, **options})
 
 

@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from gradcheck_suite import UsageError
-from gradcheck_suite.execution.optimizers import OPTIMIZERS, TAKES_SPARSE, HoldStill, checked_optimizer, make_optimizer
+from gradcheck_suite.execution.optimizers import (
+    OPTIMIZERS,
+    TAKES_SPARSE,
+    NoOpOptimizer,
+    checked_optimizer,
+    make_optimizer,
+)
 
 
 def test_hold_still_changes_nothing():
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     p.grad = torch.tensor([3.0, 4.0])
-    optimizer = HoldStill([p])
+    optimizer = NoOpOptimizer([p])
     assert optimizer.step() is None
     assert p.tolist() == [1, 2]
     assert p.grad.tolist() == [3, 4]
@@ -20,7 +26,7 @@ def test_hold_still_changes_nothing():
 
 def test_hold_still_evaluates_a_closure_with_gradients_on():
     p = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = HoldStill([p])
+    optimizer = NoOpOptimizer([p])
 
     def closure():
         loss = (2 * p).sum()
@@ -36,7 +42,7 @@ def test_hold_still_evaluates_a_closure_with_gradients_on():
 def test_hold_still_zeroes_in_both_ways(foreach):
     p = torch.nn.Parameter(torch.tensor([1.0]))
     p.grad = held = torch.tensor([3.0])
-    optimizer = HoldStill([p])
+    optimizer = NoOpOptimizer([p])
     optimizer.defaults["foreach"] = foreach
     optimizer.zero_grad(set_to_none=False)
     assert p.grad is held

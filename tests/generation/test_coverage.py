@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.generation.coverage import SPLITS, Reach
+from gradcheck_suite.generation.coverage import SPLITS, CaseCoverage
 
 LINEAR = Layer("linear", features=2, bias=False)
 
 
 def _splits(plan: Plan) -> set[str]:
-    reach = Reach()
+    reach = CaseCoverage()
     reach.note(Case("model.py:PROBLEM", plan))
     return {name for name, count in reach.to_json()["splits"].items() if count}
 
@@ -26,13 +26,13 @@ def test_every_split_is_told_from_its_opposite():
 
 
 def test_what_was_never_reached_is_shown_as_nought():
-    assert Reach().to_json()["splits"] == dict.fromkeys(SPLITS, 0)
+    assert CaseCoverage().to_json()["splits"] == dict.fromkeys(SPLITS, 0)
 
 
 def test_layers_inside_others_count_and_each_case_counts_once():
     inner = Layer("residual", Layer("linear", features=3, bias=False), Layer("tanh"))
     problem = ProblemSpec(Input("vector", size=3), (inner, LINEAR), Loss("mse", reduction="sum"))
-    reach = Reach()
+    reach = CaseCoverage()
     reach.note(Case(problem, Plan((2, 2), 2)))
     reach.note(Case(ProblemSpec(Input("vector", size=3), (LINEAR,), Loss("mse")), Plan((2, 2), 2)))
     found = reach.to_json()

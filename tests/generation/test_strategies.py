@@ -1,6 +1,6 @@
 """Strategies: what they draw is valid, keeps to its bounds, shrinks to the smallest, and reaches what matters.
 
-Reach is counted over `DRAWS` seeded draws of `cases()`; each minimum is stated beside what it is a minimum of.
+CaseCoverage is counted over `DRAWS` seeded draws of `cases()`; each minimum is stated beside what it is a minimum of.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _one_run(number: int) -> list[Case]:
     return found
 
 
-# Reach
+# CaseCoverage
 
 
 @cache

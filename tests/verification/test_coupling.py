@@ -1,4 +1,4 @@
-"""What is no sum over items is found by forward passes alone, with the reason; what only looks so never is."""
+"""Objectives that are not separable over samples are detected by forward passes, with the reason, and no others are."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def negatives(m: nn.Module, b: Any) -> torch.Tensor:
     [
         (
             replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6))),
-            r"1 \(BatchNorm1d\) gives an item another output .* batch normalisation in train mode. Keep it in eval",
+            r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalisation in train mode. Keep",
         ),
-        (replace(GOOD, model=with_layer(lambda: _Centred())), r"1 \(_Centred\) gives an item another output"),
+        (replace(GOOD, model=with_layer(lambda: _Centred())), r"1 \(_Centred\) gives an item an output"),
         (replace(GOOD, loss=negatives), "compares items with each other"),
         (replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()), "contains statistics of the batch"),
     ],
@@ -231,12 +231,12 @@ def test_batch_normalisation_is_named_whatever_is_before_it(source, layers, plan
     violation = check(never_run, Case(spec, plan, seed=0)).violation
     assert violation is not None
     assert (
-        "gives an item another output when others are beside it: batch normalisation in train" in violation.explanation
+        "gives an item an output that depends on the other items: batch normalisation in train" in violation.explanation
     )
 
 
 def test_what_the_forward_check_is_too_coarse_for_is_seen_before_a_loop_is_blamed():
-    """The items meet in a millionth of the loss: below what float32 inside a model may do, far above rounding."""
+    """The samples interact in a millionth of the loss: below what float32 inside a model may do, far above rounding."""
     slight = replace(GOOD, loss=lambda m, b: cross_entropy(m, b) + 1e-6 * m(b["x"]).mean() * b["x"].mean())
     assert objective_fault(user_instance(CASE, slight)) is None
     verdict = check(BUILT_IN["plain"], CASE, problem=slight)
@@ -263,4 +263,4 @@ def test_batch_norm_that_refuses_single_items_is_classified_too():
     problem = replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6)))
     fault = objective_fault(user_instance(Case("p.py:P", Plan((1, 3), 2)), problem))
     assert fault is not None
-    assert "refuses a micro-batch with one value per channel" in fault
+    assert "rejects a micro-batch with one value per channel" in fault

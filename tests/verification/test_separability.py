@@ -85,7 +85,7 @@ def test_what_is_no_sum_over_items_is_said_of_the_problem(name):
     verdict = check(BUILT_IN["plain"], CASE, problem=NOT_ACCUMULABLE[name])
     assert verdict.violation is not None
     assert verdict.violation.kind == "not-accumulable"
-    assert "p.py:P: the objective is no sum over items" in verdict.violation.explanation
+    assert "p.py:P: the objective is not a sum over items" in verdict.violation.explanation
     assert "no loop is to blame" in verdict.violation.explanation
 
 
@@ -101,7 +101,7 @@ def test_a_count_that_disagrees_with_the_mean_is_said_so(problem, said):
     verdict = check(BUILT_IN["plain"], CASE, problem=problem)
     assert verdict.violation is not None
     assert verdict.violation.kind == "not-accumulable"
-    assert "p.py:P: the loss is no mean over what Problem.count counts" in verdict.violation.explanation
+    assert "p.py:P: the loss is not a mean with the divisor Problem.count" in verdict.violation.explanation
     assert said in verdict.violation.explanation
 
 
@@ -122,8 +122,8 @@ def test_a_forgotten_count_is_said_so():
     assert len({*lengths}) > 1
     divisor = math.gcd(*lengths)
     assert fault is not None
-    assert f"4 of them as {' : '.join(str(n // divisor) for n in lengths)} (a mean over tokens" in fault
-    assert "let Problem.count return what the mean divides by" in fault
+    assert f"{' : '.join(str(n // divisor) for n in lengths)} for 4 of them (such as a mean over tokens" in fault
+    assert "let Problem.count return the divisor of the mean" in fault
     counted = Problem(model, rows, loss, count=lambda b: (b["target"] != -100).sum())
     assert objective_fault(user_instance(CASE, counted)) is None
 
@@ -149,9 +149,12 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
         (with_loss(lambda m, b: 3.0), "a scalar tensor, got float"),
         (with_loss(lambda m, b: b["x"].sum()), "does not depend on the model's parameters"),
         (with_loss(lambda m, b: cross_entropy(m, b) * float("nan")), "the loss of 10 drawn items is nan"),
-        (replace(SOME_IGNORED, count=None), "the loss of 2 drawn items is nan.* Problem.count must say so"),
+        (
+            replace(SOME_IGNORED, count=None),
+            "nan.* Problem.count must be 0 for items without valid targets",
+        ),
         (with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(())), "it must not be random"),
-        (replace(GOOD, model=lambda s: nn.Sequential(model(s), nn.Dropout(0.5))), "take out dropout"),
+        (replace(GOOD, model=lambda s: nn.Sequential(model(s), nn.Dropout(0.5))), "set dropout to 0"),
         (replace(GOOD, model=lambda s: nn.ReLU()), "no parameter with requires_grad=True"),
         (replace(GOOD, model=lambda s: 3), "must return a torch.nn.Module, got int"),
         (replace(GOOD, model=lambda s: SAME), "a fresh module each time, got the same one twice"),

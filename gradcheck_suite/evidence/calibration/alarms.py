@@ -13,7 +13,7 @@ from gradcheck_suite.evidence.calibration.drawing import Drawn
 from gradcheck_suite.evidence.calibration.styles import LOOPS
 from gradcheck_suite.evidence.calibration.tally import Tally
 from gradcheck_suite.evidence.rivals import failed_rules
-from gradcheck_suite.execution.autocast import NotedLoss
+from gradcheck_suite.execution.autocast import AutocastRecorder
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.schema.contract import Loop, TrainingRun, assumptions_of
@@ -44,7 +44,7 @@ class _Noted:
             self.loop(run)
         finally:
             handle.remove()
-            self.compute = run.loss.compute if isinstance(run.loss, NotedLoss) else None
+            self.compute = run.loss.compute if isinstance(run.loss, AutocastRecorder) else None
 
 
 class Judge:

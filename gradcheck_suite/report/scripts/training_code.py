@@ -11,7 +11,7 @@ import torch
 
 from gradcheck_suite.catalogue import loss_definition
 from gradcheck_suite.execution.instance import Instance, Items, leaves, map_leaves
-from gradcheck_suite.execution.optimizers import OPTIMIZERS, HoldStill
+from gradcheck_suite.execution.optimizers import OPTIMIZERS, NoOpOptimizer
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
 from gradcheck_suite.report.scripts.model_code import model_text
 from gradcheck_suite.report.scripts.runtime import load
@@ -65,8 +65,8 @@ def _expression(loop: Loop, sources: CopiedSource) -> str:
 def optimizer_text(case: Case, sources: CopiedSource) -> str:
     """Return `make_optimizer`: the case's real optimizer, or the one whose step changes nothing."""
     if case.optimizer is None:
-        sources.copy(HoldStill)
-        call = "HoldStill(parameters)"
+        sources.copy(NoOpOptimizer)
+        call = "NoOpOptimizer(parameters)"
     else:
         line = inspect.getsource(OPTIMIZERS[case.optimizer]).strip()
         call = re.sub(r"\bp\b", "parameters", line.partition("lambda p: ")[2].rstrip(","))
