@@ -94,11 +94,6 @@ def test_growth_of_long_products_is_deterministic_where_sums_stagnate(dtype):
     assert growth(300, dtype) >= 300 * UNIT_ROUNDOFF[dtype]
 
 
-@pytest.mark.parametrize("draws", [4, 8, DRAWS, 32])
-def test_the_factor_of_few_draws_is_students(draws):
-    assert student_factor(draws) == pytest.approx(stats.t.isf(FALSE_ALARM / 2, draws), rel=1e-5)
-
-
 def test_the_noise_of_normal_errors_exceeds_its_bound_as_seldom_as_stated():
     """At a probability that can be counted: with the factor for `FALSE_ALARM` no draw of 200,000 may exceed."""
     rng = np.random.default_rng(0)
