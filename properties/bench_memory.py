@@ -1,6 +1,6 @@
-"""Whether long campaigns keep memory flat: resident size after 5,000 cases against that after 1,000.
+"""Memory stays flat over many cases: resident size after 5,000 cases against that after 1,000.
 
-Run it by itself, since it takes minutes: `pytest properties/bench_memory.py`.
+It takes minutes, so it runs alone: `pytest properties/bench_memory.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite.execution.environment import set_precision
 from properties.tally import TALLY
 
-# torch warns until told whether sparse tensors are to be checked (Adagrad makes some): warnings are errors here, so yes
+# torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and warnings are errors here
 torch.sparse.check_sparse_tensor_invariants.enable()
 
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
             "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
         )
-    set_precision()  # TF32 off in both frameworks, said here and not left to their defaults
+    set_precision()  # TF32 off in both frameworks, whose defaults differ
 
 
 _executed = {"cases": 0}
@@ -69,7 +69,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many cases were executed, and what was seen of each reset mode."""
+    """Print the number of executed cases and the figures of each reset mode."""
     terminalreporter.write_line(f"cases: {_executed['cases']}")
     if lines := TALLY.table():
         terminalreporter.section("reset modes")

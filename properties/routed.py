@@ -1,4 +1,4 @@
-"""A problem whose items say which expert they go to, so that a plan decides which parameters a window reaches."""
+"""A problem whose items name their expert, so that a plan decides which parameters a window reaches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPERTS = 3
 
 
 class Routed(torch.nn.Module):
-    """One linear expert per route; an expert that no item of the batch goes to stays out of the graph."""
+    """One linear expert per route; an expert without items in the batch is not in the graph."""
 
     def __init__(self) -> None:
         super().__init__()

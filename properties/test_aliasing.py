@@ -10,26 +10,11 @@ from hypothesis import event, given
 
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
 from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
+from gradcheck_suite.evidence.zoo.bugs.backward_buffers import Reusing
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES, RESET_MODES
 from properties.assertions import assert_equal, assert_holds
 from properties.helpers import DEVICES, scaled
-
-
-class _Reusing(torch.autograd.Function):
-    """x @ weight, whose backward keeps one buffer for the weight's gradient and returns a detached view of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.buffer = buffer
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        ctx.buffer.copy_(x.T @ grad)
-        return None, ctx.buffer.detach(), None
 
 
 class _Twins(torch.autograd.Function):
@@ -57,7 +42,7 @@ class Canary(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,)."""
-        return _Reusing.apply(x, self.weight, torch.zeros_like(self.buffer) if self.copies else self.buffer)
+        return Reusing.apply(x, self.weight, torch.zeros_like(self.buffer) if self.copies else self.buffer)
 
 
 class Twins(torch.nn.Module):

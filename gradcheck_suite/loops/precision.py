@@ -1,4 +1,4 @@
-"""Sound loops of mixed precision: autocast, a gradient scaler, float32 accumulators. Each is sound in every dtype."""
+"""Correct loops of mixed precision, in every dtype: autocast, a gradient scaler, float32 accumulators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Loop, TrainingRun
 
 SCALE = 4.0
-"""What the scaler starts with. Its default, 65536, overflows float16 at once on losses that are summed over items, and
-a scaler skips the step of a window whose gradients overflow."""
+"""Initial scale of the gradient scaler. The default, 65536, overflows float16 on losses that are summed over items, and
+the scaler skips the step of a window whose gradients overflow."""
 
 
 def autocast_bfloat16(run: TrainingRun) -> None:
@@ -27,8 +27,8 @@ def autocast_bfloat16(run: TrainingRun) -> None:
 def grad_scaler(run: TrainingRun) -> None:
     """Scale losses computed under autocast in float16; unscale, step and update once per window.
 
-    A `GradScaler` refuses to unscale float16 gradients, since it is made for float32 parameters: for float16 ones its
-    scale is divided out by hand.
+    A `GradScaler` refuses to unscale float16 gradients, since it is made for float32 parameters. For float16 parameters
+    the loop divides the scale out itself.
     """
     scaler = torch.amp.GradScaler(run.device.type, init_scale=SCALE)
     for window in windows(run):
@@ -49,7 +49,7 @@ def grad_scaler(run: TrainingRun) -> None:
 
 
 def float32_accumulator(run: TrainingRun) -> None:
-    """Add gradients up in float32 (or the parameter's dtype, if finer), and cast the sum once, at the step."""
+    """Sum gradients in float32, or the parameter's dtype if that is wider, and cast the sum once, at the step."""
     for window in windows(run):
         total = window_count(run, window)
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Sound loops written as people write them, which must never be blamed; some state what they rely on."""
+"""Correct loops in the forms that people write; some state assumptions. `verify` must find that each holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sound loops share: an epoch's windows, and the backward of one window."""
+"""The windows of an epoch and the backward of one window, shared by the correct loops."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def windows(run: TrainingRun) -> Iterator[list[Batch]]:
 
 
 def window_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
-    """Return what the window's mean divides by: the sum of its micro-batches' counts."""
+    """Return the denominator of the window's mean: the sum of its micro-batches' counts."""
     total: torch.Tensor = sum((run.count(batch) for batch in window[1:]), start=run.count(window[0]))
     return total
 
 
 def part_of_window(run: TrainingRun, batch: Batch, total: Any) -> torch.Tensor:
-    """Return a micro-batch's part of the window's loss: its sum over the window's count, or its sum."""
+    """Return a micro-batch's part of the window's loss: its summed loss, over the window's count for a mean."""
     loss = run.loss(run.model, batch)
     return loss if run.reduction == "sum" else loss * (run.count(batch) / total)
 

@@ -57,18 +57,6 @@ _MARK, _UNMARK = "profiler._record_function_enter_new", "profiler._record_functi
 _CATEGORY = {"forward": ACTIVATIONS, "other": OTHER, "handling": OTHER}
 
 
-@dataclass
-class _Line:
-    """The sums of one operation in one phase of one window."""
-
-    operations: int = 0
-    views: int = 0
-    read: int = 0
-    written: int = 0
-    allocated: int = 0
-    freed: int = 0
-
-
 @dataclass(frozen=True)
 class _Phase:
     """A phase that was entered.
@@ -121,7 +109,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.window = 0
         self.starts: list[dict[str, int]] = []
-        self._lines: defaultdict[tuple[int, str, str], _Line] = defaultdict(_Line)
+        self._lines: defaultdict[tuple[int, str, str], Counter[str]] = defaultdict(Counter)
         self._peaks: dict[tuple[int, str], Peak] = {}
         ledger = weakref.ref(self)
         self._storages = Storages(lambda category, size: _freed(ledger(), category, size))
@@ -142,7 +130,7 @@ class Ledger(TorchDispatchMode):
         found = Traffic()
         for (w, phase, name), line in self._lines.items():
             if (not phases or phase in phases) and window in (None, w) and operation in (None, name):
-                found += Traffic(**vars(line))
+                found += Traffic(**line)
         return found
 
     def operations(self, *phases: str, window: int | None = None) -> dict[str, int]:
@@ -150,8 +138,8 @@ class Ledger(TorchDispatchMode):
         _check_phases(phases)
         found: Counter[str] = Counter()
         for (w, phase, name), line in self._lines.items():
-            if line.operations and (not phases or phase in phases) and window in (None, w):
-                found[name] += line.operations
+            if line["operations"] and (not phases or phase in phases) and window in (None, w):
+                found[name] += line["operations"]
         return dict(found)
 
     def peak(self, *phases: str, window: int | None = None) -> Peak:
@@ -230,18 +218,15 @@ class Ledger(TorchDispatchMode):
             return out
         phase = self._phase_of(found)
         line = self._lines[self.window, phase, found.name]
-        if found.view:
-            line.views += 1
-        else:
-            line.operations += 1
-        line.read += found.read
-        line.written += found.written
+        line["views" if found.view else "operations"] += 1
+        line["read"] += found.read
+        line["written"] += found.written
         for storage in found.made:
-            line.allocated += self._storages.add(storage, _CATEGORY.get(phase, TEMPORARIES))
+            line["allocated"] += self._storages.add(storage, _CATEGORY.get(phase, TEMPORARIES))
         for storage in found.operands:
             growth = self._storages.measure(storage)
-            line.allocated += max(growth, 0)
-            line.freed += max(-growth, 0)
+            line["allocated"] += max(growth, 0)
+            line["freed"] += max(-growth, 0)
         if phase == "accumulate":
             self._note_gradients(found, out)
         self._note_peak(phase)
@@ -329,7 +314,7 @@ def _freed(ledger: Ledger | None, category: str, size: int) -> None:
     phase = ledger._phase()
     if phase == "other" and category == GRADIENTS:
         phase = "reset"
-    ledger._lines[ledger.window, phase, ""].freed += size
+    ledger._lines[ledger.window, phase, ""]["freed"] += size
 
 
 def _before_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,8 @@
-"""What releasing saves in a whole step: for each size of model, items in a micro-batch and micro-batches in a window.
+"""The time that releasing saves in a whole step, by size of model, items in a micro-batch and micro-batches.
 
     pytest properties/benchmarks/bench_decision.py [--bench-records DIR] [--bench-device cpu|cuda]
 
-Each row becomes a record under `DIR/records/benchmark.jsonl`, from which the report makes its decision table.
+Each row becomes a record under `DIR/records/benchmark.jsonl`, from which the report makes its table of whole steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The claims about gradient zeroing, each with a check that comes to a verdict."""
+"""Widely read claims about resetting gradients, each with a check that returns a verdict.
+
+Must not import the report or the command line.
+"""
 
 from __future__ import annotations
 

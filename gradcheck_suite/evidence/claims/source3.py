@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gradcheck_suite.evidence.claims import sizes
+from gradcheck_suite.evidence.claims.loops import accumulate_and_divide
 from gradcheck_suite.evidence.claims.record import Claim, Finding
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.records.description import describe_case
@@ -80,21 +81,10 @@ def _place() -> Finding:
     )
 
 
-def divided_by_steps(run: TrainingRun) -> None:
-    """Divide each loss by the number of accumulation steps; step and reset when that many have gone through."""
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            (loss / run.accumulation_steps if run.reduction == "mean" else loss).backward()
-            if (i + 1) % run.accumulation_steps == 0:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
-
 def _keeps_the_learning_rate() -> Finding:
-    both = verify(divided_by_steps, examples=CASES, assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
-    unequal = verify(divided_by_steps, examples=CASES, assumes=(WHOLE_WINDOWS,))
-    short = verify(divided_by_steps, examples=CASES, assumes=(EQUAL_MICRO_BATCHES,))
+    both = verify(accumulate_and_divide, examples=CASES, assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
+    unequal = verify(accumulate_and_divide, examples=CASES, assumes=(WHOLE_WINDOWS,))
+    short = verify(accumulate_and_divide, examples=CASES, assumes=(EQUAL_MICRO_BATCHES,))
     assert both.holds
     assert not unequal.holds
     assert not short.holds
