@@ -1,4 +1,4 @@
-"""The error rates of the suite itself: how often a sound loop is blamed, how small an error is found."""
+"""The error rates of the suite: how often it blames a sound loop, and how small an error it finds."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ def _alarms(data: Mapping[str, Any]) -> Table:
             "checks",
             "elements compared",
             "false alarms",
-            "gradients that needed draws",
+            "gradients that needed the Monte Carlo part",
             "largest error over bound then",
             "checks without autocast",
             *(f"blamed by {rule}" for rule in RIVALS),
         ),
         tuple(rows),
-        "A check is one loop judged on one case. Most gradients are within the part of the bound that rests on no "
-        "chance, and then no more of it is computed; the others needed the roundings that are drawn. Other rules "
-        "compare with the large batch in the same dtype; losses under an autocast are left out for them.",
+        "A check is one loop judged on one case. Most gradients are within the deterministic part of the bound; only "
+        "the others need its Monte Carlo part. Other rules compare with the large batch in the same dtype; losses "
+        "under an autocast are left out for them.",
     )
 
 
@@ -101,14 +101,14 @@ def _detection(data: Mapping[str, Any]) -> Table:
         tuple(rows),
         "* blames sound loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for the "
         "share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so errors "
-        "are planted in the largest element and in one of those that are not 0, some of which are nothing but "
-        "rounding.",
+        "are planted in the largest element and in one drawn from those that are not 0, some of which are rounding "
+        "errors only.",
     )
 
 
 def _skipped(data: Mapping[str, Any]) -> Table:
     rows = [(dtype, why, n) for dtype, tally in data["alarms"].items() for why, n in tally["skipped"].items()]
-    return Table("Checks that could not be made, since the large batch itself fails", ("dtype", "why", "checks"),
+    return Table("Checks that could not be made because the large batch itself fails", ("dtype", "why", "checks"),
                  tuple(rows))  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _ratios(data: Mapping[str, Any]) -> Table:
         "Largest error over bound, by kind of layer: median, 99% and largest of the checks whose case has it",
         ("layer", "checks", *dtypes),
         tuple(rows),
-        "Over the part of the bound that rests on no chance where the error is within it, else over all of it.",
+        "The bound is its deterministic part where the error is within that, otherwise the whole bound.",
     )
 
 

@@ -25,7 +25,7 @@ ZOO_COLUMNS = (
 
 
 def zoo(records: Sequence[Record]) -> Section:
-    """Return the scoreboard of known bugs: the latest run in the bugs' own dtypes, and the latest in each other."""
+    """Return the scoreboard of known bugs: the latest run in float64 and the latest in each other dtype."""
     coarser = latest([record for record in records if record.data.get("dtype")], lambda data: data["dtype"])
     records = [record for record in records if not record.data.get("dtype")]
     if not records:
@@ -59,7 +59,7 @@ def zoo(records: Sequence[Record]) -> Section:
         (
             f"{found} of {len(bugs)} real bugs, re-created in a few lines each, are found in every one of "
             f"{data['seeds']} runs, {sum(b['rightly_named'] for b in bugs)} of {sum(b['runs'] for b in bugs)} runs "
-            f"under a right name. The sound loops beside them were blamed in "
+            f"with a right diagnosis. The sound loops beside them were blamed in "
             f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
         ),
         (
@@ -96,9 +96,9 @@ def _coarser(records: Sequence[Record]) -> Table:
         )
     return Table(
         "The same bugs in other precisions",
-        ("dtype", "runs", "found", "within rounding", "rightly named", "unnamed", "wrongly named", "sound cases",
-         "sound loops blamed"),
+        ("dtype", "runs", "found", "within rounding", "right diagnosis", "no diagnosis", "wrong diagnosis",
+         "sound cases", "sound loops blamed"),
         tuple(rows),
-        "Within rounding: what the bug does to the smallest case that shows it in float64 is less than what rounding "
-        "may do in this dtype. Unnamed: found, but rounding hides which weights the items have.",
+        "Within rounding: the bug's effect on the smallest case that shows it in float64 is smaller than what rounding "
+        "explains in this dtype. No diagnosis: found, but rounding hides the weights of the items.",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""False alarms: sound loops are judged, and whatever blames one is counted."""
+"""False alarms: verdicts of sound loops, counted where the suite or another rule blames one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradcheck_suite.verification.check import check
 
 @dataclass
 class _Noted:
-    """A loop that keeps what reaches its optimizer, beside what the check itself sees."""
+    """A loop that keeps the gradients at its optimizer's steps."""
 
     loop: Loop
     reference: Reference
@@ -48,7 +48,7 @@ class _Noted:
 
 
 class Judge:
-    """Judges sound loops on one case, and counts. Gradients that are equal bit for bit are looked at once."""
+    """Judges sound loops on one case and counts the verdicts; bitwise equal gradients are compared once."""
 
     def __init__(self, drawn: Drawn, loops: Mapping[str, Loop] = LOOPS) -> None:
         self._drawn, self._tally = drawn, Tally(cases=1)
@@ -60,7 +60,7 @@ class Judge:
         self._loss = drawn.case.problem.loss.kind
 
     def run(self, limit: int, progress: Callable[[], None]) -> Tally:
-        """Judge the loops that fit the case, at most `limit` of them."""
+        """Judge the loops whose assumptions hold in the case, at most `limit` of them."""
         for name, loop in list(self._loops.items())[:limit]:
             noted = _Noted(loop, self._reference)
             self._note(name, noted, check(noted, self._drawn.case))
@@ -90,7 +90,7 @@ class Judge:
         self._look_closer(noted)
 
     def _look_closer(self, noted: _Noted) -> None:
-        """Count what the check does not tell: which gradients needed draws, and who else would have blamed them."""
+        """Count the gradients that needed the Monte Carlo part of the bound, and the rules that would blame them."""
         rivals: set[str] = set()
         for index, observed in enumerate(noted.gradients):
             key = index, noted.compute, observed.tobytes()

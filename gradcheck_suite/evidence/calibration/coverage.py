@@ -1,4 +1,4 @@
-"""What the strategies can draw at all: the kinds that a campaign has to reach."""
+"""The kinds of layers and losses that the strategies draw: a campaign should reach all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradcheck_suite.schema.spec import Layer
 
 @cache
 def _signals() -> frozenset[Signal]:
-    """Return every signal that chains of layers lead to from the inputs that are drawn."""
+    """Return every signal that a chain of drawn layers can produce from a drawn input."""
     waiting = [kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants]
     found: set[Signal] = set()
     while waiting:
@@ -42,7 +42,7 @@ def drawn_losses() -> frozenset[str]:
 
 
 def layer_kinds(layers: Iterable[Layer]) -> Iterator[str]:
-    """Yield the kinds of some layers and of those inside them."""
+    """Yield the kinds of these layers and of the layers inside them."""
     for layer in layers:
         yield layer.kind
         yield from layer_kinds(layer.layers)

@@ -1,4 +1,4 @@
-"""The campaign's cases: drawn in chunks, each of them the same whenever it is drawn again."""
+"""The campaign's cases, drawn in reproducible chunks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import ProblemSpec
 
 DRAWN_WITHIN = ((), (), (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), (SUM_REDUCTION,))
-"""What a case is drawn within, in turn: half of them freely, the others so that loops which rely on something have
-theirs too."""
+"""Assumptions that cases are drawn within, in turn: half of the cases are drawn freely, the others so that loops with
+assumptions have cases too."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A case, and what a loop may rely on in it."""
+    """A case, and the assumptions that hold in it."""
 
     case: Case
     within: frozenset[str]
 
 
 def draw_cases(dtype: str, chunk: int, count: int, seed_value: int) -> list[Drawn]:
-    """Draw one chunk of the campaign's cases; the same arguments and versions, the same cases.
+    """Draw one chunk of the campaign's cases; the same arguments and versions give the same cases.
 
     Args:
         dtype: of the cases.
@@ -43,7 +43,7 @@ def draw_cases(dtype: str, chunk: int, count: int, seed_value: int) -> list[Draw
             found = _cases(dtype, within, share, int.from_bytes(digest[:4]))
             groups.append([Drawn(case, _holding(case, frozenset(within))) for case in found])
     longest = max(map(len, groups), default=0)
-    # in turn, so that a chunk which is cut short has some of each
+    # in turn, so that a chunk that is cut short has cases of every group
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
 
 
@@ -68,17 +68,17 @@ def _cases(dtype: str, within: tuple[str, ...], count: int, seed_value: int) -> 
 
 
 def _first_and_last(plan: Plan) -> Plan:
-    """Return the plan of the first and the last window alone, in one epoch.
+    """Return the plan of the first and the last window only, in one epoch.
 
-    A sound loop is handed the same kind of window again and again, and with its parameters held still every epoch has
-    the same numbers: two windows tell a stale one from a fresh one, and the last is the one that may be short.
+    With parameters that do not change, every epoch has the same numbers. Two windows are enough to show a stale window,
+    and only the last window may be short.
     """
     windows = plan.windows
     return plan.select((*windows[0], *(windows[-1] if len(windows) > 1 else ()))).replace(epochs=1)
 
 
 def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
-    """Return what holds in a case: what it was drawn within, and what can be seen of it."""
+    """Return the assumptions that hold: those the case was drawn within and those its plan and loss satisfy."""
     assert isinstance(case.problem, ProblemSpec)
     seen = set(within)
     if case.problem.loss.reduction == "sum":

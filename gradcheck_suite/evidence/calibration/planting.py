@@ -1,4 +1,4 @@
-"""Errors of known size, planted in sound gradients at several places.
+"""Errors of known size that are planted in sound gradients, at several places.
 
 An error of relative size s in a place multiplies what is there by 1 + s or 1 - s and rounds the result to the case's
 dtype, since no gradient holds anything else: half of one unit roundoff in an element is no error at all.
@@ -22,7 +22,7 @@ from gradcheck_suite.numerics.comparison import Layout, Vector
 
 @dataclass(frozen=True)
 class Sound:
-    """A sound gradient to plant errors in.
+    """A sound gradient that errors are planted in.
 
     Attributes:
         observed: (P,), what a sound loop handed its optimizer.
@@ -90,5 +90,4 @@ PLACES: dict[str, Place] = {
     "the largest element": _largest,
     "an element not 0": _any,
 }
-"""Where errors are planted: each returns what is multiplied by the error's size and added, or None where there is
-nothing to err in."""
+"""Places of errors: each function returns (P,), the error of size 1, or None where all elements there are 0."""

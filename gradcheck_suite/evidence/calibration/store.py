@@ -1,4 +1,4 @@
-"""Chunks of a campaign on disk, so that one which is stopped loses at most the chunk it was at.
+"""Chunks of a campaign on disk, so that a campaign that is stopped loses at most one chunk.
 
 A chunk is found again by everything that its counts depend on: what was asked for, the sources that decide a verdict,
 the versions of torch, JAX and Hypothesis.
@@ -35,14 +35,14 @@ DECIDING = (
     "references",
     "verification/check.py",
 )
-"""Modules and folders that decide what is counted."""
+"""Modules and folders that the counts depend on."""
 
 
 @cache
 def made_by(also: tuple[str, ...] = ()) -> str:
     """Return a digest of the sources and versions that counts depend on.
 
-    Comments, docstrings, annotations of arguments, imports and layout decide nothing and are left out.
+    Comments, docstrings, annotations of arguments, imports and layout do not change the digest.
 
     Args:
         also: further modules, beside `DECIDING`.

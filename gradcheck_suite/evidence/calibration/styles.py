@@ -1,4 +1,4 @@
-"""Further ways to write a sound loop, which round otherwise than the built-in ones: all of them are checked."""
+"""Sound loops that round differently from the built-in ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def float_shares(run: TrainingRun) -> None:
 
 
 def one_backward(run: TrainingRun) -> None:
-    """Add a window's losses up and go back once."""
+    """Add up a window's losses and run one backward."""
     for window in windows(run):
         total = window_count(run, window)
         losses: Any = sum(part_of_window(run, batch, total) for batch in window)

@@ -1,4 +1,4 @@
-"""What a campaign comes to, from its record alone: the same figures for the terminal and for the report."""
+"""The figures of a campaign, computed from its record, for the terminal and for the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Data = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Found:
-    """How small an error is found in one dtype, at one place.
+    """The smallest errors that are found in one dtype, at one place.
 
     Attributes:
         dtype: of the cases.
@@ -51,7 +51,7 @@ def rival_alarms(data: Data, dtype: str) -> dict[str, int]:
 
 
 def better(data: Data) -> list[str]:
-    """Return, one line each, where a rule that never blamed a sound loop finds smaller errors than the bound does."""
+    """Return one line for each place where a rule that blames no sound loop finds smaller errors than the bound."""
     lines = []
     for row in found(data):
         quiet = [rule for rule, alarms in rival_alarms(data, row.dtype).items() if not alarms]
@@ -69,15 +69,15 @@ def false_alarms(data: Data) -> int:
 
 
 def checks(data: Data) -> int:
-    """Return how many checks were made in all dtypes, those that could not be made left out."""
+    """Return the number of checks that were made, in all dtypes."""
     return sum(tally["judged"] for tally in data["alarms"].values())
 
 
 def shown(size: float | None) -> str:
-    """Return the size of an error as text."""
+    """Return a relative error as text."""
     return "none" if size is None else "1" if size == 1 else f"{size:.1e}"
 
 
 def percent() -> str:
-    """Return the share of cases in which a size must be found to count."""
+    """Return the share of cases in which an error of a size must be found, as text."""
     return f"{100 * WANTED:g}%"

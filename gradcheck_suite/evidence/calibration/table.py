@@ -1,4 +1,4 @@
-"""A campaign's figures for a terminal."""
+"""The figures of a campaign on a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT = {
 
 
 def lines(data: Data) -> list[str]:
-    """Return all there is to print."""
+    """Return the lines to print."""
     return [*_alarm_lines(data), "", *_detection_lines(data), "", *_summary(data)]
 
 

@@ -29,7 +29,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interrupted: bool) -> str:
-    """Return the last lines: how many are found, how well named, and whether a sound loop is blamed."""
+    """Return the last lines: how many bugs are found, with which diagnoses, and whether a sound loop is blamed."""
     runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
     found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
     unnamed = sum(row.unnamed for row in rows)
