@@ -1,4 +1,4 @@
-"""Run the zoo of known bugs: which are found, after how many cases, under which name; and sound loops beside them."""
+"""Run the zoo of known bugs: which are found, after how many cases, with which diagnosis; and sound loops."""
 
 from __future__ import annotations
 

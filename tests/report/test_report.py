@@ -119,9 +119,9 @@ def test_the_zoo_in_other_dtypes_is_a_row_each(reports, tmp_path):
     _record(tmp_path, "zoo", **zoo)
     _record(tmp_path, "zoo", dtype="bfloat16", seeds=9, examples=200, bugs=[coarse], sound=sound)
     section = _section(build(tmp_path), "zoo")
-    assert "2 of 2 runs under a right name" in section.text[0]
+    assert "2 of 2 runs with a right diagnosis" in section.text[0]
     assert "blamed in 0 of 1,000 cases" in section.text[0]
-    # 7 found, 4 rightly named and 2 not at all: 1 under a wrong name
+    # 7 found, 4 with a right diagnosis and 2 with none: 1 with a wrong one
     assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1),)
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from gradcheck_suite.evidence.zoo.scoreboard import Row
 from gradcheck_suite.schema.results import Result
 
-HEADER = f"{'bug':<31} {'found':>7} {'cases':>6} {'seconds':>8}  {'smallest':<9} name"
+HEADER = f"{'bug':<31} {'found':>7} {'cases':>6} {'seconds':>8}  {'smallest':<9} diagnosis"
 
 
 def line(row: Row) -> str:
@@ -19,8 +19,8 @@ def line(row: Row) -> str:
     names = ", ".join(f"{name} x{count}" for name, count in row.names.most_common())
     marks = [] if row.found + row.within == len(row.runs) else ["MISSED"]
     marks += [f"within rounding x{row.within}"] if row.within else []
-    marks += [f"no name x{row.unnamed}"] if row.unnamed else []
-    marks += ["WRONG NAME"] if row.wrongly_named else []
+    marks += [f"no diagnosis x{row.unnamed}"] if row.unnamed else []
+    marks += ["WRONG DIAGNOSIS"] if row.wrongly_named else []
     marks += [] if row.small else ["LARGE"]
     return (
         f"{row.bug.number:>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} {row.seconds:>8.2f}  "
@@ -37,8 +37,8 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
     cases = [row.cases for row in rows if row.cases is not None]
     lines = [
         f"{sum(row.found == len(row.runs) for row in rows)} of {asked} bugs found in every run; "
-        f"{found} of {runs} runs, {named} of them under a right name"
-        + (f", {unnamed} under none" if unnamed else "")
+        f"{found} of {runs} runs, {named} of them with a right diagnosis"
+        + (f", {unnamed} with none" if unnamed else "")
         + (f"; in {within} runs what the bug does lies within rounding" if within else ""),
         f"median over the bugs: {median(cases):g} cases, {median(row.seconds for row in rows):.2f} s"
         if cases
