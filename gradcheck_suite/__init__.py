@@ -18,17 +18,19 @@ from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 if TYPE_CHECKING:
-    from gradcheck_suite.generation.strategies import cases, plans, problems
+    from gradcheck_suite.generation.cases import cases
+    from gradcheck_suite.generation.plans import plans
+    from gradcheck_suite.generation.problems import problems
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "cases": "generation.strategies",
+    "cases": "generation.cases",
     "check": "verification.check",
-    "plans": "generation.strategies",
-    "problems": "generation.strategies",
+    "plans": "generation.plans",
+    "problems": "generation.problems",
     "verify": "verification.verify",
 }
 

@@ -26,7 +26,7 @@ from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.execution.optimizers import make_optimizer
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import accumulated, jax_reference, programs
 from gradcheck_suite.references.reference import References

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.generation.strategies import plans
+from gradcheck_suite.generation.plans import plans
 from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result

@@ -14,7 +14,8 @@ from hypothesis.errors import HypothesisException
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
-from gradcheck_suite.generation.strategies import SMALL_MICRO_BATCHES, cases, reductions_within, size_of
+from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, cases, size_of
+from gradcheck_suite.generation.problems import reductions_within
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_MICRO_BATCHES,
@@ -252,7 +253,7 @@ def verify(
         name: how the result calls the loop.
         problem: the user's problem that is trained in place of random ones; then only plans are drawn.
         problem_name: what cases call that problem, such as `"model.py:PROBLEM"`.
-        plan: the strategy in place of `strategies.plans()`; the cases that are tried first, whose plans are their own,
+        plan: the strategy in place of `plans()`; the cases that are tried first, whose plans are their own,
             are then left out.
         progress: called with every verdict.
         fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is another name of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.evidence.calibration import campaign, drawing
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.references import reference
 from gradcheck_suite.schema.case import case_from_json
 from gradcheck_suite.schema.spec import ProblemSpec

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.records.store import read_records
 from gradcheck_suite.verification import verify as verification
 from tests.cli.conftest import ENVIRONMENT, LINEAR, LOOPS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from gradcheck_suite import Plan, UsageError
-from gradcheck_suite.generation.strategies import plans
+from gradcheck_suite.generation.plans import plans
 from gradcheck_suite.schema.plan import plan_from_json
 
 

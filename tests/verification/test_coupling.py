@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.catalogue import CROSS_SAMPLE_LOSSES, is_accumulable
 from gradcheck_suite.execution.instance import generated_instance, user_instance
-from gradcheck_suite.generation.strategies import cases, plans, problems
+from gradcheck_suite.generation.cases import cases
+from gradcheck_suite.generation.plans import plans
+from gradcheck_suite.generation.problems import problems
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Problem

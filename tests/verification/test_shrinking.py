@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, verify
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.numerics.bounds import DRAWS, student_factor
 from gradcheck_suite.references import jax_reference, reference

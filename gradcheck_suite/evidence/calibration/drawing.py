@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS
 from gradcheck_suite.schema.plan import Plan

@@ -29,7 +29,7 @@ DECIDING = (
     "execution/instance.py",
     "execution/observer.py",
     "execution/runner.py",
-    "generation/strategies.py",
+    "generation",
     "loops",
     "numerics",
     "references",

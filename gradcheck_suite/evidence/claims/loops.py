@@ -97,7 +97,7 @@ class PrintedLoop:
         number: the loop's number, such as `"1b"`.
         loop: the loop; `run.accumulation_steps` replaces the 4 that the source prints.
         assumes: assumptions under which `verify` finds that it holds.
-        plan: further limits of the drawn plans, as arguments of `strategies.plans`.
+        plan: further limits of the drawn plans, as arguments of `plans`.
         needs: the assumptions and limits in words; None where the loop holds without any.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_suite.evidence.claims.loops import PrintedLoop
-from gradcheck_suite.generation.strategies import plans
+from gradcheck_suite.generation.plans import plans
 from gradcheck_suite.records.description import describe_case
 from gradcheck_suite.schema.results import Result, json_number
 from gradcheck_suite.verification.verify import verify

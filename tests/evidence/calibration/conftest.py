@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from gradcheck_suite.evidence.calibration import drawing
-from gradcheck_suite.generation.strategies import cases
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from gradcheck_suite.catalogue import LAYERS, LOSSES
 from gradcheck_suite.evidence.zoo.bugs.denominators import no_divide
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.generation.strategies import cases, plans
+from gradcheck_suite.generation.cases import cases
+from gradcheck_suite.generation.plans import plans
 from gradcheck_suite.references.torch_reference import parameter_gradients
 from gradcheck_suite.report.scripts import model_code, script_text, writer
 from gradcheck_suite.schema.case import Case

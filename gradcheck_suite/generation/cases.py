@@ -1,0 +1,123 @@
+"""The Hypothesis strategy for cases, and how large a case is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite.catalogue import input_signal, loss_definition, output_signal
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
+from gradcheck_suite.generation.plans import hashable, integers, plans, valid_assumptions
+from gradcheck_suite.generation.problems import problems
+from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import Layer, ProblemSpec
+
+SMALL_MICRO_BATCHES = 3
+
+
+def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
+    """Return whether gradients may be sparse; `InvalidArgument` where there is no such optimizer."""
+    try:
+        # torch cannot add sparse float16 gradients on the CPU
+        return dtype != "float16" and (optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+@cache
+def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool) -> st.SearchStrategy[Plan]:
+    if not small:
+        return plans(assumes=assumes, maskable=maskable)
+    few = plans(max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=assumes, maskable=maskable)
+    return few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES)
+
+
+@cache
+def _problems(
+    assumes: str | tuple[str, ...], dtype: str, optimizer: str | None, small: bool
+) -> st.SearchStrategy[ProblemSpec]:
+    return problems(sparse=_takes_sparse(dtype, optimizer), assumes=assumes, max_layers=1 if small else 5)
+
+
+def _check(problem: object, plan: object, dtype: str, device: str) -> None:
+    """Raise `InvalidArgument` where an argument of `cases` is wrong."""
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if device not in DEVICES:
+        raise InvalidArgument(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
+    if not isinstance(problem, st.SearchStrategy | str | None):
+        raise InvalidArgument(f"problem must be a strategy or the name of a user's problem, got {problem!r}")
+    if not isinstance(plan, st.SearchStrategy | None):
+        raise InvalidArgument(f"plan must be a strategy, such as just(Plan(...)), got {plan!r}")
+
+
+@st.composite
+def _cases(
+    draw: st.DrawFn,
+    problem: st.SearchStrategy[ProblemSpec] | str | None,
+    plan: st.SearchStrategy[Plan] | None,
+    assumes: str | tuple[str, ...],
+    small: bool,
+    fixed: Mapping[str, Any],
+) -> Case:
+    _check(problem, plan, fixed["dtype"], fixed["device"])
+    valid_assumptions(assumes)
+    if problem is None:
+        problem = _problems(assumes, fixed["dtype"], fixed["optimizer"], small)
+    else:
+        _takes_sparse(fixed["dtype"], fixed["optimizer"])
+    spec = problem if isinstance(problem, str) else draw(problem)
+    if plan is None:
+        maskable = isinstance(spec, ProblemSpec) and loss_definition(spec.loss).maskable(spec.loss.o)
+        plan = _plans(assumes, maskable, small)
+    seed = draw(integers(0, MAX_SEED))
+    return Case(spec, draw(plan), seed=seed, **fixed)
+
+
+def cases(
+    *,
+    problem: st.SearchStrategy[ProblemSpec] | str | None = None,
+    plan: st.SearchStrategy[Plan] | None = None,
+    dtype: str = "float64",
+    device: str = "cpu",
+    optimizer: str | None = None,
+    assumes: Iterable[str] = (),
+    small: bool = False,
+) -> st.SearchStrategy[Case]:
+    """Return a strategy of cases.
+
+    Args:
+        problem: a strategy of problems, or the `FILE.py:NAME` of a user's problem; `problems()` if None.
+        plan: a strategy of plans; `plans()` if None.
+        dtype: dtype of every case, one of `DTYPES`.
+        device: device of every case, `"cpu"` or `"cuda"`.
+        optimizer: optimizer of every case; None for one whose step changes nothing.
+        assumes: assumptions of the loop, names from `ASSUMPTIONS`.
+        small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches.
+
+    Raises:
+        InvalidArgument: at the first draw, where an argument is wrong.
+    """
+    return _cases(problem, plan, hashable(assumes), small, {"dtype": dtype, "device": device, "optimizer": optimizer})
+
+
+def size_of(case: Case) -> tuple[int, ...]:
+    """Return the size of a case, for comparison with another: layers, micro-batches, epochs, K, items, features."""
+    plan = case.plan
+    shape: tuple[int, ...] = (0, 0)
+    if isinstance(case.problem, ProblemSpec):
+        signal, out = input_signal(case.problem.input), output_signal(case.problem)
+        shape = (_depth(case.problem.layers), sum(signal.size) + sum(out.size))
+    layers, features = shape
+    options = len(repr(case.problem))
+    return layers, len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items, features, options
+
+
+def _depth(layers: Sequence[Layer]) -> int:
+    return sum(1 + _depth(layer.layers) for layer in layers)

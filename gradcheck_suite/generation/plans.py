@@ -1,0 +1,123 @@
+"""The Hypothesis strategy for plans: they shrink to the fewest windows, the fewest and smallest micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, checked_assumptions
+from gradcheck_suite.schema.plan import Plan
+
+ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
+SIZES = (1, 2, 3, 4, 5, 8)
+MAX_MICRO_BATCHES = 24
+
+# building and validating a strategy costs Hypothesis more time than drawing from it, so each is built once
+integers = cache(st.integers)
+sampled = cache(st.sampled_from)
+_with_mask = cache(lambda sizes: st.tuples(sizes, st.booleans()))
+
+
+def check_range(low: Any, high: Any, name: str) -> None:
+    """Raise `InvalidArgument` unless 1 <= low <= high."""
+    if not isinstance(low, int) or not isinstance(high, int) or not 1 <= low <= high:
+        raise InvalidArgument(f"expected 1 <= min_{name} <= max_{name}, got {low!r} and {high!r}")
+
+
+def hashable(assumes: Iterable[str]) -> str | tuple[str, ...]:
+    """Return what a loop assumes as a tuple; a string, which is a mistake, as it is."""
+    return assumes if isinstance(assumes, str) else tuple(assumes)
+
+
+@cache
+def valid_assumptions(assumes: str | tuple[str, ...]) -> frozenset[str]:
+    """Return what a loop assumes as a set; `InvalidArgument` where there is no such assumption."""
+    try:
+        return checked_assumptions(assumes)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    max_epochs: int
+    min_windows: int
+    max_windows: int
+    min_accumulation_steps: int
+    max_accumulation_steps: int
+    max_items: int
+
+
+@cache
+def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.SearchStrategy[int]]:
+    """Return strategies for a micro-batch's items and for K; `InvalidArgument` where the bounds are not in order."""
+    check_range(1, bounds.max_epochs, "epochs")
+    check_range(bounds.min_windows, bounds.max_windows, "windows")
+    low, high = bounds.min_accumulation_steps, bounds.max_accumulation_steps
+    check_range(low, high, "accumulation_steps")
+    check_range(1, bounds.max_items, "items")
+    steps = sorted({low, high, *ACCUMULATION_STEPS})
+    return sampled(tuple(n for n in SIZES if n <= bounds.max_items)), sampled(
+        tuple(k for k in steps if low <= k <= high)
+    )
+
+
+@st.composite
+def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]) -> Plan:
+    sizes, steps = _sizes_and_steps(bounds)
+    chosen = valid_assumptions(assumes)
+    epochs = draw(integers(1, bounds.max_epochs))
+    k = draw(steps)
+    most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // k))
+    windows = draw(integers(bounds.min_windows, most))
+    missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(integers(0, k - 1))
+    count = windows * k - missing
+    if EQUAL_MICRO_BATCHES in chosen:
+        per_window = [draw(sizes) for _ in range(windows)]
+        return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
+    if not (maskable and draw(sampled((False, True, True, True)))):
+        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
+    # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
+    drawn = [draw(_with_mask(sizes)) for _ in range(count)]
+    masked = {j for j, (_, mask) in enumerate(drawn) if mask}
+    plan = Plan(tuple(n for n, _ in drawn), k, epochs)
+    # a window without valid targets is outside the contract
+    masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
+    return plan.replace(masked=tuple(masked))
+
+
+def plans(
+    *,
+    max_epochs: int = 3,
+    min_windows: int = 1,
+    max_windows: int = 4,
+    min_accumulation_steps: int = 1,
+    max_accumulation_steps: int = max(ACCUMULATION_STEPS),
+    max_items: int = max(SIZES),
+    maskable: bool = False,
+    assumes: Iterable[str] = (),
+) -> st.SearchStrategy[Plan]:
+    """Return a strategy of plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, epochs.
+
+    Args:
+        max_epochs: largest number of passes.
+        min_windows: smallest number of windows in an epoch.
+        max_windows: largest number of windows in an epoch; it is lower for a K with which an epoch would exceed 24
+            micro-batches.
+        min_accumulation_steps: smallest K.
+        max_accumulation_steps: largest K.
+        max_items: largest number of items in a micro-batch.
+        maskable: whether some micro-batches may have no valid targets, which only some losses support.
+        assumes: assumptions of the loop, names from `ASSUMPTIONS`.
+
+    Raises:
+        InvalidArgument: at the first draw, where an argument is wrong.
+    """
+    bounds = _Bounds(max_epochs, min_windows, max_windows, min_accumulation_steps, max_accumulation_steps, max_items)
+    return _plans(bounds, maskable, hashable(assumes))
