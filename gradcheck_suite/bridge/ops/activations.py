@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
-from gradcheck_suite.bridge.dtypes import Array, is_inexact
+from gradcheck_suite.bridge.dtypes import Array
 from gradcheck_suite.bridge.errors import RandomnessError
 from gradcheck_suite.bridge.table import register_op
 
@@ -148,22 +148,17 @@ def glu(self: Array, dim: int = -1) -> Array:
     return first * jax.nn.sigmoid(second)
 
 
-def _as(self: Array, dtype: Any, half_to_float: bool) -> Array:
-    del dtype
-    return self.astype(jnp.float32) if half_to_float and is_inexact(self) else self
-
-
 @register_op("aten._softmax")
 def softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
     """Return e^x / sum e^x along `dim`."""
-    x = _as(self, None, half_to_float)
+    x = self.astype(jnp.float32) if half_to_float else self
     return x if x.size == 0 else jax.nn.softmax(x, axis=dim)
 
 
 @register_op("aten._log_softmax")
 def log_softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
     """Return x - log sum e^x along `dim`."""
-    x = _as(self, None, half_to_float)
+    x = self.astype(jnp.float32) if half_to_float else self
     return x if x.size == 0 else jax.nn.log_softmax(x, axis=dim)
 
 

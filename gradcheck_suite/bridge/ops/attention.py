@@ -46,8 +46,8 @@ def scaled_dot_product_attention(
         heads = query.shape[-3]
         key, value = (jnp.repeat(x, heads // x.shape[-3], axis=-3) for x in (key, value))
     scores = _scores(query, key, attn_mask, is_causal, scale)
-    blind = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
-    weights = jnp.where(blind, 0, jax.nn.softmax(jnp.where(blind, 0, scores), axis=-1))
+    fully_masked = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
+    weights = jnp.where(fully_masked, 0, jax.nn.softmax(jnp.where(fully_masked, 0, scores), axis=-1))
     return jnp.einsum("...qk,...kd->...qd", weights, value, precision=lax.Precision.HIGHEST)
 
 

@@ -49,9 +49,9 @@ def convolution(
     x = input if batched else input[None]
     stride, padding, dilation = per_axis(stride, n), per_axis(padding, n), per_axis(dilation, n)
     if transposed:
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        extent = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         extra = per_axis(output_padding, n)
-        pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
+        pads = [(r - p, r - p + e) for r, p, e in zip(extent, padding, extra, strict=True)]
         kernel, strides, lhs = _transposed_kernel(weight, groups), [1] * n, stride
     else:
         pads, kernel, strides, lhs = [(p, p) for p in padding], weight, stride, [1] * n

@@ -72,5 +72,5 @@ def embedding_bag(
         out = jnp.zeros((bags, weight.shape[1]), weight.dtype).at[bag].add(jnp.where(kept[:, None], rows, 0))
         if mode == 1:
             out = out / jnp.maximum(counts, 1)[:, None].astype(weight.dtype)
-    nothing = jnp.zeros(0, indices.dtype)
-    return out, nothing, nothing, nothing
+    empty = jnp.zeros(0, indices.dtype)
+    return out, empty, empty, empty

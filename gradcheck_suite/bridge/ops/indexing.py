@@ -125,8 +125,10 @@ def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> A
     length = max(minlength, int(np.asarray(lax.stop_gradient(self)).max(initial=-1)) + 1)
     if weights is None:
         return jnp.bincount(self, length=length).astype(jnp.int64)
-    still = lax.stop_gradient(weights)
-    return jnp.bincount(self, still if still.dtype == jnp.float32 else still.astype(jnp.float64), length=length)
+    detached = lax.stop_gradient(weights)
+    return jnp.bincount(
+        self, detached if detached.dtype == jnp.float32 else detached.astype(jnp.float64), length=length
+    )
 
 
 @register_op("aten.histc")

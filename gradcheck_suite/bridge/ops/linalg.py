@@ -41,16 +41,16 @@ def inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, Array]:  # n
 @register_op("aten._linalg_det")
 def det(A: Array) -> tuple[Array, Array, Array]:  # noqa: N803
     """Return the determinant; the factors that torch's backward reads are empty here."""
-    nothing = jnp.zeros(0, A.dtype)
-    return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype), nothing, nothing
+    empty = jnp.zeros(0, A.dtype)
+    return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype), empty, empty
 
 
 @register_op("aten._linalg_slogdet")
 def slogdet(A: Array) -> tuple[Array, Array, Array, Array]:  # noqa: N803
     """Return sign and log |determinant|; the factors that torch's backward reads are empty here."""
-    nothing = jnp.zeros(0, A.dtype)
+    empty = jnp.zeros(0, A.dtype)
     sign, log = jnp.linalg.slogdet(A)
-    return sign, log, nothing, nothing
+    return sign, log, empty, empty
 
 
 def _solved(a: Array, b: Array, left: bool) -> Array:
@@ -71,8 +71,8 @@ def solve_ex(
 ) -> tuple[Array, ...]:
     """Return X with A X = B, or X A = B; the factors that torch's backward reads are empty here."""
     del check_errors
-    nothing = jnp.zeros(0, A.dtype)
-    return _solved(A, B, left), nothing, nothing, _no_error(A)
+    empty = jnp.zeros(0, A.dtype)
+    return _solved(A, B, left), empty, empty, _no_error(A)
 
 
 @register_op("aten.linalg_solve_triangular")
@@ -140,8 +140,8 @@ def svd(
     """Return U, the singular values and V'; the signs of U's and V's columns are arbitrary."""
     del driver
     if not compute_uv:
-        nothing = jnp.zeros(0, A.dtype)
-        return nothing, jnp.linalg.svd(A, compute_uv=False), nothing
+        empty = jnp.zeros(0, A.dtype)
+        return empty, jnp.linalg.svd(A, compute_uv=False), empty
     u, s, v = jnp.linalg.svd(A, full_matrices=False)
     if full_matrices and A.shape[-1] != A.shape[-2]:
         # torch gives the null space's vectors no derivative

@@ -91,8 +91,8 @@ def _batch_norm(
         assert mean_ is not None
         assert rstd_ is not None
         out = _affine((input - mean_) * rstd_, _per_channel(weight, input), _per_channel(bias, input))
-        nothing = jnp.zeros(0, input.dtype)
-        return out, nothing, nothing, running_mean, running_var
+        empty = jnp.zeros(0, input.dtype)
+        return out, empty, empty, running_mean, running_var
     out, mean, rstd = _standardised(input, axes, eps)
     out = _affine(out, _per_channel(weight, input), _per_channel(bias, input))
     mean, rstd = mean.reshape(-1), rstd.reshape(-1)

@@ -79,7 +79,7 @@ def _running(self: Array, dim: int, better: Any) -> tuple[Array, Array]:
     if self.ndim == 0 or self.size == 0:
         return self, jnp.zeros(self.shape, jnp.int64)
     axis = dim % self.ndim
-    still = lax.stop_gradient(self)
+    detached = lax.stop_gradient(self)
     shape = [1] * self.ndim
     shape[axis] = self.shape[axis]
     place = jnp.broadcast_to(jnp.arange(self.shape[axis]).reshape(shape), self.shape)
@@ -89,7 +89,7 @@ def _running(self: Array, dim: int, better: Any) -> tuple[Array, Array]:
         wins = wins & ~(jnp.isnan(a[0]) & ~jnp.isnan(b[0]))
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
 
-    _, index = lax.associative_scan(later, (still, place), axis=axis)
+    _, index = lax.associative_scan(later, (detached, place), axis=axis)
     return jnp.take_along_axis(self, index, axis=axis), index.astype(jnp.int64)
 
 

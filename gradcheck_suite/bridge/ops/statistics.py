@@ -88,8 +88,8 @@ def nanmedian_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, 
 def _median(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array, Array]:
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
-    still = lax.stop_gradient(x)
-    order, missing = jnp.argsort(still, axis=dim), jnp.isnan(still)
+    detached = lax.stop_gradient(x)
+    order, missing = jnp.argsort(detached, axis=dim), jnp.isnan(detached)
     numbers = jnp.sum(~missing, axis=dim, keepdims=True)
     place = jnp.maximum(numbers - 1, 0) // 2
     if not skip_nan:
@@ -100,8 +100,8 @@ def _median(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array
 
 def _evenly(x: Array, value: Array) -> Array:
     """Return `value`, an entry of x, whose gradient all equal entries share evenly."""
-    still = lax.stop_gradient(x)
-    same = (still == value) | (jnp.isnan(still) & jnp.isnan(value))
+    detached = lax.stop_gradient(x)
+    same = (detached == value) | (jnp.isnan(detached) & jnp.isnan(value))
     return jnp.sum(jnp.where(same, x, 0)) / jnp.sum(same)
 
 
