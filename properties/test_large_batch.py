@@ -16,8 +16,9 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.comparison import worst_difference
 from gradcheck_suite.references import jax_reference
+from gradcheck_suite.references.agreement import opinions
 from gradcheck_suite.references.programs import Programs
-from gradcheck_suite.references.reference import Reference, Window
+from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.schema.contract import assumptions_of
 from properties.assertions import assert_holds, assert_within_rounding
 from properties.helpers import DEVICES, JAX_PLATFORMS, REGRESSION, scaled
@@ -87,9 +88,9 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
     reference = Reference(generated_instance(case))
     assert reference.finding is None, f"{reference.finding}\n{case!r}"
     window = reference.window(len(case.plan.windows) - 1)
-    opinions = window.opinions(window.jax)
-    expected = opinions.pop("torch large batch")
-    for name, gradient in opinions.items():
+    found = opinions(window, window.jax)
+    expected = found.pop("torch large batch")
+    for name, gradient in found.items():
         difference = worst_difference(gradient, expected, quick_bound(expected, len(window.members)))
         if difference.ratio > 1:
             difference = window.compare(gradient).worst
@@ -121,7 +122,7 @@ def _jax_gradient(reference, platform):
     """Return JAX's gradient of the first window, computed by programs compiled for a platform."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_reference, "PROGRAMS", _programs(platform))
-        return Window(reference, 0, None, None).jax
+        return reference.by_jax(reference.values64, [reference.window(0).items])[0]
 
 
 @cache

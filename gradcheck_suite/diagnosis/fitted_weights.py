@@ -18,8 +18,8 @@ from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose, name
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.numerics.least_squares import fit_weights
-from gradcheck_suite.references.reference import Window
 from gradcheck_suite.references.torch_reference import gradients_of
+from gradcheck_suite.references.window import Window
 
 Rows = npt.NDArray[np.float64]
 _NO_NAME = ("unrecognised-weights", "rounded-weights")

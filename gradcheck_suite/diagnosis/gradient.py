@@ -19,7 +19,8 @@ from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
-from gradcheck_suite.references.reference import REFERENCES, Reference, Window
+from gradcheck_suite.references.reference import REFERENCES, Reference
+from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE

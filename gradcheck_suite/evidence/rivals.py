@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradcheck_suite.numerics.baselines import RIVALS, Compared
 from gradcheck_suite.numerics.comparison import Layout, Vector
-from gradcheck_suite.references.reference import Window
+from gradcheck_suite.references.window import Window
 
 
 def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -> frozenset[str]:
@@ -17,7 +17,7 @@ def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -
         observed: (P,) float64: the gradient.
         dtype: of the case.
     """
-    large, exact = window.large_batch, window.expected
+    large, exact = window.bound.large_batch, window.expected
     failed: set[str] = set()
     for start, size in zip(layout.offsets, layout.sizes, strict=True):
         part = slice(start, start + size)

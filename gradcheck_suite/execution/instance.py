@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gradcheck_suite.catalogue import checked_loss, reduction_of
+from gradcheck_suite.catalogue import checked_loss, is_accumulable, reduction_of
 from gradcheck_suite.catalogue.build import build_model, draw_data
 from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.errors import UsageError
@@ -22,6 +22,7 @@ from gradcheck_suite.execution.devices import checked_device, torch_dtype
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Problem, TrainingRun
+from gradcheck_suite.schema.spec import ProblemSpec
 
 
 def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -95,9 +96,15 @@ class Instance:
     arrays: Arrays | None
 
     @property
+    def accumulable_spec(self) -> ProblemSpec | None:
+        """The generated problem, where its objective is a sum over items by construction and JAX has its gradient."""
+        spec = self.case.spec
+        return spec if spec is not None and is_accumulable(spec) else None
+
+    @property
     def users_problem(self) -> Problem | None:
         """The user's problem, or None for a generated one."""
-        return self.problem if self.arrays is None else None
+        return None if self.case.spec else self.problem
 
     @property
     def device(self) -> torch.device:
@@ -170,11 +177,17 @@ class Instance:
         )
 
 
+def instance_of(case: Case, problem: Problem | None) -> Instance:
+    """Bring a case to life, of the user's problem where one is given and of its own generated one otherwise."""
+    return generated_instance(case) if problem is None else user_instance(case, problem)
+
+
 def generated_instance(case: Case) -> Instance:
     """Bring a generated case to life."""
-    spec = case.problem
-    if isinstance(spec, str):
-        raise UsageError(f"case {case.digest} is about the user's problem {spec!r}: pass --problem {spec}")
+    spec = case.spec
+    if spec is None:
+        name = case.problem_name
+        raise UsageError(f"case {case.digest} is about the user's problem {name!r}: pass --problem {name}")
     device, dtype = checked_device(case.device), torch_dtype(case.dtype)
     masked = np.zeros(case.plan.total_items, dtype=bool)
     for j in case.plan.masked:

@@ -53,6 +53,16 @@ class Case:
         if self.optimizer is not None and not isinstance(self.optimizer, str):
             raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
 
+    @property
+    def spec(self) -> ProblemSpec | None:
+        """The generated problem; None where the case is about a user's."""
+        return None if isinstance(self.problem, str) else self.problem
+
+    @property
+    def problem_name(self) -> str | None:
+        """The `FILE.py:NAME` of the user's problem; None where the case is about a generated one."""
+        return self.problem if isinstance(self.problem, str) else None
+
     @cached_property
     def digest(self) -> str:
         """The id of the case: the first 12 hexadecimal digits of the SHA-256 of its canonical JSON."""

@@ -21,12 +21,13 @@ from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
-from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.reference import REFERENCES, Reference
+from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
-from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.verification.coupling import reason
 from gradcheck_suite.verification.separability import objective_fault
 
@@ -121,7 +122,7 @@ def _cross_sample(case: Case) -> tuple[Reference | None, str | None]:
 def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, str | None]:
     """Return the case's reference, and why the problem is not accumulable, where that is so."""
     if problem is None:
-        if isinstance(case.problem, ProblemSpec) and not is_accumulable(case.problem):
+        if case.spec is not None and not is_accumulable(case.spec):
             return _cross_sample(case)
         return REFERENCES.get(case, problem), None
     try:
@@ -167,13 +168,13 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) ->
             return Verdict(case, ratio=ratio)
         window = reference.window(index, observation.parameters or None, outcome.compute)
         seen = reference.flat(observation.gradients)
-        if shrinking and window.is_torchs(seen):
+        if shrinking and window.bound.is_torchs(seen):
             continue
         if observation.parameters and not np.isfinite(window.expected).all():
             return Verdict(case, ratio=ratio)
         comparison = _compare(window, seen, shrinking=shrinking)
         if comparison.ratio > 1:
-            if isinstance(case.problem, str) and (fault := _gradient_fault(reference, window)):
+            if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
                 return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
             return Verdict(case, _gradient_violation(window, observation, comparison, epoch, runner))
         ratio = max(ratio, comparison.ratio)

@@ -18,7 +18,9 @@ import torch
 from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower
 from gradcheck_suite.execution.instance import leaves, map_leaves
 from gradcheck_suite.numerics.comparison import Vector
-from gradcheck_suite.references.reference import REFERENCES, Reference, Window
+from gradcheck_suite.references.agreement import disagreement
+from gradcheck_suite.references.reference import REFERENCES, Reference
+from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Problem
 from gradcheck_suite.schema.options import SECOND_OPINION_S
@@ -91,10 +93,10 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
 
 
 def _compare(reference: Reference, window: Window, lowered: Lowered) -> str | None:
-    if window.disagreement(_gradient(reference, window, lowered)) is None:
+    if disagreement(window, _gradient(reference, window, lowered)) is None:
         return None
     # a model's constants may depend on its seed: a difference counts only with this model's own program
-    return window.disagreement(_gradient(reference, window, _lowered(reference, window)))
+    return disagreement(window, _gradient(reference, window, _lowered(reference, window)))
 
 
 def _lowered(reference: Reference, window: Window) -> Lowered:

@@ -90,7 +90,7 @@ def _objective_fault(instance: Instance) -> str | None:
 
 
 def _name(instance: Instance) -> str:
-    return instance.case.problem if isinstance(instance.case.problem, str) else "the problem"
+    return instance.case.problem_name or "the problem"
 
 
 def _expect_fresh_models(instance: Instance) -> None:
@@ -146,7 +146,7 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
 
 def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     """Return the unequal weights of items in a user's mean, in words, or None if it is no weighted mean."""
-    if instance.problem.reduction == "sum" or not isinstance(instance.case.problem, str):
+    if instance.problem.reduction == "sum" or instance.users_problem is None:
         return None
     items = Items(instance.drawn(WEIGHED_ITEMS, torch.float64))
     try:

@@ -28,7 +28,6 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result, Verdict, Violation
-from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.schema.weight_probe import probe_case
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
@@ -111,7 +110,7 @@ class _Search:
     def probe(self, cases: Iterable[Case]) -> None:
         """Check cases that are written down. The fault they show is then searched for among drawn cases."""
         for case in cases:
-            problem = None if isinstance(case.problem, ProblemSpec) else self._problem
+            problem = None if case.spec else self._problem
             verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
             self._on_probe = verdict.violation
             if self._on_probe is not None:

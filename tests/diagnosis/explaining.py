@@ -13,7 +13,8 @@ from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.numerics.comparison import Comparison
-from gradcheck_suite.references.reference import Reference, Window
+from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.references.window import Window
 
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)

@@ -12,8 +12,9 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import jax_reference
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
+from gradcheck_suite.references.agreement import blame
 from gradcheck_suite.references.jax_reference import large_batch_gradient, large_batch_gradients, padded_rows
-from gradcheck_suite.references.reference import Reference, blame
+from gradcheck_suite.references.reference import Reference
 
 
 def _case(spec, plan=None):

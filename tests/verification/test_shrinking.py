@@ -43,19 +43,19 @@ def test_a_violation_is_the_same_and_nothing_else_becomes_one(name, dtype):
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_what_lies_between_the_two_bounds_is_measured_again(dtype):
-    window = Reference(generated_instance(CASE.replace(dtype=dtype))).window(0)
-    steady = window.compare_steady(window.expected + 1).worst.allowed
-    allowed, wide = window.allowed(), window.allowed(FEW_DRAWS)
+    first = Reference(generated_instance(CASE.replace(dtype=dtype))).window(0)
+    steady = first.compare_steady(first.expected + 1).worst.allowed
+    allowed, wide = first.allowed(), first.allowed(FEW_DRAWS)
     at = int(np.argmax(wide / allowed))
     assert wide[at] > 1.1 * allowed[at] > 1.1 * steady
-    between = window.expected.copy()
+    between = first.expected.copy()
     between[at] += (allowed[at] + wide[at]) / 2
-    assert window.compare(between, draws=FEW_DRAWS).ratio <= 1
-    assert checking._compare(window, between, shrinking=True).ratio > 1
-    beyond = window.expected.copy()
+    assert first.compare(between, draws=FEW_DRAWS).ratio <= 1
+    assert checking._compare(first, between, shrinking=True).ratio > 1
+    beyond = first.expected.copy()
     beyond[at] += 2 * wide[at]
-    assert checking._compare(window, beyond, shrinking=True).worst.allowed == pytest.approx(wide[at])
-    assert checking._compare(window, beyond, shrinking=False).worst.allowed == pytest.approx(allowed[at])
+    assert checking._compare(first, beyond, shrinking=True).worst.allowed == pytest.approx(wide[at])
+    assert checking._compare(first, beyond, shrinking=False).worst.allowed == pytest.approx(allowed[at])
 
 
 def _counted(loop):

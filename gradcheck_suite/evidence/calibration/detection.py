@@ -12,7 +12,9 @@ from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.numerics.comparison import Vector
-from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.reference import REFERENCES, Reference
+from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.contract import assumptions_of
 
 
@@ -39,7 +41,7 @@ def curve_of(drawn: Drawn, seed: int) -> Curve:
         if window.compare(observed).ratio > 1:
             curve.skipped["a false alarm"] += 1
             return curve
-        sound = Sound(observed, window.contributions, reference.layout, drawn.case.dtype)
+        sound = Sound(observed, window.bound.contributions, reference.layout, drawn.case.dtype)
     except CannotJudgeError as error:
         curve.skipped[" ".join(str(error).split())] += 1
         return curve

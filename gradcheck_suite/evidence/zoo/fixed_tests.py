@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
+from gradcheck_suite.execution.instance import Instance, instance_of
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.references.reference import Reference
@@ -25,7 +25,7 @@ _MODEL = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, featur
 
 def _instance(plan: Plan, problem: Problem | None, optimizer: str | None = None) -> Instance:
     case = Case(_MODEL if problem is None else "problem", plan, optimizer=optimizer)
-    return generated_instance(case) if problem is None else user_instance(case, problem)
+    return instance_of(case, problem)
 
 
 def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:

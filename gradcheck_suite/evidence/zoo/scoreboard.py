@@ -13,7 +13,8 @@ from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
 from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.baselines import RIVALS
-from gradcheck_suite.references.reference import REFERENCES, CannotJudgeError
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.schema.spec import Layer, ProblemSpec

@@ -19,7 +19,6 @@ from gradcheck_suite.report.scripts import runtime
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
 from gradcheck_suite.report.scripts.tensor_literals import table
 from gradcheck_suite.schema.results import Violation
-from gradcheck_suite.schema.spec import ProblemSpec
 
 AT_A_STEP = ("gradient", "none-pattern", "non-finite")
 """Kinds of violation that show in the gradients at one step."""
@@ -62,7 +61,7 @@ def has_literal(violation: Violation) -> bool:
     Otherwise it compares with the large batch that it computes: under a real optimizer, the expected gradient depends
     on the parameters that the loop has reached, and the gradient of a user's model may be large.
     """
-    return isinstance(violation.case.problem, ProblemSpec) and violation.case.optimizer is None
+    return violation.case.spec is not None and violation.case.optimizer is None
 
 
 def numbers_text(violation: Violation) -> str:
@@ -71,7 +70,7 @@ def numbers_text(violation: Violation) -> str:
     assert evidence is not None, f"a violation of kind {violation.kind} comes with the gradients that show it"
     layout, tables = evidence.layout, []
     names, allowed = [violation.parameter or ""], {violation.parameter or "": violation.allowed}
-    if isinstance(violation.case.problem, ProblemSpec):
+    if violation.case.spec is not None:
         names = list(layout.names)
         allowed = {name: _short(layout.part(evidence.allowed, name)) for name in names}
     if has_literal(violation):

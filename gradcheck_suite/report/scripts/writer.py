@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gradcheck_suite.execution.instance import generated_instance, user_instance
+from gradcheck_suite.execution.instance import instance_of
 from gradcheck_suite.records.description import describe_case, error_text, violation_title
 from gradcheck_suite.report.scripts.check_code import AT_A_STEP, large_batch_text, main_text, numbers_text
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
@@ -23,7 +23,6 @@ from gradcheck_suite.report.scripts.training_code import (
 from gradcheck_suite.schema.contract import Loop, Problem, TrainingRun
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Violation
-from gradcheck_suite.schema.spec import ProblemSpec
 
 WIDTH = 110
 
@@ -74,7 +73,7 @@ def _sections(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield each section's title and its texts, with what they need gathered in `sources`."""
     case = violation.case
-    instance = generated_instance(case) if problem is None else user_instance(case, problem)
+    instance = instance_of(case, problem)
     if violation.kind != "not-accumulable":
         sources.copy(TrainingRun)
         yield "The argument of a loop", []
@@ -110,7 +109,7 @@ def _docstring(name: str, violation: Violation) -> str:
     needs = "It needs Python and torch alone"
     if violation.kind != "not-accumulable" and is_imported(name):
         needs += ", and the file of the loop, which may import other packages (gradcheck_suite too)"
-    if not isinstance(violation.case.problem, ProblemSpec):
+    if violation.case.problem_name:
         needs += f", and {violation.case.problem}, which imports gradcheck_suite for its Problem"
     use = (
         f"Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where something "

@@ -10,7 +10,7 @@ from gradcheck_suite.evidence.calibration.alarms import Judge
 from gradcheck_suite.evidence.calibration.coverage import drawn_layers, drawn_losses, layer_kinds
 from gradcheck_suite.evidence.calibration.drawing import Drawn, draw_cases
 from gradcheck_suite.evidence.calibration.styles import LOOPS
-from gradcheck_suite.references import reference
+from gradcheck_suite.references import reference, window_bounds
 from gradcheck_suite.schema.case import Case, case_from_json
 from gradcheck_suite.schema.contract import assumptions_of
 from gradcheck_suite.schema.plan import Plan
@@ -44,9 +44,9 @@ def test_sound_loops_are_counted_and_none_is_blamed(dtype):
 
 
 def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypatch):
-    monkeypatch.setattr(reference, "accumulation_bound", lambda sizes, terms, dtype: np.zeros_like(sizes))
-    monkeypatch.setattr(reference, "farthest", lambda expected, computed: np.zeros_like(expected))
-    monkeypatch.setattr(reference, "noise_bound", lambda mean_square, draws: np.zeros_like(mean_square))
+    monkeypatch.setattr(window_bounds, "accumulation_bound", lambda sizes, terms, dtype: np.zeros_like(sizes))
+    monkeypatch.setattr(window_bounds, "farthest", lambda expected, computed: np.zeros_like(expected))
+    monkeypatch.setattr(window_bounds, "noise_bound", lambda mean_square, draws: np.zeros_like(mean_square))
     tally = _run(CASE)
     assert len(tally.alarms) > len(STEPS_FREE) / 2
     alarm = tally.alarms[0]

@@ -67,7 +67,9 @@ def _window(allowed: float) -> SimpleNamespace:
     """A window whose bound is a share of the largest element, and whose large batch has no error at all."""
     bound = np.full(6, allowed * 4.0)
     return SimpleNamespace(
-        large_batch=GRADIENT, expected=GRADIENT, compare=lambda observed: worst_difference(observed, GRADIENT, bound)
+        bound=SimpleNamespace(large_batch=GRADIENT),
+        expected=GRADIENT,
+        compare=lambda observed: worst_difference(observed, GRADIENT, bound),
     )
 
 

@@ -1,0 +1,141 @@
+"""One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed one with it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gradcheck_suite.catalogue.definitions import Arrays
+from gradcheck_suite.execution.autocast import Compute
+from gradcheck_suite.numerics.bounds import DRAWS
+from gradcheck_suite.numerics.comparison import Comparison, Vector
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.torch_reference import gradients_of
+from gradcheck_suite.references.window_bounds import Float64Bound, LowPrecisionBound, WindowBound
+
+if TYPE_CHECKING:
+    from gradcheck_suite.references.reference import Reference
+
+Parameters = dict[str, torch.Tensor]
+
+
+class Window:
+    """One window's references. Vectors are (P,) float64, parameters flattened in the layout's order.
+
+    Attributes:
+        reference: of the case.
+        index: of the window in an epoch.
+        members: indices of its micro-batches.
+        items: indices of its items.
+        reached: names of the parameters that the window's items reach.
+        torch: the large-batch gradient by torch.
+        bound: what rounding in the case's dtype allows.
+        float64_bound: what rounding allows between torch and JAX, both in float64 whatever the case's dtype.
+    """
+
+    def __init__(self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute) -> None:
+        self.reference, self._parameters = reference, parameters
+        instance = reference.instance
+        self.index, self.members = index, instance.case.plan.windows[index]
+        self.items = instance.case.plan.window_items(index)
+        try:
+            gradients = gradients_of(instance, self.model(), self.items, dtype=torch.float64)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
+        self.reached = frozenset(name for name, g in gradients.items() if g is not None)
+        self.torch = reference.flat(gradients)
+        self.float64_bound = Float64Bound(self)
+        exact = instance.case.dtype == "float64"
+        self.bound: WindowBound = self.float64_bound if exact else LowPrecisionBound(self, compute)
+        self._allowed: dict[tuple[WindowBound, int], Vector] = {}
+
+    @property
+    def moved(self) -> bool:
+        """Whether this is at parameters that a real optimizer has moved."""
+        return self._parameters is not None
+
+    def model(self, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+        """Return a model in `dtype` at the window's parameters."""
+        return self.reference.model(dtype, self._parameters)
+
+    @property
+    def arrays(self) -> Arrays:
+        """The window's items as numpy arrays, of a generated problem."""
+        arrays = self.reference.instance.arrays
+        assert arrays is not None
+        return {name: array[self.items.start : self.items.stop] for name, array in arrays.items()}
+
+    @property
+    def values(self) -> Arrays:
+        """Parameters and floating buffers by name, in float64."""
+        return self.reference.values64 if self._parameters is None else float_values(self.model())
+
+    @cached_property
+    def jax(self) -> Vector | None:
+        """The large-batch gradient by JAX, of a generated problem that is a sum over items."""
+        if self.reference.instance.accumulable_spec is None:
+            return None
+        if not self.moved:
+            return self.reference.jax[self.index]
+        return self.reference.by_jax(self.values, [self.items])[0]
+
+    @property
+    def expected(self) -> Vector:
+        """The float64 gradient that loops are held to: JAX's where there is one."""
+        return self.torch if self.jax is None else self.jax
+
+    def allowed(self, draws: int = DRAWS) -> Vector:
+        """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
+        return self._measured(self.bound, draws)
+
+    @property
+    def float64_allowed(self) -> Vector:
+        """What rounding allows between two float64 computations, of each element."""
+        return self._measured(self.float64_bound, DRAWS)
+
+    def _measured(self, bound: WindowBound, draws: int) -> Vector:
+        if (bound, draws) not in self._allowed:
+            self._allowed[bound, draws] = bound.steady + bound.noise(draws)
+        return self._allowed[bound, draws]
+
+    def compare(self, observed: Vector, *, draws: int = DRAWS) -> Comparison:
+        """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
+
+        The noise is measured only where the rest of the bound does not suffice: drawing it is the expensive part.
+        """
+        steady = self.compare_steady(observed)
+        if steady.ratio <= 1:
+            return steady
+        allowed = self.allowed(draws)
+        comparison = Comparison(self.reference.layout, self.expected, steady.observed, allowed)
+        if comparison.ratio <= 1 or not self.moved or self.jax is None:
+            return comparison
+        # where a real optimizer has taken a model to saturation, one framework's formula may cancel to exactly 0 and
+        # the other's to a rounding of large terms: the loop computes with torch, whose own large batch it may match
+        by_torch = Comparison(self.reference.layout, self.torch, steady.observed, allowed)
+        return min(comparison, by_torch, key=lambda found: found.ratio)
+
+    def compare_steady(self, observed: Vector) -> Comparison:
+        """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
+        compared = self.bound.comparable(observed)
+        return Comparison(self.reference.layout, self.expected, compared, self.bound.steady)
+
+    def accumulated(self) -> Vector:
+        """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
+        instance, model = self.reference.instance, self.model()
+        plan, total = instance.case.plan, np.zeros_like(self.torch)
+        for j in self.members:
+            part = gradients_of(instance, model, plan.items(j), summed=True, dtype=torch.float64)
+            total += self.reference.flat(part)
+        if instance.problem.reduction == "mean":
+            total /= float(instance.count(instance.batch(self.items)))
+        return total
+
+
+def float_values(model: torch.nn.Module) -> Arrays:
+    """Return parameters and floating buffers by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {n: t.detach().cpu().numpy() for n, t in tensors if t.is_floating_point()}
