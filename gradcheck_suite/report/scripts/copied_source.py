@@ -147,18 +147,13 @@ class CopiedSource:
         self._taken.update(texts)
         return texts
 
-    @property
-    def imports(self) -> list[str]:
-        """The import statements, torch's last."""
-        plain = [f"import {i.what}" for i in self._imports if i.name is None]
-        froms = {
-            module: sorted({i.what for i in self._imports if i.module == module and i.name is not None})
-            for module in {i.module for i in self._imports}
-        }
-        lines = plain + [f"from {module} import {', '.join(names)}" for module, names in froms.items() if names]
-        return sorted(lines, key=lambda line: (not _is_pythons(line), line[0] == "f", line))
-
-
-def _is_pythons(line: str) -> bool:
-    """Return whether an import statement is about Python's own modules."""
-    return line.split()[1].partition(".")[0] in sys.stdlib_module_names
+    def imports(self) -> str:
+        """Return the import statements, those of Python's own modules first."""
+        groups: tuple[list[str], list[str]] = ([], [])
+        for module in {found.module for found in self._imports}:
+            group = groups[module.partition(".")[0] not in sys.stdlib_module_names]
+            group += [f"import {i.what}" for i in self._imports if i.module == module and i.name is None]
+            if names := sorted(i.what for i in self._imports if i.module == module and i.name is not None):
+                group.append(f"from {module} import {', '.join(names)}")
+        in_order = [sorted(group, key=lambda line: (line.startswith("from"), line)) for group in groups]
+        return "\n\n".join("\n".join(group) for group in in_order if group)

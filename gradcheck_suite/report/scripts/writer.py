@@ -59,7 +59,7 @@ def script_text(
     for special in ("inf", "nan"):
         if re.search(rf"(?<![\w.\"]){special}\b", body):
             sources.add_import("math", special)
-    head = [_docstring(name, violation), "from __future__ import annotations", "\n".join(sources.imports)]
+    head = [_docstring(name, violation), "from __future__ import annotations", sources.imports()]
     return "\n\n".join([*head, body]) + "\n"
 
 

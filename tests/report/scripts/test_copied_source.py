@@ -36,7 +36,7 @@ def test_a_definition_comes_after_what_it_needs():
     firsts = [text.splitlines()[0] for text in definitions]
     assert firsts.index("class Routed(torch.nn.Module):") < firsts.index("class Branch(Routed):")
     assert any(line.startswith("THRESHOLD = ") for line in firsts)
-    assert sources.imports == ["import torch"]
+    assert sources.imports() == "import torch"
 
 
 def test_a_decorator_of_the_suites_own_is_left_out_and_a_foreign_one_kept():
@@ -46,7 +46,7 @@ def test_a_decorator_of_the_suites_own_is_left_out_and_a_foreign_one_kept():
     text = "\n\n".join(sources.take())
     assert "training_loop" not in text
     assert "@dataclass(frozen=True)\nclass TrainingRun" in text
-    assert "from dataclasses import dataclass" in sources.imports
+    assert "from dataclasses import dataclass" in sources.imports()
     assert "def windows(" in text
 
 
