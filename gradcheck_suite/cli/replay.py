@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 
-    from gradcheck_suite.cli import verdict_text
-    from gradcheck_suite.records.description import describe_case
+    from gradcheck_suite.records.description import describe_case, describe_violation, example_text
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.second_opinion import second_opinion
 
@@ -52,20 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
+    findings, lines = [verdict.finding] if verdict.finding else [], []
     if problem is not None:
         opinion = second_opinion([case], problem)
-        findings, said = opinion.findings, [opinion.summary()]
-    else:
-        findings, said = [verdict.finding] if verdict.finding else [], []
-    said += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
-    print("\n".join(f"    {line}" for line in said), end="\n" if said else "")
+        findings, lines = [*opinion.findings], [opinion.summary()]
+    lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
-        print("\n".join(verdict_text.violation_lines(verdict.violation)))
-        return exit_status.VIOLATED
-    if not verdict.finding:
-        print(f"    worst error {verdict.ratio:.2g} of what is allowed")
-    print("\n".join(f"    {line}" for line in describe_case(case)))
-    return exit_status.HOLDS
+        lines += [*describe_violation(verdict.violation), example_text(case)]
+    else:
+        lines += [] if verdict.finding else [f"worst error {verdict.ratio:.2g} of what is allowed"]
+        lines += describe_case(case)
+    print("\n".join(f"    {line}".rstrip() for line in lines))
+    return exit_status.HOLDS if verdict.holds else exit_status.VIOLATED
 
 
 def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:

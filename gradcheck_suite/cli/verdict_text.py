@@ -1,4 +1,4 @@
-"""The text of verdicts that `verify` and `replay` print."""
+"""The text that `verify` prints: its first lines, a loop's verdict, the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gradcheck_suite.records.description import describe_violation, example_text
 from gradcheck_suite.records.verification import Counterexample
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions
-from gradcheck_suite.schema.results import Result, Violation
+from gradcheck_suite.schema.results import Result
 from gradcheck_suite.trainers import TRAINERS
 
 
@@ -66,7 +66,8 @@ def result_lines(
         for reason, count in result.skipped.items()
     ]
     if result.violation is not None:
-        lines += violation_lines(result.violation)
+        violation = [*describe_violation(result.violation), example_text(result.violation.case)]
+        lines += [f"    {line}".rstrip() for line in violation]
         lines.append(f"    {_found(result)}")
     if stored is not None:
         limit = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
@@ -76,11 +77,6 @@ def result_lines(
             f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{limit}",
         ]
     return lines
-
-
-def violation_lines(violation: Violation) -> list[str]:
-    """Return a violation in words, indented, with the decorator that pins its case."""
-    return [f"    {line}".rstrip() for line in (*describe_violation(violation), example_text(violation.case))]
 
 
 def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:

@@ -30,7 +30,7 @@ MINIMUM = {
     "pytest-benchmark": "5.1",
 }
 """Lowest version of each package the suite uses."""
-MAIN_JOB = ("torch", "jax", "jaxlib", "numpy", "hypothesis", "rich")
+MAIN_JOB = tuple(package for package in MINIMUM if not package.startswith("pytest"))
 """The packages that `verify` and `replay` need."""
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 """The environment variable with the folder of compiled programs; if it is empty, none are kept."""
