@@ -1,6 +1,7 @@
 """How fast the suite is, against the plain way and against the floor, over the same drawn cases.
 
-Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`.
+Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`. Other processes slow the plain way
+most: the last line says whether there were any.
 
 - suite: `verify` as a user calls it, drawing and judging included; with its cache of compiled programs empty (cold),
   filled (warm), and with everything in memory (steady).
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,11 @@ from gradcheck_suite.verification.verify import verify
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
 LOOP = MODES["set_to_none"]
 SECONDS: dict[str, float] = {}
+SHARES: dict[str, float] = {}
+"""Seconds of the processor that this process had, over seconds of the clock; below 1 where others kept it waiting."""
+LOAD = os.getloadavg()[0]
+"""Processes that ran or waited on average in the minute before."""
+ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
 
 
 def drawn(count: int) -> list[Case]:
@@ -85,33 +93,55 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     monkeypatch.setattr(checking, "REFERENCES", References())
 
 
+def _nothing() -> None:
+    pass
+
+
 def _suite() -> None:
     result = verify(LOOP, examples=CASES)
     assert result.holds
     assert result.cases == CASES
 
 
-def _record(benchmark: Any, name: str) -> None:
+def _measure(benchmark: Any, name: str, run: Callable[[], None], setup: Callable[[], None], rounds: int) -> None:
+    """Time some rounds of a run; note the share of the processor in the round that had least of it."""
+
+    def timed() -> None:
+        clock, processor = time.perf_counter(), time.process_time()
+        run()
+        share = (time.process_time() - processor) / (time.perf_counter() - clock)
+        SHARES[name] = min(share, SHARES.get(name, share))
+
+    benchmark.pedantic(timed, setup=setup, rounds=rounds)
     SECONDS[name] = statistics.median(benchmark.stats.stats.data)
     benchmark.extra_info["milliseconds per case"] = round(1e3 * SECONDS[name] / CASES, 2)
+    benchmark.extra_info["share of the processor"] = round(SHARES[name], 2)
+
+
+def _others() -> str | None:
+    """Return a warning if other processes slowed this one down, or None."""
+    worst = min(SHARES, key=SHARES.__getitem__)
+    if SHARES[worst] >= ALONE_SHARE and LOAD <= ALONE_LOAD:
+        return None
+    return (
+        f"NOT ALONE: the process had the processor for {SHARES[worst]:.0%} of the time ({worst}), and the machine's "
+        f"load was {LOAD:.1f} before. The ratios are not those of an idle machine."
+    )
 
 
 def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    benchmark.pedantic(_suite, setup=lambda: _fresh(monkeypatch, store), rounds=1)
-    _record(benchmark, "suite, cold")
+    _measure(benchmark, "suite, cold", _suite, lambda: _fresh(monkeypatch, store), rounds=1)
 
 
 def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    benchmark.pedantic(_suite, setup=lambda: _fresh(monkeypatch, store), rounds=3)
-    _record(benchmark, "suite, warm")
+    _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store), rounds=3)
 
 
 def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     _fresh(monkeypatch, store)
     _suite()
     forget = lambda: monkeypatch.setattr(checking, "REFERENCES", References())  # noqa: E731 - pedantic's setup
-    benchmark.pedantic(_suite, setup=forget, rounds=3)
-    _record(benchmark, "suite, steady")
+    _measure(benchmark, "suite, steady", _suite, forget, rounds=3)
 
 
 def _values(model: torch.nn.Module) -> dict[str, Any]:
@@ -166,8 +196,7 @@ def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> N
                 jax.block_until_ready(gradient(values, batch))
             compiled.append((instance, gradient, values, batches))
 
-    benchmark.pedantic(plain, rounds=1)
-    _record(benchmark, "plain")
+    _measure(benchmark, "plain", plain, _nothing, rounds=1)
 
 
 def test_floor(benchmark: Any, compiled: list[Any]) -> None:
@@ -178,8 +207,7 @@ def test_floor(benchmark: Any, compiled: list[Any]) -> None:
                 jax.block_until_ready(gradient(values, batch))
 
     assert len(compiled) == CASES, "the floor runs what the plain way compiled"
-    benchmark.pedantic(floor, rounds=3)
-    _record(benchmark, "floor")
+    _measure(benchmark, "floor", floor, _nothing, rounds=3)
 
 
 def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +219,9 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
         print(f"\n{len(same_cases)} cases; layers: {dict(layers.most_common())}")
         print(f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}")
         for name, seconds in SECONDS.items():
-            print(f"{name:>14}: {seconds:8.2f} s, {1e3 * seconds / CASES:8.2f} ms per case")
+            per_case = 1e3 * seconds / CASES
+            print(f"{name:>14}: {seconds:8.2f} s, {per_case:8.2f} ms per case, {SHARES[name]:5.0%} of a processor")
         for a, b in (("plain", "suite, warm"), ("plain", "suite, cold"), ("suite, steady", "floor")):
             if a in SECONDS and b in SECONDS:
                 print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f}")
+        print(_others() or "The process had the machine to itself.")
