@@ -38,7 +38,6 @@ def zeroed(window: WindowUse) -> Cost:
         accumulate=_additions(added),
         handling=Traffic(),
         kept=_bytes(kept),
-        held=_bytes(p for p in window.parameters if p.reached_before or p.reached),
     )
 
 
@@ -55,7 +54,6 @@ def released(window: WindowUse) -> Cost:
         accumulate=_additions((p, max(p.reached - 1, 0)) for p in window.parameters),
         handling=Traffic(),
         kept=0,
-        held=_bytes(p for p in window.parameters if p.reached),
     )
 
 
@@ -67,13 +65,12 @@ def flat_buffer(window: WindowUse) -> Cost:
         accumulate=_additions((p, p.reached) for p in window.parameters),
         handling=Traffic(),
         kept=size,
-        held=size,
     )
 
 
 def stepped_in_backward(window: WindowUse) -> Cost:
     """Step on each gradient and free it as soon as the last micro-batch's was added: none is left to reset."""
-    return replace(released(window), reset=Traffic(), held=0)
+    return replace(released(window), reset=Traffic())
 
 
 def main_gradients(window: WindowUse) -> Cost:
@@ -82,24 +79,18 @@ def main_gradients(window: WindowUse) -> Cost:
     At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where that is narrower. A
     sum is kept from the first addition on.
     """
-    cost = Cost(Traffic(), Traffic(), Traffic(), kept=0, held=0)
+    reset, accumulate, handling, kept = Traffic(), Traffic(), Traffic(), 0
     for p in window.parameters:
         wide = p.bytes // p.itemsize * max(FLOAT32_ITEMSIZE, p.itemsize)
-        copied = p.bytes if p.itemsize < FLOAT32_ITEMSIZE else 0
-        reset, handling = Traffic(), Traffic()
+        rounded = p.bytes if p.itemsize < FLOAT32_ITEMSIZE else 0
+        accumulate += Traffic(operations=p.reached, read=p.reached * (wide + p.bytes), written=p.reached * wide)
         if p.reached_in_last_window:
-            reset = Traffic(operations=1, written=wide, freed=copied)
+            reset += Traffic(operations=1, written=wide, freed=rounded)
         if p.reached and p.itemsize < FLOAT32_ITEMSIZE:
-            handling = Traffic(operations=1, read=wide, written=copied, allocated=copied)
-        cost = Cost(
-            reset=cost.reset + reset,
-            accumulate=cost.accumulate
-            + Traffic(operations=p.reached, read=p.reached * (wide + p.bytes), written=p.reached * wide),
-            handling=cost.handling + handling,
-            kept=cost.kept + (wide if p.reached_before else 0),
-            held=cost.held + (wide if p.reached or p.reached_before else 0) + (copied if p.reached else 0),
-        )
-    return cost
+            handling += Traffic(operations=1, read=wide, written=rounded, allocated=rounded)
+        if p.reached_before:
+            kept += wide
+    return Cost(reset, accumulate, handling, kept)
 
 
 def bytes_saved_by_releasing(gradient_bytes: int, micro_batches: int = 1) -> int:

@@ -75,19 +75,12 @@ class Cost:
             released after they were added, in every mode alike: that is not counted.
         handling: what the loop does to gradients between backward and step.
         kept: bytes of gradients alive from the end of the reset to the first backward.
-        held: bytes of gradients alive when the step begins.
     """
 
     reset: Traffic
     accumulate: Traffic
     handling: Traffic
     kept: int
-    held: int
-
-    @property
-    def operations(self) -> int:
-        """Number of operations on gradients, views left out; on a device, the number of kernels."""
-        return self.reset.operations + self.accumulate.operations + self.handling.operations
 
     @property
     def moved(self) -> int:
