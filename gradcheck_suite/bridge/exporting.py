@@ -129,6 +129,7 @@ def _graph_modules(root: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield module
 
 
+# run_decompositions drops no_grad regions (torch 2.13); not reported upstream as far as known
 def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
     """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such regions."""
     for node in list(graph_module.graph.nodes):

@@ -61,6 +61,7 @@ def _pooled(kind: str, signal: Signal, options: Options) -> Signal:
     expect(0 <= options["padding"] <= options["kernel"] // 2, kind, "padding of at most half the kernel", dict(options))
     height, width = _area(signal, options)
     expect(height >= 1 and width >= 1, kind, "a kernel that the padded image holds", f"{dict(options)} on {signal}")
+    # torch returns -inf and an index outside the image: https://github.com/pytorch/pytorch/issues/114216
     whole = all(_every_window_holds_a_pixel(size, options) for size in signal.size[1:])
     expect(whole, kind, "a pixel in every window", f"{dict(options)} on {signal}")
     return Signal("image", (signal.size[0], height, width))

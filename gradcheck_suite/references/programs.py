@@ -183,7 +183,8 @@ def _calls_libraries(compiled: jax.stages.Compiled) -> bool:
     """Say whether a program calls code outside itself, such as LAPACK's.
 
     JAX looks LAPACK up while it lowers a function that needs it. A stored program is never lowered again: in a fresh
-    process it would call through a null pointer and take the process with it (jaxlib 0.10.2).
+    process it would call through a null pointer and crash (jaxlib 0.10.2).
+    https://github.com/jax-ml/jax/issues/28908
     """
     return "custom-call" in (compiled.as_text() or "custom-call")
 

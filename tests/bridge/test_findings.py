@@ -1,4 +1,7 @@
-"""What the bridge found out about torch and JAX, each in its smallest case. A case that fails has been mended there."""
+"""Surprises about torch and JAX, each in its smallest case. A test that fails means that a release has changed it.
+
+Where no issue is linked, none is known upstream.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ def test_torch_logit_has_either_infinity_at_negative_zero():
 
 @pytest.mark.parametrize(("x", "trigamma"), [(1.0, math.pi**2 / 6), (0.5, math.pi**2 / 2), (2.0, math.pi**2 / 6 - 1)])
 def test_torch_digamma_has_a_gradient_of_nine_digits(x, trigamma):
+    """The trigamma of torch is a short series by design: https://github.com/pytorch/pytorch/pull/4399."""
     (gradient,) = _torch_gradient(torch.digamma, x)
     assert 1e-12 < abs(gradient.item() / trigamma - 1) < 1e-9
     ours = jax.grad(lowering_of(aten.digamma.default))(jnp.float64(x))
@@ -47,7 +51,10 @@ def test_torch_digamma_has_a_gradient_of_nine_digits(x, trigamma):
 
 
 def test_jax_digamma_has_a_wrong_gradient_below_minus_six():
-    """psi'(-9.5) = pi^2 / 2 + 4 sum over k = 0..9 of 1 / (2k + 1)^2, from psi'(1/2) by recurrence."""
+    """psi'(-9.5) = pi^2 / 2 + 4 sum over k = 0..9 of 1 / (2k + 1)^2, from psi'(1/2) by recurrence.
+
+    https://github.com/jax-ml/jax/issues/37635
+    """
     trigamma = math.pi**2 / 2 + 4 * sum(1 / (2 * k + 1) ** 2 for k in range(10))
     assert abs(jax.grad(special.digamma)(-9.5) / trigamma - 1) > 1e-3
     ours = jax.grad(lowering_of(aten.digamma.default))(jnp.float64(-9.5))
@@ -67,7 +74,10 @@ def test_torch_as_strided_scatter_gives_its_first_argument_the_gradient_of_what_
 
 
 def test_torch_scatter_reduce_loses_half_a_gradient_to_an_entry_that_is_not_included():
-    """The smallest of (2) is 2, with gradient 1; self's own 2 is not included and has no share."""
+    """The smallest of (2) is 2, with gradient 1; self's own 2 is not included and has no share.
+
+    https://github.com/pytorch/pytorch/issues/168358 reports the NaN that the same formula gives elsewhere.
+    """
     zero = torch.tensor([0])
 
     def smallest(into, source):
@@ -83,7 +93,8 @@ def test_torch_scatter_reduce_loses_half_a_gradient_to_an_entry_that_is_not_incl
     assert jax.grad(in_jax)(jnp.asarray([2.0])).item() == 1.0
 
 
-def test_the_slope_of_abs_at_zero_is_one_in_jax_and_zero_in_torch():
+def test_the_derivative_of_abs_at_zero_is_one_in_jax_and_zero_in_torch():
+    """JAX's choice is deliberate: https://github.com/jax-ml/jax/issues/37820."""
     assert jax.grad(jnp.abs)(0.0) == 1.0
     assert jax.grad(special.i0)(0.0) == 1.0
     assert _torch_gradient(torch.abs, 0.0)[0].item() == 0.0
@@ -91,8 +102,8 @@ def test_the_slope_of_abs_at_zero_is_one_in_jax_and_zero_in_torch():
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-def test_export_forgets_no_grad_when_it_decomposes():
-    """Which is why the bridge detaches inside such regions before: d/dw of w * stop(w) at 3 is 3, not 6."""
+def test_decomposing_an_exported_program_drops_no_grad():
+    """The derivative of w * stop(w) at 3 is 3, not 6; so the bridge detaches inside such regions before."""
 
     class Squared(torch.nn.Module):
         def __init__(self):

@@ -334,7 +334,10 @@ def test_a_planted_fault_in_a_gradient_is_seen():
 
 
 def test_ctc_as_a_function_of_logits():
-    """torch.export has no shapes for ctc_loss, and its gradient is right only after log_softmax: both together here."""
+    """torch.export has no shapes for ctc_loss, and its gradient is right only after log_softmax.
+
+    https://github.com/pytorch/pytorch/issues/52241
+    """
     logits = LOGITS[:, None].clone().requires_grad_()
     value = F.ctc_loss(F.log_softmax(logits, -1), torch.tensor([[1, 1, 2]]), (6,), (3,), reduction="sum")
     (expected,) = torch.autograd.grad(value, logits)

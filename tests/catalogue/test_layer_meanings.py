@@ -106,7 +106,10 @@ def test_average_at_the_border_may_count_the_padding(count_padding, corner):
 
 
 def test_torch_points_outside_the_image_where_a_window_holds_only_padding():
-    """Its backward would write there and corrupt the heap; so the catalogue refuses such windows."""
+    """Its backward would write there and corrupt the heap; so the catalogue refuses such windows.
+
+    https://github.com/pytorch/pytorch/issues/114216
+    """
     layer = Layer("max_pool2d", kernel=2, stride=1, padding=1, dilation=2)
     signal = Signal("image", (1, 1, 1))
     assert layer.o not in LAYERS["max_pool2d"].variants(signal)
