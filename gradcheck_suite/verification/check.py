@@ -28,7 +28,7 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
-from gradcheck_suite.verification.coupling import reason
+from gradcheck_suite.verification.batch_dependence import batch_dependence
 from gradcheck_suite.verification.separability import objective_fault
 
 FEW_DRAWS = 4
@@ -96,7 +96,7 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
     instance = reference.instance
     return (
         "the objective is not a sum over items, so no accumulation can equal the large batch and no loop is to blame: "
-        f"{reason(instance, window.model())}. The gradients of {parameter} in window "
+        f"{batch_dependence(instance, window.model())}. The gradients of {parameter} in window "
         f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
         f"{error_text(difference.error, difference.allowed)}"
     )

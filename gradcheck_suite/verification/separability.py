@@ -14,7 +14,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.instance import Instance, Items, leaves
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.contract import Batch
-from gradcheck_suite.verification.coupling import reason, refused
+from gradcheck_suite.verification.batch_dependence import batch_dependence, batch_norm_refusal
 from gradcheck_suite.verification.item_weights import proportion, weights_of_items
 
 WEIGHED_ITEMS = 4
@@ -65,7 +65,7 @@ def _objective_fault(instance: Instance) -> str | None:
             try:
                 terms.append(weight * _loss(instance, model, batch))
             except (RuntimeError, ValueError):
-                if (said := refused(model)) is None:
+                if (said := batch_norm_refusal(model)) is None:
                     raise
                 return f"{name}: {said}"
             counts.append(weight)
@@ -83,7 +83,7 @@ def _objective_fault(instance: Instance) -> str | None:
             )
         return (
             f"{name}: the objective is not a sum over items, so no accumulation can equal the large batch and no loop "
-            f"is to blame: {reason(instance, model)}. The large batch's loss times its count is "
+            f"is to blame: {batch_dependence(instance, model)}. The large batch's loss times its count is "
             f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.9g}"
         )
     return None

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import HypothesisException
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
-from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, cases, size_of
+from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.generation.problems import reductions_within
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
@@ -27,193 +24,17 @@ from gradcheck_suite.schema.contract import (
 )
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.results import Result, Verdict, Violation
+from gradcheck_suite.schema.results import Result
 from gradcheck_suite.schema.weight_probe import probe_case
-from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.search import Progress, Search, StopError, run_search
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
-SHRINK_SECONDS = 30.0
-"""Of computing, or four times as many of waiting: on a busy machine a case is made as small as on an idle one."""
 LARGE_MODEL = 1_000_000
 """Parameters from which on several threads are faster than one, also where others use the machine."""
 SMALL_EXAMPLES = 60
 """Small cases that are tried where shrinking has left a larger one."""
 UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation that JAX has no say in."""
-Progress = Callable[[Verdict], None]
-
-
-class _ViolatedError(Exception):
-    """Raised to Hypothesis, at one place, so that it shrinks one fault and not several."""
-
-
-class _StopError(BaseException):
-    """Carries a `UsageError` past Hypothesis, which would draw and shrink on where nothing can be judged at all."""
-
-    def __init__(self, error: UsageError) -> None:
-        super().__init__()
-        self.error = error
-
-
-class _Moment:
-    """A moment that time is counted from."""
-
-    def __init__(self) -> None:
-        self._thread, self._clock = time.thread_time(), time.perf_counter()
-
-    def passed(self) -> float:
-        """Return the seconds since then that this thread computed, or a quarter of the clock's."""
-        return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
-
-
-class _Search:
-    """What is kept while Hypothesis draws cases and makes a violated one smaller.
-
-    Drawn cases are checked until one shows the fault that is searched for. From there on `_trail` holds ever smaller
-    cases with a violation of the same kind, the first one alone named; `settle` names the smallest.
-    """
-
-    def __init__(
-        self, loop: Loop, problem: Problem | None, time_limit_s: float | None, progress: Progress | None
-    ) -> None:
-        self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
-        self.cases = 0
-        self.ratio = 0.0
-        self.findings: dict[str, None] = {}
-        self.skipped: Counter[str] = Counter()
-        self.judged = 0
-        self.found_after: int | None = None
-        self._users: list[Case] = []
-        self._trail: list[Violation] = []
-        self._settled: Violation | None = None
-        self._wandered = False
-        self._found_at = _Moment()
-        self._on_probe: Violation | None = None
-        self._other: Violation | None = None
-        self._first_pass = True
-
-    @property
-    def violation(self) -> Violation | None:
-        """The smallest violation whose fault is named."""
-        return self._settled or (self._trail[0] if self._trail else None) or self._other or self._on_probe
-
-    @property
-    def found(self) -> bool:
-        """Whether a drawn case has shown the fault."""
-        return bool(self._trail or self._settled)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the loop did not return from a probe: drawn cases would only wait for the time limit again."""
-        return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
-
-    def probe(self, cases: Iterable[Case]) -> None:
-        """Check cases that are written down. The fault they show is then searched for among drawn cases."""
-        for case in cases:
-            problem = None if case.spec else self._problem
-            verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
-            self._on_probe = verdict.violation
-            if self._on_probe is not None:
-                return
-
-    def search_small(self) -> bool:
-        """Prepare to search for the same fault among small cases; return whether there is reason to.
-
-        There is where shrinking has left a large case, or has wandered off to another fault.
-        """
-        if self._settled is None:
-            return False
-        self._found_at = _Moment()
-        layers, micro_batches, *_ = size_of(self._settled.case)
-        return self._wandered or layers > 2 or micro_batches > SMALL_MICRO_BATCHES
-
-    def turn_to_other_fault(self) -> bool:
-        """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
-        if self.found or self._other is None:
-            return False
-        self._on_probe, self._first_pass = self._other, False
-        return True
-
-    def second_opinion(self, problem: Problem, budget_s: float) -> SecondOpinion | None:
-        """Ask JAX about the problem: on the cases that the verdict rests on."""
-        if self.violation is None:
-            return second_opinion(self._users, problem, budget_s=budget_s)
-        if self.violation.kind in UNASKED:
-            return None
-        return second_opinion([self.violation.case], problem, budget_s=budget_s)
-
-    def judge(self, case: Case) -> None:
-        """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
-        shrinking = bool(self._trail)
-        if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
-            return
-        try:
-            verdict = self._check(case, shrinking=shrinking)
-        except UsageError as error:
-            raise _StopError(error) from None
-        if not shrinking and self._first_pass:
-            self.cases += 1
-            self._note(verdict)
-        if verdict.violation is not None and self._is_the_fault(verdict.violation):
-            if not shrinking or size_of(case) < size_of(self._trail[-1].case):
-                self._trail.append(verdict.violation)
-            raise _ViolatedError
-
-    def settle(self) -> None:
-        """Name the fault of the smallest case, and measure there what rounding allows as thoroughly as on the first.
-
-        While a case is made smaller nothing is named, and what is left may show another fault of the same kind. The
-        smallest of the cases on the way that still shows the first one's is found by bisection then.
-        """
-        if not self._trail:
-            return
-        best, low, high = self._trail[0], 0, len(self._trail)
-        while high - low > 1:
-            middle = high - 1 if high == len(self._trail) else (low + high) // 2
-            found = self._check(self._trail[middle].case).violation
-            if found is not None and _is_same_fault(found, best):
-                best, low = found, middle
-            else:
-                high = middle
-        self._wandered = high < len(self._trail)
-        if self._settled is None or size_of(best.case) < size_of(self._settled.case):
-            self._settled = best
-        self._trail, self._first_pass = [], False
-
-    def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
-        return check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s, shrinking=shrinking)
-
-    def _note(self, verdict: Verdict) -> None:
-        self.ratio = max(self.ratio, verdict.ratio)
-        if verdict.finding:
-            self.findings[verdict.finding] = None
-        if verdict.skipped:
-            self.skipped[verdict.skipped] += 1
-        elif not verdict.finding:
-            self.judged += 1
-            if self._problem is not None:
-                self._users.append(verdict.case)
-        if self._progress is not None:
-            self._progress(verdict)
-
-    def _is_the_fault(self, violation: Violation) -> bool:
-        if self.found_after is None:
-            self.found_after = self.cases
-        if self._trail:
-            return violation.kind == self._trail[-1].kind
-        sought = self._settled or self._on_probe
-        if sought is not None and not _is_same_fault(violation, sought):
-            self._other = self._other or violation
-            return False
-        if self._settled is None:
-            self._found_at = _Moment()
-        return True
-
-
-def _is_same_fault(found: Violation, first: Violation) -> bool:
-    """Whether a violation has the kind and the name of the first; a fault that had no name may have one now."""
-    unnamed = first.diagnosis == "not-linear"
-    return found.kind == first.kind and (unnamed or found.diagnosis == first.diagnosis)
 
 
 def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
@@ -269,46 +90,19 @@ def verify(
     chosen = frozenset(options.assumes) | assumptions_of(loop)
     if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
         raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
-    drawn, small = (
-        cases(
-            problem=None if problem is None else problem_name,
-            plan=plan,
-            dtype=options.dtype,
-            device=options.device,
-            optimizer=options.optimizer,
-            assumes=tuple(sorted(chosen)),
-            small=few,
-        )
-        for few in (False, True)
-    )
-    search = _Search(loop, problem, options.time_limit_s, progress)
+    search = Search(loop, problem, options.time_limit_s, progress)
     started = time.perf_counter()
-    interrupted = False
+    opinion, interrupted = None, False
     try:
         with _threads(problem):
-            if problem is None and plan is None:
-                search.probe(probe_cases(chosen, options.device))
-            elif plan is None:
-                search.probe([whole_windows_case(problem_name, chosen, options)])
-            if not search.hangs:
-                _run(search, drawn, options.examples, options.seed)
-            if search.turn_to_other_fault():
-                _run(search, drawn, options.examples, options.seed)
-            search.settle()
-            if search.search_small():
-                _run(search, small, SMALL_EXAMPLES, options.seed)
-                search.settle()
+            _search(search, options, chosen, None if problem is None else problem_name, plan)
+        if problem is not None:
+            opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
+        # what was found out about the loop stands
         interrupted = True
-    except _StopError as stop:
+    except StopError as stop:
         raise stop.error from None
-    opinion = None
-    if problem is not None and not interrupted:
-        try:
-            opinion = search.second_opinion(problem, options.second_opinion_s)
-        except KeyboardInterrupt:
-            # what was found out about the loop stands
-            interrupted = True
     return Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
@@ -325,6 +119,49 @@ def verify(
     )
 
 
+def _search(
+    search: Search,
+    options: VerifyOptions,
+    assumes: frozenset[str],
+    problem_name: str | None,
+    plan: st.SearchStrategy[Plan] | None,
+) -> None:
+    """Try the cases that are written down, then drawn ones, and make the first that is violated smaller."""
+    drawn, small = (
+        cases(
+            problem=problem_name,
+            plan=plan,
+            dtype=options.dtype,
+            device=options.device,
+            optimizer=options.optimizer,
+            assumes=tuple(sorted(assumes)),
+            small=few,
+        )
+        for few in (False, True)
+    )
+    if problem_name is None and plan is None:
+        search.probe(probe_cases(assumes, options.device))
+    elif problem_name is not None and plan is None:
+        search.probe([whole_windows_case(problem_name, assumes, options)])
+    if not search.hangs:
+        run_search(search, drawn, options.examples, options.seed)
+    if search.turn_to_other_fault():
+        run_search(search, drawn, options.examples, options.seed)
+    search.settle()
+    if search.search_small():
+        run_search(search, small, SMALL_EXAMPLES, options.seed)
+        search.settle()
+
+
+def _opinion(search: Search, problem: Problem, budget_s: float) -> SecondOpinion | None:
+    """Ask JAX about a user's problem, on the cases that the verdict rests on."""
+    if search.violation is None:
+        return second_opinion(search.users_cases, problem, budget_s=budget_s)
+    if search.violation.kind in UNASKED:
+        return None
+    return second_opinion([search.violation.case], problem, budget_s=budget_s)
+
+
 def _threads(problem: Problem | None) -> AbstractContextManager[None]:
     """Return the context that a problem's models are computed in: one thread, unless they are large."""
     if problem is None:
@@ -334,29 +171,3 @@ def _threads(problem: Problem | None) -> AbstractContextManager[None]:
     except Exception:
         return nullcontext()  # a user's own code, which may raise anything: told of when the first case is checked
     return one_thread() if size < LARGE_MODEL else nullcontext()
-
-
-def _run(search: _Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
-    @seed(seed_value)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(drawn)
-    def judge(case: Case) -> None:
-        search.judge(case)
-
-    try:
-        judge()
-    except _ViolatedError:
-        pass
-    except HypothesisException:
-        # a loop that fails on a case and passes on the same one next time: what was seen stands
-        if not search.found:
-            raise

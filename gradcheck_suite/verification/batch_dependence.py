@@ -17,7 +17,7 @@ Outputs = dict[tuple[str, int], torch.Tensor]
 """Outputs by the module's name and the index of the output, inner modules before outer ones."""
 
 
-def reason(instance: Instance, model: torch.nn.Module) -> str:
+def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     """Return a clause that names the module or the loss in which samples interact.
 
     Args:
@@ -51,7 +51,7 @@ def reason(instance: Instance, model: torch.nn.Module) -> str:
     )
 
 
-def refused(model: torch.nn.Module) -> str | None:
+def batch_norm_refusal(model: torch.nn.Module) -> str | None:
     """Return a sentence about the batch normalisation that rejects a micro-batch of one item, or None."""
     if (found := _training_batch_norm(model)) is None:
         return None
