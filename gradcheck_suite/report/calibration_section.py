@@ -19,7 +19,7 @@ from gradcheck_suite.evidence.calibration.tally import spread_from_json
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of
 
 PLOTTED = "everywhere"
 KEY, TITLE = "calibration", "How far the verdicts can be trusted"
@@ -49,7 +49,7 @@ def calibration(records: Sequence[Record]) -> Section:
         ),
         (_alarms(data), _detection(data), _skipped(data), _ratios(data)),
         _figures(data["curves"]),
-        unique([records[-1].command]),
+        commands_of(records[-1:]),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, unique
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "compiled", "Compiled steps and captured graphs"
@@ -44,7 +44,7 @@ def compiled(records: Sequence[Record]) -> Section:
             *((CAPTURED,) if tables[1].rows else ()),
         ),
         tuple(table for table in tables if table.rows),
-        commands=unique([record.command for record in mine]),
+        commands=commands_of(mine),
         missing=None if tables[1].rows else NOT_CAPTURED,
     )
 

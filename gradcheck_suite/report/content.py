@@ -123,8 +123,3 @@ def to_json(report: Report) -> dict[str, Any]:
 def commands_of(records: Iterable[Record]) -> tuple[str, ...]:
     """Return the commands that made some records, each once, in order."""
     return tuple(dict.fromkeys(record.command for record in records if record.command))
-
-
-def unique(values: Iterable[str]) -> tuple[str, ...]:
-    """Return the values without repetitions, in order."""
-    return tuple(dict.fromkeys(v for v in values if v))

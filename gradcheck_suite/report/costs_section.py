@@ -8,7 +8,7 @@ from typing import Any
 from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name, unique
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, device_name
 from gradcheck_suite.report.records_view import latest
 from gradcheck_suite.report.slow_resets import slow_resets
 
@@ -51,7 +51,7 @@ def costs(records: Sequence[Record]) -> Section:
         ),
         tuple(table for table in tables if table.rows),
         tuple(figures),
-        unique([record.command for record in timed]),
+        commands_of(timed),
         missing=None if "cuda" in devices else NO_GPU,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, device_name, unique
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of, device_name
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "decision", "When does releasing pay?"
@@ -38,7 +38,7 @@ def decision(records: Sequence[Record]) -> Section:
             "anew the memory that a release gave back to the system.",
         ),
         (_table(rows, bandwidths),),
-        commands=unique([record.command for record in mine]),
+        commands=commands_of(mine),
         missing=None if "cuda" in devices else f"Not run on a GPU: `{COMMAND} --bench-device cuda` adds its rows.",
     )
 
