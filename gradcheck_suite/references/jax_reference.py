@@ -47,13 +47,17 @@ def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     """Repeat the first row until there are `rows`: padding with real values never makes a NaN of its own."""
     if len(array) == rows:
         return array
-    return np.concatenate([array, np.broadcast_to(array[:1], (rows - len(array), *array.shape[1:]))])
+    padded = np.empty((rows, *array.shape[1:]), array.dtype)
+    padded[: len(array)], padded[len(array) :] = array, array[0]
+    return padded
 
 
 def _pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     if len(array) == rows:
         return array
-    return np.concatenate([array, np.zeros((rows - len(array), *array.shape[1:]))])
+    padded = np.zeros((rows, *array.shape[1:]))
+    padded[: len(array)] = array
+    return padded
 
 
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
