@@ -23,14 +23,14 @@ class VerifyOptions:
 
     Attributes:
         examples: number of cases to draw, at least 1.
-        seed: of the draws; the same seed and versions draw the same cases.
-        dtype: of parameters and data, one of `DTYPES`.
+        seed: seed of the drawn cases; the same seed and versions draw the same cases.
+        dtype: dtype of parameters and data, one of `DTYPES`.
         device: `"cpu"` or `"cuda"`.
-        optimizer: None for an optimizer whose step changes nothing, else one of `OPTIMIZER_NAMES`.
-        assumes: names from `ASSUMPTIONS`, added to those that the loop states itself.
-        time_limit_s: seconds that the loop may take on one case; None for no limit.
-        second_opinion_s: seconds after which JAX is asked about no further window of a user's problem. It is asked
-            about one window in any case.
+        optimizer: one of `OPTIMIZER_NAMES`, or None for an optimizer whose step changes nothing.
+        assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
+        time_limit_s: time limit of the loop on one case, in seconds; None for no limit.
+        second_opinion_s: seconds after which JAX computes no further window of a user's problem. It computes at least
+            one window.
 
     Raises:
         UsageError: a value is out of range.

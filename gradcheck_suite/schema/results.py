@@ -1,4 +1,4 @@
-"""What a check comes to, as data: verdicts, violations, results, and their JSON."""
+"""Verdicts, violations and results of a verification, and their JSON."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ViolationKind = Literal[
 
 @dataclass(frozen=True)
 class Violation:
-    """The first place where a loop does not do what it should.
+    """The first violation of the loop contract by a loop.
 
     Attributes:
-        kind: what was violated.
-        diagnosis: the fault's name, where it could be read, such as `mean-of-means`.
-        explanation: what happened, in a sentence or two.
-        case: where it happened.
-        parameter: whose gradient.
-        epoch: of the step, from 0.
-        window: of the step, from 0 in its epoch.
-        error: `|observed - expected|` of the worst element.
-        allowed: what rounding allows there.
-        details: lines for a reader: expected and observed values, a traceback.
-        evidence: the gradient at that step beside the expected one, for violations that show in a gradient: of kinds
-            `gradient`, `none-pattern` and `non-finite`. No part of the JSON, of the repr or of equality.
+        kind: the part of the contract that is violated.
+        diagnosis: the name of the fault, such as `mean-of-means`.
+        explanation: one or two sentences: what is wrong and what to do.
+        case: the case on which the loop violates the contract.
+        parameter: name of the parameter with the largest error, or None.
+        epoch: index of the epoch of the step, from 0, or None.
+        window: index of the window in its epoch, from 0, or None.
+        error: largest `|observed - expected|` of an element, in the units of the gradient, or None.
+        allowed: largest error of that element that rounding explains, or None.
+        details: further lines for a reader: expected and observed values, a traceback.
+        evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
+            `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
     """
 
     kind: ViolationKind
@@ -65,14 +65,14 @@ class Violation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one case says about a loop.
+    """The verdict of one case on a loop.
 
     Attributes:
         case: the case.
-        violation: None where the loop holds.
-        finding: something about the problem or about a framework, for which no loop is to blame.
-        ratio: the largest error over allowed among all compared elements.
-        skipped: why the case could not be judged here, such as an operation that torch lacks for the dtype.
+        violation: the violation, or None if the loop holds.
+        finding: a finding about the problem or a framework, for which no loop is to blame, or None.
+        ratio: largest ratio of error to allowed error among all compared elements.
+        skipped: why the case could not be judged, such as an operation that torch lacks for the dtype, or None.
     """
 
     case: Case
@@ -83,27 +83,27 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the loop handed its optimizer the right gradients."""
+        """Whether the case shows no violation."""
         return self.violation is None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What all the cases together say about a loop.
+    """The result of verifying a loop on many cases.
 
     Attributes:
         loop: the loop's name as the user gave it.
-        cases: how many were drawn before the verdict stood.
-        seconds: wall-clock.
-        violation: the smallest one found, or None.
-        found_after: how many cases it took to find the first.
-        assumes: what the loop relies on.
-        ratio: the largest error over allowed in cases that hold.
-        findings: about problems and frameworks.
-        skipped: why cases were not judged -> how many.
-        interrupted: whether the run was stopped before its end.
-        second_opinion: on a user's problem: what JAX had a say in, in a sentence.
-        judged: how many of the cases say anything about the loop; where none does, nothing is known of it.
+        cases: number of cases drawn.
+        seconds: wall-clock seconds of the verification.
+        violation: the violation on the minimal case, or None.
+        found_after: number of cases until the first violation, or None.
+        assumes: the assumptions of the loop.
+        ratio: largest ratio of error to allowed error in cases that hold.
+        findings: findings about problems and frameworks, for which no loop is to blame.
+        skipped: reason why cases were not judged -> number of such cases.
+        interrupted: whether the run was interrupted before its end.
+        second_opinion: for a user's problem, a sentence about the windows that JAX computed; None otherwise.
+        judged: number of cases that were judged; if it is 0, there is no verdict on the loop.
     """
 
     loop: str
