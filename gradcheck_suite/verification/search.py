@@ -171,7 +171,8 @@ class Search:
         if self.found_after is None:
             self.found_after = self.cases
         if self._trail:
-            return violation.kind == self._trail[-1].kind
+            alike = not self._wandered or _window_shape(violation) == _window_shape(self._trail[0])
+            return alike and violation.kind == self._trail[-1].kind
         sought = self._settled or self._on_probe
         if sought is not None and not _is_same_fault(violation, sought):
             self._other = self._other or violation
@@ -179,6 +180,20 @@ class Search:
         if self._settled is None:
             self._found_at = _Moment()
         return True
+
+
+def _window_shape(violation: Violation) -> tuple[bool, ...]:
+    """Return what a fault's name may depend on in the violated window: later, short, of several, of unequal counts.
+
+    A search that wandered off to another fault is repeated with these kept, since naming a fault runs the loop again.
+    """
+    if violation.window is None:
+        return ()
+    plan = violation.case.plan
+    window = plan.windows[violation.window]
+    counts = {0 if j in plan.masked else plan.micro_batches[j] for j in window}
+    later = bool(violation.epoch or violation.window)
+    return later, len(window) < plan.accumulation_steps, len(window) > 1, len(counts) > 1
 
 
 def _is_same_fault(found: Violation, first: Violation) -> bool:
