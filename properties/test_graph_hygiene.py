@@ -91,7 +91,7 @@ def assert_no_graph(case: Case, reset: Reset, *, create_graph: bool = False) -> 
     run.optimizer.zero_grad()
 
 
-@scaled(10)
+@scaled(5)
 @given(case=cases(plan=plans(min_windows=2, max_windows=3)))
 def test_gradients_carry_no_graph_at_any_step(case):
     for reset in RESETS:
@@ -157,7 +157,7 @@ WHOLE = plans(min_windows=2, max_accumulation_steps=4, assumes=("whole-windows",
 
 
 @pytest.mark.parametrize("reset", RESET_FUNCTIONS)
-@scaled(50)
+@scaled(20)
 @given(case=cases(problem=st.just(DENSE), plan=WHOLE))
 def test_live_tensors_are_constant_from_the_second_window_on(reset, case):
     assert_live_tensors_are_constant(case, reset)

@@ -103,7 +103,7 @@ def _windows(case: Case) -> st.SearchStrategy[int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(8)
+@scaled(4)
 @given(case=several_windows, data=st.data())
 def test_other_values_leave_no_trace(device, case, data):
     window = data.draw(_windows(case), label="window")
@@ -111,7 +111,7 @@ def test_other_values_leave_no_trace(device, case, data):
     assert_all_modes_isolated(instance, other_data(instance, window), window)
 
 
-@scaled(6)
+@scaled(3)
 @given(case=several_windows, value=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
 def test_non_finite_data_leave_no_trace(case, value, data):
     window = data.draw(_windows(case), label="window")
@@ -123,7 +123,7 @@ def test_non_finite_data_leave_no_trace(case, value, data):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(6)
+@scaled(3)
 @given(case=several_windows, value=st.sampled_from([math.nan, math.inf]), data=st.data())
 def test_non_finite_gradients_leave_no_trace(device, case, value, data):
     window = data.draw(_windows(case), label="window")
