@@ -45,6 +45,20 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     return Diagnosis(name, asked + said)
 
 
+def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
+    """Return what the number of steps alone suggests, without a sentence and without a further run of the loop."""
+    taken, micro = len(outcome.observations), plan.epochs * len(plan.micro_batches)
+    whole = plan.epochs * (len(plan.micro_batches) // plan.accumulation_steps)
+    if outcome.endless:
+        return Diagnosis("endless", "")
+    if plan.has_short_window and taken == whole:
+        return Diagnosis("tail-dropped", "")
+    if plan.has_short_window and taken == micro // plan.accumulation_steps:
+        return Diagnosis("windows-across-epochs", "")
+    known = _from_counts(plan, outcome)
+    return Diagnosis(known[0] if known else "wrong-step-count", "")
+
+
 def _from_probe(instance: Instance, outcome: Outcome, runner: LoopRunner) -> tuple[str, str] | None:
     """Return the name and the account of a fault that shows in the steps on a probe, or None.
 

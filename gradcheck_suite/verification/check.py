@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from gradcheck_suite.catalogue import is_accumulable
+from gradcheck_suite.diagnosis.fitted_weights import diagnose_case
 from gradcheck_suite.diagnosis.gradient import explain_gradient
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.step_count import explain_steps
+from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.instance import generated_instance, user_instance
@@ -35,7 +36,7 @@ FEW_DRAWS = 4
 """Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
 as wide as the whole number's: what lies beyond it is wrong all the more, what lies within is measured again."""
 UNNAMED = Diagnosis("", "")
-"""In place of a diagnosis while a case is made smaller."""
+"""In place of a diagnosis for which the loop would have to run again."""
 
 
 def check(
@@ -53,10 +54,10 @@ def check(
         case: what it trains.
         problem: the user's problem that `case.problem` names, if it is not a generated one.
         time_limit_s: seconds after which the loop is stopped and counts as `raised`.
-        shrinking: whether only the kind of a violation is of interest, as while a case is made smaller. The fault is
-            then not named (`UNNAMED`), for which the loop would run again; JAX is asked about no right gradient; and
-            what rounding allows is measured no further than it takes to tell that there is a violation, so that
-            `allowed` may be larger.
+        shrinking: whether the kind of a violation suffices, as while a case is made smaller. The loop then runs once:
+            a violation has the diagnosis that its own gradient or number of steps determines, if any. JAX is asked
+            about no right gradient, and what rounding allows is measured no further than it takes to tell that there
+            is a violation, so that `allowed` may be larger.
 
     Raises:
         UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
@@ -159,7 +160,7 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) ->
         explanation = f"the loop changed the model's parameters: {outcome.structure}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
     if outcome.endless or len(outcome.observations) != case.plan.steps:
-        named = explain_steps(reference.instance, outcome, runner) if runner else UNNAMED
+        named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
         return Verdict(case, Violation("step-count", named.name, named.sentence, case))
     ratio, per_epoch = 0.0, len(case.plan.windows)
     for step, observation in enumerate(outcome.observations):
@@ -197,6 +198,13 @@ def _diverged(observation: Observation) -> bool:
     return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
 
 
+def _fitted(window: Window, comparison: Comparison, epoch: int) -> Diagnosis:
+    """Return the diagnosis that a wrong gradient alone determines, without a further run of the loop."""
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return UNNAMED
+    return diagnose_case(window, comparison, epoch) or UNNAMED
+
+
 def _gradient_violation(
     window: Window, observation: Observation, comparison: Comparison, epoch: int, runner: LoopRunner | None
 ) -> Violation:
@@ -210,7 +218,7 @@ def _gradient_violation(
             "missing-gradient", f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
         )
     else:
-        named = explain_gradient(comparison, window, epoch, runner) if runner else UNNAMED
+        named = explain_gradient(comparison, window, epoch, runner) if runner else _fitted(window, comparison, epoch)
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
             kind = "non-finite"

@@ -49,7 +49,8 @@ class Search:
     """What is kept while Hypothesis draws cases and makes a violated one smaller.
 
     Drawn cases are checked until one shows the fault that is searched for. From there on `_trail` holds ever smaller
-    cases with a violation of the same kind, the first one alone named; `settle` names the smallest.
+    cases with a violation of the same kind, the first one alone named by further runs of the loop; `settle` names the
+    smallest. A case whose gradient determines another fault than the first one's is passed over.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Search:
         self.judged = 0
         self.users_cases: list[Case] = []
         self._trail: list[Violation] = []
+        self._fitting: frozenset[str] = frozenset()
         self._settled: Violation | None = None
         self._wandered = False
         self._found_at = _Moment()
@@ -171,29 +173,18 @@ class Search:
         if self.found_after is None:
             self.found_after = self.cases
         if self._trail:
-            alike = not self._wandered or _window_shape(violation) == _window_shape(self._trail[0])
-            return alike and violation.kind == self._trail[-1].kind
+            fits = self._trail[0].diagnosis == "not-linear" or violation.diagnosis in self._fitting
+            return fits and violation.kind == self._trail[-1].kind
         sought = self._settled or self._on_probe
         if sought is not None and not _is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
         if self._settled is None:
             self._found_at = _Moment()
+        # the same fault may have another name where the gradient alone is looked at
+        alone = self._check(violation.case, shrinking=True).violation
+        self._fitting = frozenset({"", violation.diagnosis, alone.diagnosis if alone else ""})
         return True
-
-
-def _window_shape(violation: Violation) -> tuple[bool, ...]:
-    """Return what a fault's name may depend on in the violated window: later, short, of several, of unequal counts.
-
-    A search that wandered off to another fault is repeated with these kept, since naming a fault runs the loop again.
-    """
-    if violation.window is None:
-        return ()
-    plan = violation.case.plan
-    window = plan.windows[violation.window]
-    counts = {0 if j in plan.masked else plan.micro_batches[j] for j in window}
-    later = bool(violation.epoch or violation.window)
-    return later, len(window) < plan.accumulation_steps, len(window) > 1, len(counts) > 1
 
 
 def _is_same_fault(found: Violation, first: Violation) -> bool:
