@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.evidence.calibration import campaign, drawing
 from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.references import reference
+from gradcheck_suite.references import reference, window_bounds
 from gradcheck_suite.schema.case import case_from_json
 from gradcheck_suite.schema.spec import ProblemSpec
 from tests.cli.conftest import LINEAR, files
@@ -50,8 +50,8 @@ def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
 
 def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
     for name in ("accumulation_bound", "farthest"):
-        monkeypatch.setattr(reference, name, lambda vector, *_: np.zeros_like(vector))
-    monkeypatch.setattr(reference, "noise_bound", lambda vector, draws: np.zeros_like(vector))
+        monkeypatch.setattr(window_bounds, name, lambda vector, *_: np.zeros_like(vector))
+    monkeypatch.setattr(window_bounds, "noise_bound", lambda vector, draws: np.zeros_like(vector))
     outcome = run(*SMALL)
     assert outcome.status == exit_status.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out

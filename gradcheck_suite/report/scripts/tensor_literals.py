@@ -24,7 +24,7 @@ def literal(value: Any, indent: int = 0, before: int = 0) -> str:
         return text
     inside = " " * (indent + 4)
     if any(isinstance(entry, list) for entry in value):
-        lines = [f"{inside}{literal(entry, indent + 4)}," for entry in value]
+        lines = [f"{inside}{literal(entry, indent + 4, 1)}," for entry in value]
     else:
         lines = textwrap.wrap(text[1:-1] + ",", WIDTH, initial_indent=inside, subsequent_indent=inside)
     return "\n".join(["[", *lines, f"{' ' * indent}]"])
