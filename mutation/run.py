@@ -70,8 +70,12 @@ TARGETS = {
     "diagnosis/step_count": Target("tests/diagnosis/test_step_count.py", TORCH),
     "diagnosis/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
     "diagnosis/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
-    "references/reference": Target("tests/references/test_reference.py", TORCH, 60.0),
+    **{
+        f"references/{module}": Target("tests/references/test_reference.py", TORCH, 60.0)
+        for module in ("reference", "window", "window_bounds", "agreement")
+    },
     "verification/check": Target("tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0),
+    "verification/search": Target("tests/verification/test_shrinking.py", TORCH, 120.0),
 }
 
 
