@@ -132,12 +132,6 @@ def promote(*operands: Any, floating: bool = False) -> list[Array]:
     return [jnp.asarray(x, dtype) for x in operands]
 
 
-def promote_some(*operands: Any, floating: bool = False) -> list[Array | None]:
-    """Return `promote` of the operands that are not None, and None for the others."""
-    present = iter(promote(*(x for x in operands if x is not None), floating=floating))
-    return [None if x is None else next(present) for x in operands]
-
-
 def absolute(x: Array) -> Array:
     """Return |x| with gradient 0 at 0, as in torch; JAX's gradient is 1 there for real and NaN for complex numbers."""
     if is_float(x):

@@ -6,7 +6,7 @@ the tables below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -38,7 +38,7 @@ from gradcheck_suite.catalogue.definitions import InputDefinition, LayerDefiniti
 from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
 from gradcheck_suite.catalogue.signals import Options, Signal
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
+from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec
 
 
 class _Named(Protocol):
@@ -179,15 +179,4 @@ def checked_loss(problem: ProblemSpec) -> LossDefinition:
 
 def is_accumulable(problem: ProblemSpec) -> bool:
     """Return whether all layers and the loss of a problem are separable over samples."""
-
-    def kinds(layers: Iterable[Layer]) -> Iterator[str]:
-        for layer in layers:
-            yield layer.kind
-            yield from kinds(layer.layers)
-
-    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(kinds(problem.layers))
-
-
-def reduction_of(problem: ProblemSpec) -> Reduction:
-    """Return how the problem's loss is reduced."""
-    return problem.loss.reduction
+    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(problem.layer_kinds)

@@ -6,7 +6,7 @@ mode, as fine-tuning with frozen statistics does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import jax
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.definitions import Arguments, Implementation, LayerDefinition
 from gradcheck_suite.catalogue.signals import (
     FLOATS,
     ROWS,
+    Form,
     Options,
     Signal,
     expect,
@@ -153,14 +154,6 @@ def _jax_instance(options: Options, params: Arguments, x: jax.Array, extras: Arg
     return _affine(options, params, standardised(x, positions), _channel_axis(x))
 
 
-def _torch_batch1d(signal: Signal, options: Options) -> torch.nn.Module:
-    return FrozenBatchNorm1d(signal.features, eps=EPS, affine=options["affine"]).eval()
-
-
-def _torch_batch2d(signal: Signal, options: Options) -> torch.nn.Module:
-    return FrozenBatchNorm2d(signal.features, eps=EPS, affine=options["affine"]).eval()
-
-
 def _jax_batch(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     axis = _channel_axis(x)
     shape = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)]
@@ -168,34 +161,33 @@ def _jax_batch(options: Options, params: Arguments, x: jax.Array, extras: Argume
     return _affine(options, params, (x - mean) / jnp.sqrt(variance + EPS), axis)
 
 
+def _over_features(name: str, module: Callable[..., torch.nn.Module], jax_apply: Implementation) -> LayerDefinition:
+    return LayerDefinition(
+        name,
+        on(*ROWS, affine=_AFFINE),
+        keeps_signal(name, *ROWS),
+        lambda signal, options: module(signal.features, eps=EPS, elementwise_affine=options["affine"]),
+        jax_apply,
+        axes=1,
+    )
+
+
+def _frozen_batch(name: str, module: Callable[..., torch.nn.Module], *forms: Form, axes: int | None) -> LayerDefinition:
+    return LayerDefinition(
+        name,
+        on(*forms, affine=_AFFINE),
+        keeps_signal(name, *forms),
+        lambda signal, options: module(signal.features, eps=EPS, affine=options["affine"]).eval(),
+        _jax_batch,
+        axes=axes,
+    )
+
+
 KINDS = (
-    LayerDefinition(
-        "layer_norm",
-        on(*ROWS, affine=_AFFINE),
-        keeps_signal("layer_norm", *ROWS),
-        lambda signal, options: torch.nn.LayerNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
-        _jax_layer,
-        axes=1,
-    ),
-    LayerDefinition(
-        "rms_norm",
-        on(*ROWS, affine=_AFFINE),
-        keeps_signal("rms_norm", *ROWS),
-        lambda signal, options: torch.nn.RMSNorm(signal.features, eps=EPS, elementwise_affine=options["affine"]),
-        _jax_rms,
-        axes=1,
-    ),
+    _over_features("layer_norm", torch.nn.LayerNorm, _jax_layer),
+    _over_features("rms_norm", torch.nn.RMSNorm, _jax_rms),
     LayerDefinition("group_norm", _group_variants, _group_out, _torch_group, _jax_group),
     LayerDefinition("instance_norm", _instance_variants, _instance_out, _torch_instance, _jax_instance),
-    LayerDefinition(
-        "batch_norm1d",
-        on(*ROWS, affine=_AFFINE),
-        keeps_signal("batch_norm1d", *ROWS),
-        _torch_batch1d,
-        _jax_batch,
-        axes=1,
-    ),
-    LayerDefinition(
-        "batch_norm2d", on("image", affine=_AFFINE), keeps_signal("batch_norm2d", "image"), _torch_batch2d, _jax_batch
-    ),
+    _frozen_batch("batch_norm1d", FrozenBatchNorm1d, *ROWS, axes=1),
+    _frozen_batch("batch_norm2d", FrozenBatchNorm2d, "image", axes=None),
 )

@@ -5,14 +5,14 @@ Equal maxima are common after a ReLU. torch gives the gradient to the first one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
 
 from gradcheck_suite.catalogue.convolution import AREAS
-from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
+from gradcheck_suite.catalogue.definitions import Arguments, Implementation, LayerDefinition
 from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, product
 
 Bin = tuple[slice, slice]
@@ -131,45 +131,41 @@ def _bins(x: jax.Array, size: int) -> Iterator[Bin]:
             yield rows, slice(j * width // size, -(-(j + 1) * width // size))
 
 
-def _jax_adaptive_average(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    size = options["size"]
-    pooled = [x[:, :, rows, columns].mean((2, 3)) for rows, columns in _bins(x, size)]
-    return jnp.stack(pooled, -1).reshape(*x.shape[:2], size, size)
+def _pooling(
+    name: str,
+    choices: Sequence[Options],
+    module: Callable[[Signal, Options], torch.nn.Module],
+    in_jax: Implementation,
+) -> LayerDefinition:
+    return LayerDefinition(
+        name,
+        lambda signal: _fitting(signal, choices),
+        lambda signal, options: _pooled(name, signal, options),
+        module,
+        in_jax,
+    )
 
 
-def _jax_adaptive_maximum(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    size = options["size"]
-    pooled = [first_maximum(x[:, :, rows, columns].reshape(*x.shape[:2], -1)) for rows, columns in _bins(x, size)]
-    return jnp.stack(pooled, -1).reshape(*x.shape[:2], size, size)
+def _adaptive(
+    name: str, module: Callable[[int], torch.nn.Module], pool: Callable[[jax.Array], jax.Array]
+) -> LayerDefinition:
+    def jax_apply(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+        size = options["size"]
+        pooled = [pool(x[:, :, rows, columns]) for rows, columns in _bins(x, size)]
+        return jnp.stack(pooled, -1).reshape(*x.shape[:2], size, size)
+
+    return LayerDefinition(
+        name,
+        _adaptive_variants,
+        lambda signal, options: _adapted(name, signal, options),
+        lambda signal, options: module(options["size"]),
+        jax_apply,
+    )
 
 
 KINDS = (
-    LayerDefinition(
-        "average_pool2d",
-        lambda signal: _fitting(signal, _AVERAGE),
-        lambda signal, options: _pooled("average_pool2d", signal, options),
-        _torch_average,
-        _jax_average,
-    ),
-    LayerDefinition(
-        "max_pool2d",
-        lambda signal: _fitting(signal, _MAXIMUM),
-        lambda signal, options: _pooled("max_pool2d", signal, options),
-        _torch_maximum,
-        _jax_maximum,
-    ),
-    LayerDefinition(
-        "adaptive_average_pool2d",
-        _adaptive_variants,
-        lambda signal, options: _adapted("adaptive_average_pool2d", signal, options),
-        lambda signal, options: torch.nn.AdaptiveAvgPool2d(options["size"]),
-        _jax_adaptive_average,
-    ),
-    LayerDefinition(
-        "adaptive_max_pool2d",
-        _adaptive_variants,
-        lambda signal, options: _adapted("adaptive_max_pool2d", signal, options),
-        lambda signal, options: torch.nn.AdaptiveMaxPool2d(options["size"]),
-        _jax_adaptive_maximum,
-    ),
+    _pooling("average_pool2d", _AVERAGE, _torch_average, _jax_average),
+    _pooling("max_pool2d", _MAXIMUM, _torch_maximum, _jax_maximum),
+    _adaptive("adaptive_average_pool2d", torch.nn.AdaptiveAvgPool2d, lambda x: x.mean((2, 3))),
+    _adaptive("adaptive_max_pool2d", torch.nn.AdaptiveMaxPool2d, lambda x: first_maximum(x.reshape(*x.shape[:2], -1))),
 )

@@ -103,7 +103,7 @@ def _found(result: Result) -> str:
         return f"found on {first}, before any case was drawn"
     if result.found_after is None:
         return f"found on {first}; none of {_cases(result.cases)} drawn shows it"
-    return f"found after {_cases(result.found_after)}, then made as small as it would get"
+    return f"found after {_cases(result.found_after)}, then shrunk to this one"
 
 
 def _one_line(result: Result, width: int, *, judged: bool) -> str:

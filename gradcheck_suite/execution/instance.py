@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gradcheck_suite.catalogue import checked_loss, is_accumulable, reduction_of
+from gradcheck_suite.catalogue import checked_loss, is_accumulable
 from gradcheck_suite.catalogue.build import build_model, draw_data
 from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.errors import UsageError
@@ -201,7 +201,7 @@ def generated_instance(case: Case) -> Instance:
         model=lambda seed: build_model(spec, seed, torch.float64),
         batch=lambda items, seed: Items(rounded).__getitems__(range(items)),
         loss=lambda model, batch: kind.torch_loss(loss.o, model(batch), batch, loss.reduction),
-        reduction=reduction_of(spec),
+        reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )
     arrays = {n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy() for n, t in rounded.items()}

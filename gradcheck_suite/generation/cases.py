@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from gradcheck_suite.generation.plans import hashable, integers, plans, valid_as
 from gradcheck_suite.generation.problems import problems
 from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.spec import Layer, ProblemSpec
+from gradcheck_suite.schema.spec import ProblemSpec
 
 SMALL_MICRO_BATCHES = 3
 
@@ -72,12 +72,12 @@ def _cases(
         problem = _problems(assumes, fixed["dtype"], fixed["optimizer"], small)
     else:
         _takes_sparse(fixed["dtype"], fixed["optimizer"])
-    spec = problem if isinstance(problem, str) else draw(problem)
+    drawn = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
-        maskable = isinstance(spec, ProblemSpec) and loss_definition(spec.loss).maskable(spec.loss.o)
+        maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
         plan = _plans(assumes, maskable, small)
     seed = draw(integers(0, MAX_SEED))
-    return Case(spec, draw(plan), seed=seed, **fixed)
+    return Case(drawn, draw(plan), seed=seed, **fixed)
 
 
 def cases(
@@ -111,13 +111,8 @@ def size_of(case: Case) -> tuple[int, ...]:
     """Return the size of a case, for comparison with another: layers, micro-batches, epochs, K, items, features."""
     plan = case.plan
     shape: tuple[int, ...] = (0, 0)
-    if isinstance(case.problem, ProblemSpec):
-        signal, out = input_signal(case.problem.input), output_signal(case.problem)
-        shape = (_depth(case.problem.layers), sum(signal.size) + sum(out.size))
+    if (spec := case.spec) is not None:
+        shape = (len(spec.layer_kinds), sum(input_signal(spec.input).size) + sum(output_signal(spec).size))
     layers, features = shape
     options = len(repr(case.problem))
     return layers, len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items, features, options
-
-
-def _depth(layers: Sequence[Layer]) -> int:
-    return sum(1 + _depth(layer.layers) for layer in layers)

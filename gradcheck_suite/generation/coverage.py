@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
 Coverage = dict[str, dict[str, int]]
 """Category (`"inputs"`, `"layers"`, `"losses"`, `"splits"`) -> name -> number of cases that contain it."""
@@ -42,17 +41,11 @@ class CaseCoverage:
 
 
 def _parts(case: Case) -> Iterator[tuple[str, Iterable[str]]]:
-    if isinstance(case.problem, ProblemSpec):
-        yield "inputs", [case.problem.input.kind]
-        yield "layers", _kinds(case.problem.layers)
-        yield "losses", [f"{case.problem.loss.kind}, {case.problem.loss.reduction}"]
+    if (spec := case.spec) is not None:
+        yield "inputs", [spec.input.kind]
+        yield "layers", spec.layer_kinds
+        yield "losses", [f"{spec.loss.kind}, {spec.loss.reduction}"]
     yield "splits", _splits(case.plan)
-
-
-def _kinds(layers: Iterable[Layer]) -> Iterator[str]:
-    for layer in layers:
-        yield layer.kind
-        yield from _kinds(layer.layers)
 
 
 def _splits(plan: Plan) -> Iterator[str]:

@@ -64,20 +64,6 @@ def lines(
     return Figure(_svg(plt, figure), alt, caption)
 
 
-def bars(values: Mapping[str, float], *, x: str, alt: str, caption: str, line_at: float | None = None) -> Figure:
-    """Draw one horizontal bar per name."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.2, 0.6 + 0.32 * len(values)), layout="constrained")
-    names = list(values)[::-1]
-    drawn = axes.barh(names, [values[name] for name in names], color=COLOURS[0])
-    axes.bar_label(drawn, fmt="%.3g", padding=3)
-    if line_at is not None:
-        axes.axvline(line_at, color="#000000", linewidth=1)
-    axes.set_xlabel(x)
-    axes.margins(x=0.12)
-    return Figure(_svg(plt, figure), alt, caption)
-
-
 def _svg(plt: Any, figure: Any) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -6,7 +6,7 @@ catalogue implements them in torch and in JAX.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -119,6 +119,17 @@ class ProblemSpec:
         for layer in self.layers:
             if not isinstance(layer, Layer):
                 raise UsageError(f"ProblemSpec: layers must be Layer, got {type(layer).__name__}")
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """The kinds of all layers, in the model's order; a layer comes before those inside it."""
+
+        def walk(layers: Iterable[Layer]) -> Iterator[str]:
+            for layer in layers:
+                yield layer.kind
+                yield from walk(layer.layers)
+
+        return list(walk(self.layers))
 
     def to_json(self) -> dict[str, Any]:
         """Return the problem as JSON-ready data."""

@@ -1,4 +1,4 @@
-"""verify(loop) -> Result: many drawn cases, and the smallest one that shows a violation."""
+"""verify(loop) -> Result: check a loop on many drawn cases, and shrink the first violation."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from gradcheck_suite.verification.search import Progress, Search, StopError, run
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
 LARGE_MODEL = 1_000_000
-"""Parameters from which on several threads are faster than one, also where others use the machine."""
+"""Number of parameters from which several threads are faster than one, also on a busy machine."""
 SMALL_EXAMPLES = 60
-"""Small cases that are tried where shrinking has left a larger one."""
+"""Number of small cases that are tried where shrinking has left a larger one."""
 UNASKED = ("not-accumulable", "raised", "step-count")
-"""Kinds of violation that JAX has no say in."""
+"""Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
 
 
 def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
-    """Yield the read-out probes that every loop is tried on first, within what it assumes."""
+    """Yield the weight probes that every loop is checked on first, within its assumptions."""
     sizes = ((2, 2), (1, 1)) if EQUAL_MICRO_BATCHES in assumes else ((1, 3), (2, 2))
     tail = () if WHOLE_WINDOWS in assumes else (4,)
     for reduction in reductions_within(assumes):
@@ -48,7 +48,7 @@ def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
 def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
     """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
 
-    A fault in whole windows is the one that most training meets; what a short last window shows comes after it.
+    Most training meets a fault in whole windows; a fault of the short last window is searched for afterwards.
     """
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
     return Case(problem_name, Plan(micro_batches, 2), dtype=options.dtype, device=options.device)
@@ -69,12 +69,11 @@ def verify(
 
     Args:
         loop: the subject, a callable that takes a `TrainingRun`.
-        options: how many cases are drawn, in which dtype, and so on; the defaults of `VerifyOptions` if None.
-        name: how the result calls the loop.
+        options: number of cases, dtype and so on; the defaults of `VerifyOptions` if None.
+        name: the loop's name in the result.
         problem: the user's problem that is trained in place of random ones; then only plans are drawn.
-        problem_name: what cases call that problem, such as `"model.py:PROBLEM"`.
-        plan: the strategy in place of `plans()`; the cases that are tried first, whose plans are their own,
-            are then left out.
+        problem_name: the problem's name in cases, such as `"model.py:PROBLEM"`.
+        plan: a strategy in place of `plans()`; then the fixed first cases, which have their own plans, are left out.
         progress: called with every verdict.
         fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is another name of
             `seed`.
@@ -96,11 +95,9 @@ def verify(
     try:
         with _threads(problem):
             _search(search, options, chosen, None if problem is None else problem_name, plan)
-        if problem is not None:
-            opinion = _opinion(search, problem, options.second_opinion_s)
+        opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
-        # what was found out about the loop stands
-        interrupted = True
+        interrupted = True  # the verdicts so far stand
     except StopError as stop:
         raise stop.error from None
     return Result(
@@ -126,7 +123,7 @@ def _search(
     problem_name: str | None,
     plan: st.SearchStrategy[Plan] | None,
 ) -> None:
-    """Try the cases that are written down, then drawn ones, and make the first that is violated smaller."""
+    """Check the fixed first cases, then drawn ones, and shrink the first violation."""
     drawn, small = (
         cases(
             problem=problem_name,
@@ -153,13 +150,12 @@ def _search(
         search.settle()
 
 
-def _opinion(search: Search, problem: Problem, budget_s: float) -> SecondOpinion | None:
-    """Ask JAX about a user's problem, on the cases that the verdict rests on."""
-    if search.violation is None:
-        return second_opinion(search.users_cases, problem, budget_s=budget_s)
-    if search.violation.kind in UNASKED:
+def _opinion(search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
+    """Ask JAX about a user's problem, on the cases that the verdict rests on; None where it is not asked."""
+    violation = search.violation
+    if problem is None or (violation and violation.kind in UNASKED):
         return None
-    return second_opinion([search.violation.case], problem, budget_s=budget_s)
+    return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 
 
 def _threads(problem: Problem | None) -> AbstractContextManager[None]:
@@ -169,5 +165,5 @@ def _threads(problem: Problem | None) -> AbstractContextManager[None]:
     try:
         size = sum(p.numel() for p in problem.model(0).parameters())
     except Exception:
-        return nullcontext()  # a user's own code, which may raise anything: told of when the first case is checked
+        return nullcontext()  # a user's own code may raise anything; the check of the first case reports it
     return one_thread() if size < LARGE_MODEL else nullcontext()

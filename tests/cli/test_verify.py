@@ -59,7 +59,7 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
         "mse          (n, 1) -> scalar, reduction mean",
         "accumulation_steps = 1",
         "@example(Case(problem=ProblemSpec(",
-        "then made as small as it would get",
+        "then shrunk to this one",
         f"script  python reports/counterexamples/{stored.stem}.py\n",
         f"replay  gradcheck-suite replay reports/counterexamples/{stored.name}\n",
         "1 of 1 loop violated: loops.py:no_reset\n",

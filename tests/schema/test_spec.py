@@ -46,6 +46,11 @@ def test_a_list_of_layers_becomes_a_tuple():
     assert ProblemSpec(SPEC.input, list(SPEC.layers), SPEC.loss) == SPEC
 
 
+def test_layers_inside_others_count():
+    layers = (Layer("residual", Layer("shared", Layer("linear", features=2))), Layer("tanh"))
+    assert ProblemSpec(SPEC.input, layers, SPEC.loss).layer_kinds == ["residual", "shared", "linear", "tanh"]
+
+
 def test_the_reduction_of_a_loss_is_mean_unless_stated():
     assert Loss("mse").reduction == "mean"
     assert Loss("mse", reduction="sum").reduction == "sum"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.evidence.calibration.coverage import layer_kinds
 from gradcheck_suite.evidence.calibration.drawing import Drawn
 from gradcheck_suite.evidence.calibration.styles import LOOPS
 from gradcheck_suite.evidence.calibration.tally import Tally
@@ -18,7 +17,6 @@ from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.schema.contract import Loop, TrainingRun, assumptions_of
 from gradcheck_suite.schema.results import Verdict, json_number
-from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.verification.check import check
 
 
@@ -55,9 +53,9 @@ class Judge:
         self._loops = {name: loop for name, loop in loops.items() if assumptions_of(loop) <= drawn.within}
         self._reference = REFERENCES.get(drawn.case, None)
         self._seen: dict[tuple[int, str | None, bytes], tuple[float | None, frozenset[str]]] = {}
-        assert isinstance(drawn.case.problem, ProblemSpec)
-        self._layers = frozenset(layer_kinds(drawn.case.problem.layers))
-        self._loss = drawn.case.problem.loss.kind
+        spec = drawn.case.spec
+        assert spec is not None
+        self._layers, self._loss = frozenset(spec.layer_kinds), spec.loss.kind
 
     def run(self, limit: int, progress: Callable[[], None]) -> Tally:
         """Judge the loops whose assumptions hold in the case, at most `limit` of them."""

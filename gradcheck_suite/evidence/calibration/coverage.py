@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cache
 
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES, out_signal
@@ -39,10 +38,3 @@ def drawn_losses() -> frozenset[str]:
     """Return the loss kinds that the strategies draw."""
     kinds = (kind for kind in LOSSES.values() if kind.drawn)
     return frozenset(kind.name for kind in kinds if any(kind.variants(signal) for signal in _signals()))
-
-
-def layer_kinds(layers: Iterable[Layer]) -> Iterator[str]:
-    """Yield the kinds of these layers and of the layers inside them."""
-    for layer in layers:
-        yield layer.kind
-        yield from layer_kinds(layer.layers)

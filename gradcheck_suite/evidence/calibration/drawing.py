@@ -11,7 +11,6 @@ from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.spec import ProblemSpec
 
 DRAWN_WITHIN = ((), (), (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), (SUM_REDUCTION,))
 """Assumptions that cases are drawn within, in turn: half of the cases are drawn freely, the others so that loops with
@@ -79,9 +78,9 @@ def _first_and_last(plan: Plan) -> Plan:
 
 def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
     """Return the assumptions that hold: those the case was drawn within and those its plan and loss satisfy."""
-    assert isinstance(case.problem, ProblemSpec)
+    assert case.spec is not None
     seen = set(within)
-    if case.problem.loss.reduction == "sum":
+    if case.spec.loss.reduction == "sum":
         seen.add(SUM_REDUCTION)
     if not case.plan.has_short_window:
         seen.add(WHOLE_WINDOWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -17,7 +17,6 @@ from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.results import Result, Verdict, Violation
-from gradcheck_suite.schema.spec import Layer, ProblemSpec
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 
@@ -198,10 +197,5 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
 
 
 def _size(violation: Violation) -> tuple[int, int, int]:
-    plan, problem = violation.case.plan, violation.case.problem
-    layers = _depth(problem.layers) if isinstance(problem, ProblemSpec) else 0
-    return len(plan.windows), len(plan.micro_batches), layers
-
-
-def _depth(layers: Sequence[Layer]) -> int:
-    return sum(1 + _depth(layer.layers) for layer in layers)
+    plan, spec = violation.case.plan, violation.case.spec
+    return len(plan.windows), len(plan.micro_batches), 0 if spec is None else len(spec.layer_kinds)

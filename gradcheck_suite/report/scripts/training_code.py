@@ -18,7 +18,6 @@ from gradcheck_suite.report.scripts.runtime import load
 from gradcheck_suite.report.scripts.tensor_literals import table, tensor_text, values
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
-from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.trainers import TRAINERS
 
 
@@ -75,8 +74,8 @@ def optimizer_text(case: Case, sources: CopiedSource) -> str:
 
 def generated_text(instance: Instance, sources: CopiedSource) -> str:
     """Return `Model`, `make_model`, `loss` and `count` of a generated problem, in ordinary torch."""
-    spec = instance.case.problem
-    assert isinstance(spec, ProblemSpec)
+    spec = instance.case.spec
+    assert spec is not None
     model, loss = instance.model(), loss_definition(spec.loss)
     sources.copy(loss.torch_loss, loss.count)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -100,8 +99,8 @@ def generated_text(instance: Instance, sources: CopiedSource) -> str:
 
 def problem_text(problem: Problem, instance: Instance, sources: CopiedSource) -> str:
     """Return `make_model`, `loss` and `count` of a user's problem, which is imported from its place."""
-    name = instance.case.problem
-    assert isinstance(name, str)
+    name = instance.case.problem_name
+    assert name is not None
     make = f"return PROBLEM.model({instance.case.seed}).to(DEVICE, DTYPE).train()"
     counted = "torch.as_tensor(PROBLEM.count(batch))"
     if problem.count is None:
@@ -130,7 +129,7 @@ def data_text(instance: Instance, sources: CopiedSource) -> str:
     """Return `DATA`, the items of one epoch, and `MICRO_BATCHES`, the items of each micro-batch."""
     case, plan = instance.case, instance.case.plan
     sources.copy(Items)
-    if isinstance(case.problem, ProblemSpec):
+    if case.spec is not None:
         lines = [f'    "{name}": {tensor_text(tensor, 4)},' for name, tensor in instance.data.items()]
         data = "\n".join(["DATA = {", *lines, "}"])
     else:

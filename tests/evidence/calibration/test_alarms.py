@@ -7,7 +7,7 @@ import pytest
 
 from gradcheck_suite.catalogue import LAYERS, LOSSES
 from gradcheck_suite.evidence.calibration.alarms import Judge
-from gradcheck_suite.evidence.calibration.coverage import drawn_layers, drawn_losses, layer_kinds
+from gradcheck_suite.evidence.calibration.coverage import drawn_layers, drawn_losses
 from gradcheck_suite.evidence.calibration.drawing import Drawn, draw_cases
 from gradcheck_suite.evidence.calibration.styles import LOOPS
 from gradcheck_suite.references import reference, window_bounds
@@ -124,8 +124,3 @@ def test_a_chunk_has_cases_for_every_loop_and_nothing_a_loop_may_not_rely_on():
 def test_what_the_strategies_draw_is_all_but_the_probes_own():
     assert set(LAYERS) - drawn_layers() == {"readout"}
     assert set(LOSSES) - drawn_losses() == {"identity"}
-
-
-def test_layers_inside_others_count():
-    inner = Layer("linear", bias=True, features=2)
-    assert list(layer_kinds((Layer("residual", Layer("shared", inner)),))) == ["residual", "shared", "linear"]
