@@ -1,7 +1,7 @@
-"""Other rules for when two gradients are equal, as people use them: what the suite's own bounds are measured against.
+"""Tolerance rules of other tools, with which the suite's own bounds are compared.
 
-Each takes an accumulated gradient and says whether it would pass. Constants are the tools' own defaults,
-and so is whether a NaN equals another at the same place: for chex alone.
+Each rule takes an accumulated gradient and returns whether it passes. The constants are the tools' defaults. So is
+whether two NaN at the same place are equal: only chex says that they are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ ASSERT_CLOSE = {"float64": (1e-7, 1e-7), "float32": (1.3e-6, 1e-5), "bfloat16": 
 
 @dataclass(frozen=True)
 class Compared:
-    """One parameter's gradients, as a user of these rules has them.
+    """The gradients of one parameter that these rules compare.
 
     Attributes:
-        observed: (P,), accumulated, in the case's dtype.
-        large_batch: (P,), of one large batch in the same dtype.
-        exact: (P,), in float64.
-        dtype: of the first two.
+        observed: (P,): the accumulated gradient, computed in `dtype`.
+        large_batch: (P,): the gradient of one large batch, computed in `dtype`.
+        exact: (P,): the gradient of one large batch, computed in float64.
+        dtype: name of the dtype.
     """
 
     observed: Vector

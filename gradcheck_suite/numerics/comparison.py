@@ -14,7 +14,12 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each parameter's elements lie in a flat vector of all of them."""
+    """The place of each parameter's elements in a flat vector of all parameters.
+
+    Attributes:
+        names: the parameters' names, in the order of the vector.
+        shapes: the parameters' shapes, in the same order.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -36,7 +41,7 @@ class Layout:
         return self.names[which], tuple(int(i) for i in where)
 
     def elements(self, name: str) -> slice:
-        """Return where one parameter's elements lie."""
+        """Return the slice of one parameter's elements."""
         which = self.names.index(name)
         return slice(self.offsets[which], self.offsets[which] + self.sizes[which])
 
@@ -59,8 +64,8 @@ class Difference:
     Attributes:
         index: flat index of the element with the largest error over allowed.
         error: |observed - expected| there; infinite where exactly one of them is NaN.
-        allowed: what rounding allows there.
-        count: how many elements differ by more than is allowed.
+        allowed: the bound there.
+        count: number of elements whose error exceeds the bound.
     """
 
     index: int
@@ -81,22 +86,22 @@ def elementwise_error(observed: Any, expected: Any) -> Any:
 
     Args:
         observed: an array of numpy or a tensor of torch, floating.
-        expected: likewise, of the same shape.
+        expected: an array or tensor of the same kind and shape.
     """
     error = abs(observed - expected)
-    error[error != error] = float("inf")  # NaN alone differs from itself
+    error[error != error] = float("inf")  # only NaN differs from itself
     error[observed == expected] = 0.0
     error[(observed != observed) & (expected != expected)] = 0.0
     return error
 
 
 def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Difference:
-    """Compare two vectors. Equal values, infinities and NaN at the same place among them, differ by nothing.
+    """Compare two vectors. Equal infinities, and two NaN at the same place, have an error of 0.
 
     Args:
         observed: (P,).
         expected: (P,).
-        allowed: (P,), at least 0.
+        allowed: (P,), at least 0: the bound of each element.
     """
     if not len(observed):
         return Difference(0, 0.0, 0.0, 0)
@@ -110,10 +115,10 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A gradient beside the expected one: the evidence that a verdict rests on.
+    """An observed gradient, the expected one and the bound: the evidence for a verdict.
 
     Attributes:
-        layout: of the three vectors.
+        layout: the layout of the three vectors.
         expected: (P,) float64: the reference gradient, parameters flattened in layout order.
         observed: (P,) float64: the loop's gradient, zeros where it is None.
         allowed: (P,) float64: the bound on |observed - expected| that was applied.

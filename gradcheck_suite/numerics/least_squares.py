@@ -10,19 +10,19 @@ import numpy.typing as npt
 from gradcheck_suite.numerics.comparison import Vector
 
 CONDITION = 1e-7
-"""Singular values below this share of the largest do not count: in float64 they would leave the weights fewer than
-half of their digits."""
+"""Singular values below this share of the largest are left out: with them the weights would have fewer than half of
+the digits of float64."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The weights that come closest, and how close they come.
+    """The least-squares weights and their residual.
 
     Attributes:
-        weights: (B,).
-        determined: whether the gradients tell these weights from all others.
-        exact: whether they leave nothing beyond what rounding allows.
-        residual: |observed - fit| at its largest.
+        weights: (B,) float64: the weight of each micro-batch.
+        determined: whether the solution is unique.
+        exact: whether rounding explains the residual of every element.
+        residual: the largest |observed - fit|.
     """
 
     weights: npt.NDArray[np.float64]
@@ -34,12 +34,12 @@ class Fit:
 def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> Fit:
     """Fit weights by least squares.
 
-    Each micro-batch's gradient is scaled to length 1 first, so that a small one is not taken for none.
+    Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a small one.
 
     Args:
-        observed: (P,), finite.
-        gradients: (B, P), each micro-batch's gradient, finite.
-        allowed: (P,), what rounding allows of `observed`.
+        observed: (P,) finite: the observed gradient.
+        gradients: (B, P) finite: each micro-batch's gradient.
+        allowed: (P,): the largest error of `observed` that rounding explains.
     """
     sizes = np.linalg.norm(gradients, axis=1)
     present = sizes > 0
@@ -53,7 +53,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     solution = right[kept].T @ ((left[:, kept].T @ observed) / values[kept])
     weights[present] = solution / sizes[present]
     residual = np.abs(observed - weights @ gradients)
-    # weights are as exact as the solution is: what they leave may be rounding of the fit itself
+    # the fit itself has rounding errors, which appear in the residual
     rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0) / values[kept].min()
     return Fit(
         weights,

@@ -1,10 +1,10 @@
 """The large-batch gradient in JAX.
 
-Each layer is one compiled program that returns, for its parameters p, input x and an incoming cotangent c, both
-y = f(p, x) and the pullback of c, as `jax.vjp` derives it. A gradient is then a walk down the layers and back up
-again: the chain rule between layers, JAX's differentiation inside each. Random models are made of the same few
-layers over and over, so almost nothing is ever compiled twice. `whole_gradient` differentiates the model in one piece
-with `jax.grad`; tests hold the two equal, and it is asked again before anything is blamed.
+Each layer is one compiled program. For parameters p, input x and an incoming cotangent c it returns y = f(p, x) and
+the pullback of c by `jax.vjp`. This module calls the programs forward and then backward through the model: it applies
+the chain rule between layers, and JAX differentiates inside each. Random models consist of the same few layers, so
+almost nothing is compiled twice. `accumulated.whole_gradient` differentiates the whole model with `jax.grad`. Tests
+hold the two equal, and a finding is checked against it before it is reported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _TARGET_KEYS = ("target", "weight", "other", "variance")
 def padded_rows(rows: int, axes: int | None = None) -> int:
     """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes occur.
 
-    Few shapes are worth more than small ones: a program of a hundred rows runs in the time of its call, and another
-    program costs a compilation.
+    For a hundred rows the overhead of the call exceeds the computation, and every new shape costs a compilation.
     """
     size = ROWS[axes]
     while size < rows:
@@ -44,7 +43,7 @@ def padded_rows(rows: int, axes: int | None = None) -> int:
 
 
 def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
-    """Repeat the first row until there are `rows`: padding with real values never makes a NaN of its own."""
+    """Repeat the first row until there are `rows` rows: padding with values of the data never makes a NaN."""
     if len(array) == rows:
         return array
     padded = np.empty((rows, *array.shape[1:]), array.dtype)
@@ -75,10 +74,10 @@ def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
 
 
 class _Windows:
-    """Consecutive windows that go through the model side by side, and the gradients of each.
+    """Consecutive windows that go through the model in one batch, and the gradients of each.
 
-    A layer treats each item by itself: one call serves all windows, but for the gradients of its parameters, which
-    are each window's own.
+    A layer computes each item separately, so one call serves all windows. Only the gradients of its parameters need a
+    call for each window.
     """
 
     def __init__(self, values: Arrays, batch: Arrays, spans: Sequence[slice]) -> None:
@@ -99,19 +98,19 @@ class _Leaf:
         self.program = _layer_program(layer.kind, layer.o)
 
     def request(self, windows: _Windows, dtype: npt.DTypeLike) -> Request:
-        """Return what the layer's program is prepared from; `dtype` is its input's."""
+        """Return the request to compile the layer's program, for an input of this dtype."""
         x = np.broadcast_to(np.zeros((), dtype), (windows.rows, *self.size_in))
         params, extras = self._params(windows), self._extras(windows)
         return self.key, self.program, (params, self._fold(x), extras, np.broadcast_to(0.0, self._shape(windows.rows)))
 
     def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        """Return the output, and what `backward` needs."""
+        """Return the output, and the values that `backward` needs."""
         saved = self._params(windows), x, self._extras(windows)
         y = self._run(saved, np.zeros((len(x), *self.size_out)))[0]
         return self._unfold(y, len(x), self.size_out), saved
 
     def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Add each window's gradients of the parameters; return that of the input."""
+        """Add each window's gradients of the parameters; return the gradient of the input."""
         params, x, extras = saved
         if not params or len(windows.spans) == 1:
             _, into_params, into_x = self._run(saved, cotangent)
@@ -146,7 +145,7 @@ class _Leaf:
         return PROGRAMS.call(self.key, self.program, params, x, extras, _pad_zeros(cotangent, len(x)))
 
     def _shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of the program's output for so many items."""
+        """Return the shape of the program's output for `rows` items."""
         axes = self.kind.axes
         if axes is None:
             return (rows, *self.size_out)
@@ -154,7 +153,7 @@ class _Leaf:
         return (padded_rows(rows * folded, axes), *self.size_out[len(self.size_out) - axes :])
 
     def _fold(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Join the axes that the layer does not mix with the first, and pad it."""
+        """Join the axes that the layer does not mix with the first axis, and pad that axis."""
         axes = self.kind.axes
         if axes is None:
             return x
@@ -193,7 +192,7 @@ class _Shared:
 
 
 class _Walk:
-    """A chain of layers, walked down for the output and up for the gradient."""
+    """A chain of layers: forward for the output, backward for the gradient."""
 
     def __init__(self, layers: Iterable[Layer], signal: Signal, path: str = "") -> None:
         self.nodes: list[_Leaf | _Residual | _Shared] = []
@@ -208,7 +207,7 @@ class _Walk:
         self.size_out = signal.size
 
     def leaves(self) -> Iterator[_Leaf]:
-        """Yield the layers, those inside others too."""
+        """Yield the layers, including those inside others."""
         for node in self.nodes:
             if isinstance(node, _Leaf):
                 yield node
@@ -234,12 +233,12 @@ def _walk(problem: ProblemSpec) -> _Walk:
 
 
 def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
-    """Return (sum of the item losses) / (sum of the counts), or the sum alone.
+    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
 
     Args:
-        loss: which loss and reduction.
+        loss: the loss and its reduction.
         out: output of the model, (n, *size).
-        batch: the arrays the loss reads.
+        batch: the arrays that the loss reads.
         weight: (n,), 1.0 for an item and 0.0 for padding.
     """
     kind = loss_definition(loss)
@@ -260,13 +259,14 @@ def large_batch_gradients(
     """Return, for each window, the loss of all its items in one batch, and its gradient.
 
     Args:
-        problem: what is trained; an objective that is a sum over items.
+        problem: a problem whose objective is separable over samples.
         values: parameters and floating buffers by name, float64.
         data: arrays with leading dimension items.
         windows: consecutive ranges of items.
 
     Returns:
-        The losses; and for every name in `values` an array of its shape (a buffer's is not meaningful).
+        For each window the loss, and for every name in `values` an array of its shape; those of buffers have no
+        meaning.
     """
     found: list[tuple[float, Arrays]] = []
     for group in _groups(windows):
@@ -278,7 +278,7 @@ def large_batch_gradients(
 
 
 def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
-    """Yield consecutive windows that fit the smallest programs together."""
+    """Yield groups of consecutive windows that together fit the smallest programs."""
     group: list[range] = []
     for window in windows:
         if group and window.stop - group[0].start > ROWS[None]:

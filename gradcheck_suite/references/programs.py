@@ -1,9 +1,9 @@
 """Compiled XLA programs, kept in memory and on disk.
 
-Compiling a small program takes XLA 40 to 400 ms and tracing it takes JAX another 15 to 100 ms, both far more than
-running it. JAX's persistent cache saves the first; keeping the executable itself saves both. A stored program is
-found by everything it depends on: what was asked for, the argument shapes, the catalogue's source, the versions of
-JAX and XLA, and the processor.
+XLA takes 40 to 400 ms to compile a small program, and JAX takes another 15 to 100 ms to trace it. Both are far more
+than the time to run it. JAX's persistent cache saves the compilation; a stored executable saves both. The key of a
+stored program contains all that it depends on: what it computes, the argument shapes, the source of the catalogue and
+of this package, the versions of JAX and XLA, and the processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxlib import version as jaxlib_version
 from gradcheck_suite.execution.environment import cache_directory
 
 jax.config.update("jax_enable_x64", True)
-# a program this small ends before another thread has taken it up: twice as many calls a second
+# small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 MAX_PROGRAMS = 256
@@ -41,19 +41,20 @@ COMPILER_OPTIONS: Options = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Programs this small spend more on threads than on work, and more on being optimised than they ever run."""
+"""For small programs, threads cost more than the work itself, and optimisation takes longer than all calls."""
 _UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 SMALL_PROGRAM = 2000
-"""Elements of all arguments up to which a program is compiled without optimisation: in 40% of the time, and each call
-takes some microseconds more. Beyond it, calls of convolutions and poolings take ten times as long."""
+"""Number of elements of all arguments up to which a program is compiled without optimisation. Compilation then takes
+40% of the time, and each call some microseconds more; for larger arguments, convolutions and pooling would take ten
+times as long."""
 Tree = Any
 Request = tuple[Hashable, Callable[..., Tree], tuple[Tree, ...]]
-"""A program's key, its function and arguments of the shapes that it will be called with."""
+"""A program's key, its function, and arguments with the shapes of the later calls."""
 
 
 @cache
 def device(platform: str = "cpu") -> jax.Device:
-    """Return the device that references run on: the CPU, if nothing else is asked for."""
+    """Return the first device of a platform; references run on the CPU."""
     return jax.devices(platform)[0]
 
 
@@ -80,7 +81,7 @@ def _environment_key() -> str:
 
 
 class Programs:
-    """Compiled functions by key, bounded in number, with a store on disk behind those of the CPU."""
+    """Compiled functions by key, at most `maximum` of them; those for the CPU are also stored on disk."""
 
     def __init__(self, *, maximum: int = MAX_PROGRAMS, platform: str = "cpu") -> None:
         self._platform = platform
@@ -93,10 +94,10 @@ class Programs:
         """Run `function` on trees of numpy arrays, compiled once for `key` and the arguments' shapes.
 
         Args:
-            key: names what `function` computes; its repr must be the same in every process.
-            function: pure; traced only when no compiled program is at hand.
+            key: identifies what `function` computes; its repr must be the same in every process.
+            function: pure; traced only where there is no compiled program.
             arguments: trees of float64, integer or boolean numpy arrays.
-            store: whether the program is worth keeping on disk.
+            store: whether to keep the program on disk.
         """
         full_key = (key, _shapes(arguments))
         program = self._programs.get(full_key)
@@ -111,9 +112,10 @@ class Programs:
         return _to_numpy(program(*arguments))
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Start compiling those of several programs that are neither in memory nor on disk, one thread for each core.
+        """Start to compile the programs that are neither in memory nor on disk, with one thread for each core.
 
-        XLA compiles outside Python's lock, while this thread traces the next program. `call` waits for the result.
+        XLA releases Python's lock while it compiles, so this thread can trace the next program. `call` waits for the
+        result.
         """
         pool: ThreadPoolExecutor | None = None
         for key, function, arguments in requests:
@@ -123,7 +125,7 @@ class Programs:
             path = self._path(full_key)
             program: Callable[..., Any] | Future[Any] | None = self._load(path)
             if program is None:
-                # threads of its own: those of a pool that is kept do not survive a fork
+                # a new pool each time: the threads of a pool that is kept do not survive a fork
                 pool = pool or ThreadPoolExecutor(os.cpu_count())
                 program = pool.submit(self._lowered(function, arguments, path))
             self._keep(full_key, program)
@@ -146,7 +148,7 @@ class Programs:
             return None
         try:
             program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-        except Exception:  # a damaged or foreign file: it is only a cache, compile again
+        except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None
         self.loaded += 1
@@ -155,7 +157,7 @@ class Programs:
     def _lowered(
         self, function: Callable[..., Tree], arguments: tuple[Tree, ...], path: Path | None, once: bool = False
     ) -> Any:
-        """Trace and lower a function; return what compiles and stores it, in any thread."""
+        """Trace and lower a function; return a function that compiles and stores it, in any thread."""
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
         options: Options | None = None
@@ -180,16 +182,16 @@ def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | 
 
 
 def _calls_libraries(compiled: jax.stages.Compiled) -> bool:
-    """Say whether a program calls code outside itself, such as LAPACK's.
+    """Return whether a program calls code outside itself, such as LAPACK.
 
-    JAX looks LAPACK up while it lowers a function that needs it. A stored program is never lowered again: in a fresh
-    process it would call through a null pointer and crash (jaxlib 0.10.2).
+    JAX loads LAPACK while it lowers a function that needs it. A stored program is not lowered again, so in a fresh
+    process it calls through a null pointer and crashes (jaxlib 0.10.2).
     https://github.com/jax-ml/jax/issues/28908
     """
     return "custom-call" in (compiled.as_text() or "custom-call")
 
 
-# jax.tree does the same for every kind of tree, at ten times the cost: these two run for every layer of every case
+# `jax.tree` takes ten times as long, and these two run for every layer of every case
 
 
 def _shapes(tree: Tree) -> Hashable:
@@ -209,7 +211,7 @@ def _to_numpy(tree: Tree) -> Tree:
 
 
 def _forget_others(folder: Path) -> None:
-    """Before the first program of a new environment is stored, drop those of all but the latest few others."""
+    """Before the first program of a new environment is stored, delete all but the latest `KEPT_ENVIRONMENTS` others."""
     if folder.exists() or not folder.parent.is_dir():
         return
     others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
@@ -218,7 +220,7 @@ def _forget_others(folder: Path) -> None:
 
 
 def _store(path: Path, payload: bytes) -> None:
-    """Write a file whole or not at all; a cache that cannot be written is done without."""
+    """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -24,7 +24,7 @@ MAX_REFERENCES = 512
 
 
 class Reference:
-    """The references of one case. Windows are computed once: with parameters held still, every epoch has the same."""
+    """The references of one case. Each window is computed once: while parameters stay, every epoch has the same."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -38,9 +38,9 @@ class Reference:
         """Return a window's reference.
 
         Args:
-            index: of the window.
-            parameters: at which, if not at the drawn ones.
-            compute: of the autocast that the loop computed its losses under, or None.
+            index: index of the window within an epoch.
+            parameters: the parameters by name; None for the initial ones.
+            compute: the autocast under which the loop computed its losses, or None.
         """
         if parameters is not None:
             return Window(self, index, parameters, compute)
@@ -49,7 +49,7 @@ class Reference:
         return self._windows[index, compute]
 
     def flat(self, gradients: Gradients) -> Vector:
-        """Return gradients as one float64 vector, zeros in place of None."""
+        """Return torch gradients as one float64 vector (P,), with zeros in place of None."""
         parts = [
             torch.zeros(shape).reshape(-1) if (g := gradients[name]) is None else g.reshape(-1)
             for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
@@ -58,24 +58,24 @@ class Reference:
         return flat
 
     def join(self, arrays: Arrays) -> Vector:
-        """Return gradients in numpy as one vector."""
+        """Return numpy gradients as one vector (P,)."""
         return np.concatenate([arrays[name].reshape(-1) for name in self.layout.names])
 
     @cached_property
     def jax(self) -> list[Vector]:
-        """Each window's gradient by JAX, of a generated problem that is a sum over items."""
+        """Each window's gradient by JAX, for a generated problem that is separable over samples."""
         plan = self.instance.case.plan
         return self.by_jax(self.values64, [plan.window_items(w) for w in range(len(plan.windows))])
 
     def by_jax(self, values: Arrays, windows: Sequence[range]) -> list[Vector]:
-        """Return each window's gradient by JAX at parameters and floating buffers given by name."""
+        """Return each window's gradient by JAX at the given parameters and floating buffers."""
         spec, arrays = self.instance.accumulable_spec, self.instance.arrays
         assert spec is not None
         assert arrays is not None
         return [self.join(gradient) for _, gradient in large_batch_gradients(spec, values, arrays, windows)]
 
     def model(self, dtype: torch.dtype | None, parameters: Parameters | None) -> torch.nn.Module:
-        """Return a model in `dtype` at given parameters or at the drawn ones."""
+        """Return a model in `dtype` with the given parameters, or with the initial ones where they are None."""
         if dtype is torch.float64 and parameters is None:
             return self._model64
         model = self.instance.model(dtype)
@@ -88,7 +88,7 @@ class Reference:
 
     @cached_property
     def finding(self) -> str | None:
-        """What torch and JAX disagree about on this generated case, or None. No loop is involved."""
+        """The first disagreement between torch and JAX on this generated case, or None; no loop is involved."""
         for index in range(len(self.instance.case.plan.windows)):
             if text := disagreement(self.window(index)):
                 return text
@@ -96,7 +96,7 @@ class Reference:
 
 
 class References:
-    """References by case, the latest `MAX_REFERENCES` of them, so that several loops judged on one case share them."""
+    """The references of the latest `MAX_REFERENCES` cases, shared by all loops that are judged on one case."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int], Reference] = OrderedDict()
