@@ -124,12 +124,12 @@ class Ledger(TorchDispatchMode):
         """Bytes alive by category, now or, once the ledger is closed, at its end."""
         return dict(self._storages.live)
 
-    def total(self, *phases: str, window: int | None = None, operation: str | None = None) -> Traffic:
-        """Return the sum over the named phases (default all), one window or all, and one operation or all."""
+    def total(self, *phases: str, window: int | None = None) -> Traffic:
+        """Return the sum over the named phases (default all), in one window or all."""
         _check_phases(phases)
         found = Traffic()
-        for (w, phase, name), line in self._lines.items():
-            if (not phases or phase in phases) and window in (None, w) and operation in (None, name):
+        for (w, phase, _), line in self._lines.items():
+            if (not phases or phase in phases) and window in (None, w):
                 found += Traffic(**line)
         return found
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.schema.contract import Batch
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -19,7 +18,6 @@ def gradients_of(
     *,
     summed: bool = False,
     dtype: torch.dtype | None = None,
-    batch: Batch | None = None,
 ) -> Gradients:
     """Return the gradient of the objective over some items in one batch, without a change of the model's `.grad`.
 
@@ -29,13 +27,11 @@ def gradients_of(
         items: indices of the items in the epoch.
         summed: whether to return the gradient of the summed loss if the problem's reduction is a mean.
         dtype: dtype of the batch's floating-point tensors; the instance's if None.
-        batch: a batch to use in place of those items.
 
     Returns:
         Name of each trainable parameter -> its dense gradient, or None if the loss does not reach it.
     """
-    if batch is None:
-        batch = instance.batch(items, dtype)
+    batch = instance.batch(items, dtype)
     loss = instance.problem.loss(model, batch)
     if summed and instance.problem.reduction == "mean":
         loss = loss * instance.count(batch)

@@ -36,7 +36,6 @@ def lines(
     y: str,
     alt: str,
     caption: str,
-    log_x: bool = True,
     log_y: bool = True,
 ) -> Figure:
     """Draw one line with markers per series of (x, y) points."""
@@ -53,8 +52,7 @@ def lines(
             label=name,
             markersize=5,
         )
-    if log_x:
-        axes.set_xscale("log")
+    axes.set_xscale("log")
     if log_y:
         axes.set_yscale("log")
     axes.set_xlabel(x)

@@ -1,4 +1,4 @@
-"""A whole loss in torch and in JAX: its value, its gradient, its buffers."""
+"""Compare a whole loss in torch and in JAX: its value, gradient and buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far torch and JAX are apart on one loss.
+    """The differences between torch and JAX on one loss.
 
     Attributes:
         lowered: the loss in JAX.
@@ -34,7 +34,7 @@ class Agreement:
 def assert_agrees(
     model: nn.Module, loss: Any, batch: Any, *, tolerance: float = TOLERANCE, jit: bool = True
 ) -> Lowered:
-    """Hold JAX's loss, gradient and buffers to torch's, and return the lowered loss."""
+    """Assert that JAX's loss, gradient and buffers agree with torch's; return the lowered loss."""
     __tracebackhide__ = True
     return assert_agreement(model, loss, batch, tolerance=tolerance, jit=jit).lowered
 
@@ -42,7 +42,7 @@ def assert_agrees(
 def assert_agreement(
     model: nn.Module, loss: Any, batch: Any, *, tolerance: float = TOLERANCE, jit: bool = True
 ) -> Agreement:
-    """Hold JAX's loss, gradient and buffers to torch's, and return how well they agree."""
+    """Assert that JAX's loss, gradient and buffers agree with torch's; return the differences."""
     __tracebackhide__ = True
     lowered = lower(model, loss, batch)
     got, gradient, buffers = lowered.value_and_gradient(*arguments_of(model, batch), jit=jit)

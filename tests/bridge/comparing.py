@@ -56,7 +56,7 @@ def _numpy(tensor: torch.Tensor) -> Any:
 
 
 def _left_empty(op: Any, args: Any, kwargs: Any, lowering: Any) -> set[int]:
-    """Return the numbers of the results that serve torch's own backward alone, which lowerings leave empty."""
+    """Return the indices of the results that only torch's own backward reads; lowerings leave them empty."""
     if op._schema.name.partition("::")[2] not in LEAVE_SOME_EMPTY:
         return set()
     as_array = lambda x: to_array(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
@@ -67,7 +67,7 @@ def _left_empty(op: Any, args: Any, kwargs: Any, lowering: Any) -> set[int]:
 def compare(
     op: Any, args: Any, kwargs: Any, *, tolerance: float = TOLERANCE, jit: bool = True, skip_gradients_of: Any = ()
 ) -> None:
-    """Hold JAX's values and gradients of an operation to torch's, for random cotangents.
+    """Assert that JAX's values and gradients of an operation agree with torch's, for random cotangents.
 
     Args:
         op: an overload such as `torch.ops.aten.add.Tensor`.

@@ -1,4 +1,4 @@
-"""Calls of the operations that torch's own samples do not reach, and what is known about some of the others."""
+"""Calls of the operations that torch's own samples do not reach, and exceptions for some of the others."""
 
 from __future__ import annotations
 

@@ -81,162 +81,66 @@ def _images(name: str, config: Any, size: int) -> Made:
     return _model(name, config), batch
 
 
-def gpt2() -> Made:
-    config = transformers.GPT2Config(
-        vocab_size=53,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return _text("GPT2LMHeadModel", config)
-
-
-def llama() -> Made:
-    return _text("LlamaForCausalLM", transformers.LlamaConfig(**DECODER))
-
-
-def mistral() -> Made:
-    return _text("MistralForCausalLM", transformers.MistralConfig(**DECODER, sliding_window=4))
-
-
-def qwen2() -> Made:
-    return _text("Qwen2ForCausalLM", transformers.Qwen2Config(**DECODER))
-
-
-def qwen3() -> Made:
-    return _text("Qwen3ForCausalLM", transformers.Qwen3Config(**DECODER, head_dim=4))
-
-
-def gemma() -> Made:
-    return _text("GemmaForCausalLM", transformers.GemmaConfig(**DECODER, head_dim=4))
-
-
-def gemma2() -> Made:
-    return _text("Gemma2ForCausalLM", transformers.Gemma2Config(**DECODER, head_dim=4, sliding_window=4))
-
-
-def mixtral() -> Made:
-    config = transformers.MixtralConfig(**DECODER, num_local_experts=4, output_router_logits=True)
-    return _text("MixtralForCausalLM", config, experts_implementation="batched_mm")
-
-
-def bert() -> Made:
-    return _text("BertForMaskedLM", transformers.BertConfig(**SMALL, **STILL))
-
-
-def roberta() -> Made:
-    return _text("RobertaForMaskedLM", transformers.RobertaConfig(**SMALL, **STILL, pad_token_id=0))
-
-
-def t5() -> Made:
-    config = transformers.T5Config(
-        vocab_size=53,
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
+# fmt: off
+def _t5() -> Made:
+    config = transformers.T5Config(vocab_size=53, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
+                                   dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
     labels = _tokens(3, 5)
     labels[0, 3:] = -100
     return _model("T5ForConditionalGeneration", config), {"input_ids": _tokens(3, 7), "labels": labels}
 
 
-def vit() -> Made:
-    return _images("ViTForImageClassification", transformers.ViTConfig(**VISION, **STILL, num_labels=5), 8)
-
-
-def clip() -> Made:
+def _clip() -> Made:
     text = {**SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=8)
     batch = {"input_ids": _tokens(3, 7), "pixel_values": torch.randn(3, 3, 8, 8), "return_loss": True}
     return _model("CLIPModel", config), batch
 
 
-def resnet() -> Made:
-    config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=5, layer_type="basic"
-    )
-    return _images("ResNetForImageClassification", config, 16)
-
-
-def convnext() -> Made:
-    config = transformers.ConvNextConfig(
-        hidden_sizes=[8, 16], depths=[1, 2], num_labels=5, num_stages=2, drop_path_rate=0.0
-    )
-    return _images("ConvNextForImageClassification", config, 16)
-
-
-def whisper() -> Made:
+def _whisper() -> Made:
     config = transformers.WhisperConfig(
-        vocab_size=53,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=8,
-        max_target_positions=16,
-        dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        apply_spec_augment=False,
-    )
+        vocab_size=53, num_mel_bins=8, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=8,
+        max_target_positions=16, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        apply_spec_augment=False)
     batch = {"input_features": torch.randn(2, 8, 16), "labels": _tokens(2, 5)}
     return _model("WhisperForConditionalGeneration", config), batch
 
 
-def mamba() -> Made:
+def _mamba() -> Made:
     config = transformers.MambaConfig(
-        vocab_size=53, hidden_size=16, num_hidden_layers=2, state_size=4, conv_kernel=3, use_cache=False
-    )
+        vocab_size=53, hidden_size=16, num_hidden_layers=2, state_size=4, conv_kernel=3, use_cache=False)
     tokens = _tokens(3, 7)
     return transformers.MambaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
-def torch_transformer() -> Made:
-    return torch_models.Transformer(), _rows()
-
-
-def torch_lstm() -> Made:
-    return torch_models.LSTM(), _rows()
-
-
-ARCHITECTURES: tuple[Callable[[], Made], ...] = (
-    bert,
-    clip,
-    convnext,
-    gemma,
-    gemma2,
-    gpt2,
-    llama,
-    mamba,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    resnet,
-    roberta,
-    t5,
-    torch_lstm,
-    torch_transformer,
-    vit,
-    whisper,
-)
+ARCHITECTURES: dict[str, Callable[[], Made]] = {
+    "bert": lambda: _text("BertForMaskedLM", transformers.BertConfig(**SMALL, **STILL)),
+    "clip": _clip,
+    "convnext": lambda: _images("ConvNextForImageClassification", transformers.ConvNextConfig(
+        hidden_sizes=[8, 16], depths=[1, 2], num_labels=5, num_stages=2, drop_path_rate=0.0), 16),
+    "gemma": lambda: _text("GemmaForCausalLM", transformers.GemmaConfig(**DECODER, head_dim=4)),
+    "gemma2": lambda: _text("Gemma2ForCausalLM", transformers.Gemma2Config(**DECODER, head_dim=4, sliding_window=4)),
+    "gpt2": lambda: _text("GPT2LMHeadModel", transformers.GPT2Config(
+        vocab_size=53, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=1, eos_token_id=2)),
+    "llama": lambda: _text("LlamaForCausalLM", transformers.LlamaConfig(**DECODER)),
+    "mamba": _mamba,
+    "mistral": lambda: _text("MistralForCausalLM", transformers.MistralConfig(**DECODER, sliding_window=4)),
+    "mixtral": lambda: _text("MixtralForCausalLM", transformers.MixtralConfig(
+        **DECODER, num_local_experts=4, output_router_logits=True), experts_implementation="batched_mm"),
+    "qwen2": lambda: _text("Qwen2ForCausalLM", transformers.Qwen2Config(**DECODER)),
+    "qwen3": lambda: _text("Qwen3ForCausalLM", transformers.Qwen3Config(**DECODER, head_dim=4)),
+    "resnet": lambda: _images("ResNetForImageClassification", transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=5, layer_type="basic"), 16),
+    "roberta": lambda: _text("RobertaForMaskedLM", transformers.RobertaConfig(**SMALL, **STILL, pad_token_id=0)),
+    "t5": _t5,
+    "torch_lstm": lambda: (torch_models.LSTM(), _rows()),
+    "torch_transformer": lambda: (torch_models.Transformer(), _rows()),
+    "vit": lambda: _images("ViTForImageClassification", transformers.ViTConfig(**VISION, **STILL, num_labels=5), 8),
+    "whisper": _whisper,
+}
+# fmt: on
 PURE = {"bert", "convnext", "resnet", "roberta", "torch_lstm", "torch_transformer", "whisper"}
 """Models that compute in their own dtype throughout."""
 
@@ -250,29 +154,29 @@ def _widened_loss(model: Any, batch: Any) -> torch.Tensor:
         return _loss(model, batch)
 
 
-def _made(architecture: Callable[[], Made]) -> Made:
+def _made(name: str) -> Made:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model, batch = architecture()
+    model, batch = ARCHITECTURES[name]()
     wide = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in batch.items()}
     return model.double().train(), wide
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda f: f.__name__)
-def test_an_architecture_as_it_is(architecture, note_agreement):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_in_its_own_dtypes_agrees_with_torch(name, note_agreement):
     """Each operation in float32 may round once in torch and once in JAX: 2 roundoffs of the largest entry for each."""
-    model, batch = _made(architecture)
+    model, batch = _made(name)
     from gradcheck_suite.bridge import lower
 
     narrow = lower(model, _loss, batch).narrow
-    assert (not narrow) == (architecture.__name__ in PURE), narrow
+    assert (not narrow) == (name in PURE), narrow
     tolerance = max(TOLERANCE, 2 * SINGLE * len(narrow))
     note_agreement(model, assert_agreement(model, _loss, batch, tolerance=tolerance), tolerance)
 
 
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.__name__ not in PURE], ids=lambda f: f.__name__)
-def test_an_architecture_in_float64_throughout(architecture, note_agreement):
-    model, batch = _made(architecture)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in PURE])
+def test_an_architecture_in_float64_throughout_agrees_with_torch(name, note_agreement):
+    model, batch = _made(name)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

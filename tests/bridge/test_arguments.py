@@ -1,4 +1,4 @@
-"""Operations with many arguments against torch, the arguments drawn: each combination is a program to compile."""
+"""Operations with many arguments against torch, for drawn arguments; each combination is a program to compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ small = st.integers(1, 2)
 
 
 def _accepted(op, args, kwargs=None):
-    """Whether torch takes these arguments at all."""
+    """Return whether torch accepts these arguments."""
     try:
         op(*args, **(kwargs or {}))
     except (RuntimeError, IndexError):

@@ -1,4 +1,4 @@
-"""Corners, ties and zeros: where a function has no derivative, JAX must take the one that torch takes."""
+"""Corners, ties and zeros: where a function has no derivative, JAX must return the same one as torch."""
 
 from __future__ import annotations
 

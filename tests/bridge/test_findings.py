@@ -1,4 +1,4 @@
-"""Surprises about torch and JAX, each in its smallest case. A test that fails means that a release has changed it.
+"""Surprises about torch and JAX, each in its smallest case. A test fails when a release behaves differently.
 
 Where no issue is linked, none is known upstream.
 """

@@ -1,4 +1,4 @@
-"""Whole losses through the bridge: what export does to a module, and what must survive it."""
+"""Whole losses through the bridge: exported modules keep their values, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = torch.tensor([[3, 1, 0, 0], [2, 5, 4, 0], [6, 6, 1, 2]])
 
 
 class Of(nn.Module):
-    """A module with a forward of one's own, over one linear layer."""
+    """A module with a given forward over one linear layer."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -74,7 +74,7 @@ def test_in_place_operations_and_writes_to_views():
     assert_agrees(Of(forward), squares, X)
 
 
-def test_buffers_come_back():
+def test_new_buffer_values_are_returned():
     def forward(self, x):
         self.steps += 1
         return self.norm(self.linear(x))
@@ -109,7 +109,7 @@ def test_a_frozen_parameter_has_no_gradient_and_an_unreached_one_zeros():
     assert not gradient["other.weight"].any()
 
 
-def test_constants_and_closures_are_carried_over():
+def test_constants_and_closures_are_translated():
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 
     def forward(self, x):
@@ -128,7 +128,7 @@ def test_integers_become_floats_as_in_torch():
     assert_agrees(Of(forward), squares, X)
 
 
-def test_batches_are_trees_with_whatever_else_in_them():
+def test_batches_are_trees_that_may_contain_other_objects():
     batch = {"x": X, "pair": (X * 2, [TOKENS]), "name": "text", "times": 3}
 
     def loss(model, batch):
@@ -146,7 +146,7 @@ def test_shapes_that_depend_on_values_run_step_by_step():
     assert_agrees(Of(lambda self, x: self.linear(x)), loss, X)
 
 
-def test_programs_are_told_apart_by_their_constants_and_found_again():
+def test_the_key_of_a_program_contains_its_constants():
     """Two losses of one graph and two constants: the second must not run the first one's program."""
     model = Of(lambda self, x: self.linear(x))
     for scale in (1.0, 2.0):
@@ -157,7 +157,7 @@ def test_programs_are_told_apart_by_their_constants_and_found_again():
     assert PROGRAMS.compiled == compiled
 
 
-def test_operations_in_float32_are_named_with_their_lines_also_where_they_have_several_results():
+def test_float32_operations_are_reported_with_their_lines():
     def loss(model, batch):
         return model(batch).float().topk(2).values.double().sum()
 
@@ -292,7 +292,7 @@ TOGETHER = [pytest.param(list(LOSSES)[i::4], id=f"every fourth from {i}") for i 
 
 @pytest.mark.parametrize("names", [*TOGETHER, *ALONE])
 def test_losses_and_functions(names):
-    """A sum of several is exported and compiled in the time of one."""
+    """Exporting and compiling the sum of several takes as long as one."""
     model = Of(lambda self, x: self.linear(x))
     assert_agrees(model, lambda model, batch: sum(LOSSES[name](model(batch)) for name in names), LOGITS)
 
@@ -321,8 +321,8 @@ def test_complex_parameters_have_torchs_gradient_not_its_conjugate():
     assert_agrees(model, squares, X)
 
 
-def test_a_planted_fault_in_a_gradient_is_seen():
-    """Exported with another gradient than torch has, of the same value."""
+def test_a_planted_fault_in_a_gradient_is_found():
+    """Export gives another gradient than torch, for the same value."""
     model = Of(lambda self, x: self.linear(x))
 
     def two_faced(model, batch):

@@ -1,4 +1,4 @@
-"""What the bridge says when it cannot carry a loss over, and how a user teaches it an operation."""
+"""The bridge's errors for losses that it cannot translate, and how a user registers an operation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_doubled(model, batch):
     return doubled(model(batch)).pow(2).mean()
 
 
-def test_an_unknown_operation_is_named_with_its_line_and_the_way_to_register_it(restored_table):
+def test_the_error_for_an_unknown_operation_has_its_line_and_how_to_register_it(restored_table):
     with pytest.raises(UnknownOperation) as raised:
         jax_gradient(MODEL, of_doubled, X)
     message = str(raised.value)
@@ -78,7 +78,7 @@ def test_an_unknown_operation_is_named_with_its_line_and_the_way_to_register_it(
         (lambda x: x * [], "failed"),
     ],
 )
-def test_a_wrong_lowering_is_named_with_what_came_and_what_was_expected(restored_table, lowering, received):
+def test_the_error_for_a_wrong_lowering_has_the_received_and_the_expected_result(restored_table, lowering, received):
     register_op("bridge_tests.doubled")(lowering)
     with pytest.raises(WrongLowering, match=received) as raised:
         jax_gradient(MODEL, of_doubled, X)
@@ -86,7 +86,7 @@ def test_a_wrong_lowering_is_named_with_what_came_and_what_was_expected(restored
 
 
 @pytest.mark.parametrize("name", ["add", "aten.add.Tensor.more", 3])
-def test_a_name_that_is_none_is_refused(name):
+def test_a_malformed_operation_name_is_refused(name):
     with pytest.raises(UsageError, match=r"expected names such as 'aten.add'"):
         register_op(name)
 
@@ -103,7 +103,7 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("loss", RANDOM)
-def test_randomness_is_said_clearly_with_its_line(loss):
+def test_a_random_operation_is_refused_with_its_line(loss):
     with pytest.raises(RandomnessError) as raised:
         jax_gradient(MODEL, RANDOM[loss], X)
     message = str(raised.value)
@@ -112,7 +112,7 @@ def test_randomness_is_said_clearly_with_its_line(loss):
     assert "make the random numbers part of the batch" in message
 
 
-def test_decisions_on_values_are_said_clearly():
+def test_a_python_decision_on_values_is_refused_with_its_line():
     def loss(model, batch):
         out = model(batch)
         return out.mean() if out.sum() > 0 else out.pow(2).mean()
@@ -123,7 +123,7 @@ def test_decisions_on_values_are_said_clearly():
     assert "if out.sum() > 0" in str(raised.value)
 
 
-def test_a_decision_inside_torch_is_said_too():
+def test_a_decision_inside_torch_is_refused_with_the_losss_line():
     def loss(model, batch):
         return torch.nn.functional.gaussian_nll_loss(model(batch), batch, batch.exp())
 
@@ -131,8 +131,8 @@ def test_a_decision_inside_torch_is_said_too():
         jax_gradient(MODEL, loss, X)
 
 
-def test_a_transformer_that_looks_at_its_masks_values_is_told_what_to_pass():
-    """torch.nn.modules.transformer._detect_is_causal_mask compares the mask's values, where nobody says what it is."""
+def test_the_error_for_a_transformer_that_inspects_its_mask_says_what_to_pass():
+    """Without `is_causal`, torch.nn.modules.transformer._detect_is_causal_mask compares the mask's values."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 1).double()
     mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
 
@@ -145,7 +145,7 @@ def test_a_transformer_that_looks_at_its_masks_values_is_told_what_to_pass():
     assert jax_gradient(encoder, lambda model, batch: loss(model, batch, is_causal=True), X)
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
+def test_a_loss_that_is_not_a_scalar_is_refused():
     with pytest.raises(BridgeError, match="must be one scalar tensor"):
         jax_gradient(MODEL, lambda model, batch: model(batch), X)
 
@@ -165,12 +165,12 @@ def test_a_loss_that_writes_to_a_parameter_is_refused():
         jax_gradient(Clamped(), lambda model, batch: model(batch).mean(), X)
 
 
-def test_data_is_to_be_written_detach():
+def test_the_error_for_data_says_to_write_detach():
     with pytest.raises(NotExportable, match=r"write tensor.detach\(\)"):
         jax_gradient(MODEL, lambda model, batch: (model(batch) * model(batch).data).mean(), X)
 
 
-def test_other_export_failures_say_what_torch_said():
+def test_other_export_failures_say_to_make_the_loss_exportable():
     def loss(model, batch):
         return model(batch).mean() * float(bytes(batch.numpy().data)[0])
 
@@ -190,12 +190,12 @@ class Straight(torch.autograd.Function):
         return grad
 
 
-def test_a_custom_backward_is_refused_since_export_forgets_it():
+def test_a_custom_backward_is_refused_because_export_drops_it():
     with pytest.raises(BridgeError, match=r"Straight.*a backward of its own"):
         jax_gradient(MODEL, lambda model, batch: Straight.apply(model(batch)).mean(), X)
 
 
-def test_a_gradient_hook_is_refused_since_export_forgets_it():
+def test_a_gradient_hook_is_refused_because_export_drops_it():
     def loss(model, batch):
         out = model(batch)
         out.register_hook(lambda grad: grad.clamp(max=0.01))

@@ -1,4 +1,4 @@
-"""Every operation in the table against torch, in value and gradient, on torch's own samples or on ours."""
+"""Every registered operation against torch, in value and gradient, on torch's own samples or on ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.bridge.samples import ALSO, HAND, THROUGH, tensor
 OPERATIONS = sorted({name.split(".")[1] for name in table() if name.startswith("aten.")})
 VALUES_ARE_ANYTHING = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 PYTHON_NUMBERS = {"_local_scalar_dense", "sym_constrain_range_for_size", "sym_numel", "sym_size"}
-"""Operations on numbers, not tensors: what exported programs do with them is tested apart."""
+"""Operations on Python numbers; a test of their own covers them."""
 NO_DERIVATIVE = {"bincount", "floor_divide", "heaviside", "histc"}
 LOOSER = {
     # torch's trigamma sums too few terms of its series: see test_findings
@@ -35,7 +35,7 @@ LOOSER = {
 NO_GRADIENT_OF = {"as_strided_scatter": (0,), "_ctc_loss": (0,)}
 """Leaves whose gradient is wrong in torch (see test_findings), or right only after log_softmax (see test_lowered)."""
 ILL_CONDITIONED = {"native_batch_norm", "native_group_norm", "native_layer_norm"}
-"""Normalising two numbers gives +1 and -1 whatever they are: the gradient is rounding and nothing else."""
+"""Normalising two numbers gives +1 and -1 for all values, so the gradient consists of rounding errors only."""
 
 
 @cache
@@ -71,7 +71,7 @@ def _still(x: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
 @pytest.mark.parametrize("each", [1, pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in VALUES_ARE_ANYTHING | PYTHON_NUMBERS])
-def test_an_operation_is_torchs(name, each):
+def test_an_operation_agrees_with_torch(name, each):
     samples = _samples(name, each)
     untested = {o for o in table() if o.startswith(f"aten.{name}.")} - {str(op) for op, _, _ in samples}
     assert samples, f"no sample of aten.{name}: add one to tests/bridge/samples.py"
@@ -93,7 +93,7 @@ def test_an_operation_is_torchs(name, each):
 
 
 @pytest.mark.parametrize("name", sorted(VALUES_ARE_ANYTHING))
-def test_a_tensor_of_any_values_has_the_shape_and_the_dtype(name):
+def test_an_uninitialised_tensor_has_torchs_shape_and_dtype(name):
     like = (torch.ones(2, dtype=torch.float32),) if "like" in name or "new" in name else ()
     size = () if "like" in name else ([3, 2],)
     strides = ([2, 1],) if "strided" in name else ([0, 1],) if "permuted" in name else ()
@@ -105,7 +105,7 @@ def test_a_tensor_of_any_values_has_the_shape_and_the_dtype(name):
     assert (got.shape, got.dtype) == (tuple(expected.shape), jax_dtype(expected.dtype))
 
 
-def test_operations_that_give_python_numbers():
+def test_operations_that_return_python_numbers():
     x = jnp.ones((2, 3))
     assert lowering_of(torch.ops.aten.sym_size.int)(x, 1) == 3
     assert lowering_of(torch.ops.aten.sym_numel.default)(x) == 6
@@ -117,7 +117,7 @@ def test_there_are_more_than_150_operations():
     assert len(OPERATIONS) >= 150
 
 
-def test_a_planted_fault_is_seen():
+def test_a_planted_fault_is_found():
     """The look-up that gives its padding row a gradient is the fault that the comparison must see."""
     weight, indices = tensor(5, 2), torch.tensor([1, 0, 3, 1])
     op = torch.ops.aten.embedding.default

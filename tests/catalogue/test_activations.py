@@ -1,4 +1,4 @@
-"""Activations where drawn data never puts them: at their kinks, and far out."""
+"""Activations at points that are never drawn: at their kinks, and for large arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_kinks_and_far_points_agree(kind, options):
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_derivative_at_a_kink_is_a_subgradient(kind, options):
-    """Between the derivatives on the two sides: no framework's choice may be anything else."""
+    """The derivative at a kink must lie between those on the two sides."""
     module = kind.torch_module(SIGNAL, options)
     _, at = torch_side(module, POINTS)
     _, left = torch_side(module, POINTS - 1e-9)

@@ -1,4 +1,4 @@
-"""What attention must not look at: padding, and with a causal mask the future."""
+"""Attention ignores padding, and with a causal mask later positions."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def changed_positions(function, x, where, to):
 
 
 @pytest.mark.parametrize(("name", "options"), LAYERS_WITH_MASK)
-def test_padding_reaches_no_valid_position(name, options):
+def test_padding_changes_no_valid_position(name, options):
     x = np.random.default_rng(0).standard_normal((3, 3, 4))
     for function in both_sides(name, options, MASK):
         assert not (changed_positions(function, x, ~MASK, 7.0) & MASK).any()
 
 
 @pytest.mark.parametrize(("name", "options"), [p for p in LAYERS_WITH_MASK if not p.values[1].get("causal")])
-def test_without_the_mask_padding_would_reach_valid_positions(name, options):
-    """The test above can fail, but for causal layers: padding lies ahead of every valid position."""
+def test_without_the_mask_padding_changes_valid_positions(name, options):
+    """The test above can fail, except for causal layers, where padding is after every valid position."""
     x = np.random.default_rng(0).standard_normal((3, 3, 4))
     for function in both_sides(name, options, None):
         assert (changed_positions(function, x, ~MASK, 7.0) & MASK).any()
@@ -63,7 +63,7 @@ def test_without_the_mask_padding_would_reach_valid_positions(name, options):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_only_a_causal_layer_is_blind_to_the_future(causal, position):
+def test_only_a_causal_layer_ignores_later_positions(causal, position):
     x = np.random.default_rng(0).standard_normal((2, 3, 4))
     where = np.broadcast_to(np.arange(3) == position, (2, 3))
     for function in both_sides("attention", {"heads": 2, "causal": causal}, None):
@@ -72,8 +72,8 @@ def test_only_a_causal_layer_is_blind_to_the_future(causal, position):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_query_sees_a_key(causal):
-    """Else its weights would be 0/0: an item has a valid position, and it has one in front."""
+def test_every_query_has_a_visible_key(causal):
+    """Otherwise its weights would be 0/0. The first position of every item is valid."""
     seen = np.asarray(visible_keys(jnp.zeros((3, 3, 4)), {"mask": MASK}, causal))
     assert seen.any(axis=-1).all()
     expected = MASK[:, None, None, :] & (np.tri(3, dtype=bool) | (not causal))

@@ -1,4 +1,4 @@
-"""Layers made of layers, through the JAX reference, which composes them by a chain rule of its own."""
+"""Layers inside layers in the JAX reference, which applies the chain rule itself."""
 
 from __future__ import annotations
 

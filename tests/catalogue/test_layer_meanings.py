@@ -1,4 +1,4 @@
-"""Layers whose meaning has a corner that random numbers seldom reach: expected values are worked out by hand."""
+"""Corner cases of layers that random numbers seldom reach, with expected values computed by hand."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_average_at_the_border_may_count_the_padding(count_padding, corner):
 
 
 def test_torch_points_outside_the_image_where_a_window_holds_only_padding():
-    """Its backward would write there and corrupt the heap; so the catalogue refuses such windows.
+    """Its backward would write there and corrupt the heap, so the catalogue refuses such windows.
 
     https://github.com/pytorch/pytorch/issues/114216
     """
@@ -257,6 +257,6 @@ def test_shape(layer, signal, expected):
         (_bag(mode="mean", weighted=True), TOKENS, "weights for mode 'sum' only"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(layer, signal, message):
+def test_a_wrong_option_or_input_is_refused_with_a_message(layer, signal, message):
     with pytest.raises(UsageError, match=message):
         out_signal(layer, signal)

@@ -71,7 +71,7 @@ def test_torch_and_jax_agree(name, full):
 
 @EACH_KIND
 def test_items_are_independent_and_reach_a_parameter(name):
-    """Otherwise the objective would be no sum over items, and no accumulation could equal the large batch."""
+    """Otherwise the objective would not be separable over samples."""
     for layer, signal in cases_of(name):
         batch = draw(layer, signal, PLAIN_ITEMS + 3)
         model = torch_model(layer, signal)
@@ -89,7 +89,7 @@ def test_items_are_independent_and_reach_a_parameter(name):
 
 @EACH_KIND
 def test_gradient_is_the_central_difference(name):
-    """Only at plain items: at a kink or a tie there is no derivative to approximate."""
+    """Only for plain items, because there is no derivative at a kink or a tie."""
     for layer, signal in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():
         model = torch_model(layer, signal)
         tensors = {name: torch.from_numpy(array) for name, array in draw(layer, signal, 2).items()}
@@ -149,17 +149,17 @@ LINEAR = Layer("linear", features=2, bias=True)
 
 
 def _off(options, params, x, extras):
-    """Off by one part in 10^9 in the value, and so in every gradient."""
+    """Value and gradients have a relative error of 1e-9."""
     return (x @ params["weight"].T) * (1 + 1e-9) + params["bias"]
 
 
 def _stopped(options, params, x, extras):
-    """Right in value, with a bias that is never learned."""
+    """The value is right, but the bias has no gradient."""
     return x @ params["weight"].T + jax.lax.stop_gradient(params["bias"])
 
 
 def _stopped_input(options, params, x, extras):
-    """Right in value and in every parameter's gradient, but not in the input's."""
+    """The value and the parameters' gradients are right, but the input's gradient is not."""
     return jax.lax.stop_gradient(x) @ params["weight"].T + params["bias"]
 
 
@@ -190,7 +190,7 @@ def test_planted_fault_in_a_shape_rule_is_found(monkeypatch):
         assert_frameworks_agree(wider, LINEAR, Signal("vector", (3,)))
 
 
-def test_extras_are_handed_over_by_their_place_in_the_model():
+def test_extras_are_found_by_their_place_in_the_model():
     for name, kind in KINDS.items():
         if kind.extras is no_extras:
             continue

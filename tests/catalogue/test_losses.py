@@ -41,7 +41,7 @@ MANY = 64
 
 @dataclass(frozen=True)
 class Example:
-    """A loss on a signal: what it is asked, and the data it is asked about."""
+    """A loss with its options on one signal, and its data."""
 
     kind: LossDefinition
     signal: Signal
@@ -53,7 +53,7 @@ class Example:
         return dict(self.options)
 
     def ignored(self, items: int, masked: slice = slice(0, 0)) -> np.ndarray:
-        """Return what `targets` is told to ignore: the padding, and the items of `masked`."""
+        """Return which targets are ignored: the padding, and the items of `masked`."""
         every = np.zeros(items, dtype=bool)
         every[masked] = True
         if self.signal.form != "sequence":
@@ -86,12 +86,12 @@ class Example:
         return loss.item(), torch.autograd.grad(loss, leaf)[0].numpy()
 
     def count(self, batch) -> float:
-        """Return what torch's mean over a batch divides by."""
+        """Return the divisor of torch's mean over a batch."""
         return float(self.kind.count(self.o, batch))
 
     @cached_property
     def name(self) -> str:
-        """What the example is called in pytest's output."""
+        """The example's name in pytest's output."""
         options = ",".join(f"{name}={value}" for name, value in self.options)
         size = "x".join(map(str, self.signal.size))
         return f"{self.kind.name}({options})-{self.signal.form}-{size}{'-padded' * self.signal.padded}"
@@ -153,7 +153,7 @@ def jax_losses(example: Example, *outs: np.ndarray) -> list[dict[str, tuple[floa
 
 
 def assert_close(received, expected, what: str, relative: float = RELATIVE) -> None:
-    """Hold two arrays together within a multiple of the largest entry."""
+    """Assert that two arrays differ by at most `relative` times the largest entry."""
     __tracebackhide__ = True
     received, expected = np.asarray(received), np.asarray(expected)
     assert received.shape == expected.shape
@@ -174,7 +174,7 @@ def assert_frameworks_agree(example: Example) -> None:
 
 
 def assert_splits(example: Example, reduction: str) -> None:
-    """Hold N * L(X) = sum of n_i * L(X_i) for a mean, L(X) = sum of L(X_i) for a sum; gradients likewise."""
+    """Assert N * L(X) = sum of n_i * L(X_i) for a mean, L(X) = sum of L(X_i) for a sum, and the same for gradients."""
     __tracebackhide__ = True
     out, batch = torch.from_numpy(example.out()), example.batch()
     value, gradient = example.torch(out, batch, reduction)
@@ -191,7 +191,7 @@ def assert_splits(example: Example, reduction: str) -> None:
     assert_close(np.concatenate(gradients), share * gradient, f"{reduction}, gradient, parts against the whole")
 
 
-def test_the_catalogue_holds_the_losses_that_people_train_with():
+def test_the_catalogue_has_the_common_losses():
     wanted = {
         "mse", "l1", "smooth_l1", "huber", "cross_entropy", "nll", "bce_with_logits", "bce", "kl_div", "poisson_nll",
         "gaussian_nll", "hinge_embedding", "multi_margin", "cosine_embedding",
@@ -212,7 +212,7 @@ def test_a_loss_takes_no_tokens(kind):
 
 
 def _is_compiled_by_default(example: Example) -> bool:
-    """Vectors of one feature and sequences without padding take the code of other signals."""
+    """Vectors of one feature and sequences without padding run the same code as other signals."""
     return example.signal not in (vector(1), Signal("sequence", (3, 4))) or not example.kind.variants(vector(4))
 
 
@@ -230,13 +230,13 @@ def test_torch_and_jax_agree_on_every_signal(example):
 
 
 @each_example
-def test_the_gradient_is_the_slope(example):
+def test_the_gradient_is_the_central_difference(example):
     for reduction in REDUCTIONS:
         assert_slope(example, reduction)
 
 
 def assert_slope(example: Example, reduction: str) -> None:
-    """Hold the gradient along a direction to a central difference of fourth order."""
+    """Assert that the gradient along a direction agrees with a central difference of fourth order."""
     out, batch, step = example.out(), example.batch(), 1e-5
     _, gradient = example.torch(out, batch, reduction)
     direction = np.random.default_rng(13).standard_normal(out.shape)
@@ -261,14 +261,14 @@ def test_counts_agree(example):
     batch, arrays = example.batch(), example.arrays()
     counts = np.asarray(example.kind.jax_counts(example.o, arrays))
     assert counts.shape == (ITEMS,)
-    assert (counts > 0).all(), "an item that is not ignored counts nothing"
+    assert (counts > 0).all(), "an item that is not ignored has a count of 0"
     singles = [example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(ITEMS)]
     assert_close(singles, counts, "counts of single items, torch against JAX")
     assert_close(example.count(batch), counts.sum(), "count of the batch, torch against JAX")
 
 
 @each_example
-def test_uniform_is_true_to_its_word(example):
+def test_uniform_says_whether_all_items_have_the_same_count(example):
     batch = example.batch(MANY)
     counts = {example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(MANY)}
     assert example.kind.uniform(example.signal, example.o) == (len(counts) == 1)
@@ -345,14 +345,14 @@ def test_padding_is_ignored():
     assert (target[padded.ignored(MANY)] == IGNORE_INDEX).all()
 
 
-def test_planted_a_count_of_items_fails_the_identity():
+def test_a_planted_count_of_items_fails_the_identity():
     fault = replace(SMOOTHED.kind, count=lambda options, batch: torch.tensor(len(batch["target"])))
     assert_splits(SMOOTHED, "mean")
     with pytest.raises(AssertionError, match="parts against the whole"):
         assert_splits(replace(SMOOTHED, kind=fault), "mean")
 
 
-def test_planted_a_count_of_targets_that_forgets_their_weights_fails_the_identity():
+def test_a_planted_count_without_the_targets_weights_fails_the_identity():
     fault = replace(SMOOTHED.kind, count=lambda options, batch: (batch["target"] != IGNORE_INDEX).sum())
     with pytest.raises(AssertionError, match="parts against the whole"):
         assert_splits(replace(SMOOTHED, kind=fault), "mean")
@@ -379,7 +379,7 @@ def _forgets_to_ignore(options, out, batch):
 
 
 @pytest.mark.parametrize("meaning", [_wrong_smoothing, _smoothing_without_weights, _forgets_to_ignore])
-def test_planted_a_wrong_meaning_fails_the_comparison(meaning):
+def test_a_planted_wrong_implementation_fails_the_comparison(meaning):
     assert_frameworks_agree(SMOOTHED)
     with pytest.raises(AssertionError, match="torch against JAX"):
         assert_frameworks_agree(replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=meaning)))

@@ -1,4 +1,4 @@
-"""What torch's losses do that their users may not expect, each in its smallest case.
+"""Behaviour of torch's losses that users may not expect, each in its smallest case.
 
 The catalogue's JAX meanings and counts stand on these facts. Expected values come from the mathematics.
 """

@@ -66,7 +66,7 @@ def gradients(problem: ProblemSpec, x: np.ndarray, seed: int, dtype: torch.dtype
     items=st.sampled_from((1, 1, 2, 4)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_gradient_is_none_exactly_where_nothing_arrives(layer, source, items, seed):
+def test_gradient_is_none_exactly_for_parameters_that_no_item_reaches(layer, source, items, seed):
     problem = problem_of(source, layer)
     size = (3, 2) if source.kind == "sequence" else (2,)
     x = np.random.default_rng(seed).standard_normal((items, *size))
@@ -80,8 +80,8 @@ def test_gradient_is_none_exactly_where_nothing_arrives(layer, source, items, se
 
 
 @pytest.mark.parametrize("layer", [layer for layer in ROUTED if layer.kind != "unused"])
-def test_every_set_of_ways_is_drawn(layer):
-    """The test above is no empty one: among 200 pairs of rows, each way is taken alone, and not all of them."""
+def test_each_route_is_drawn_alone(layer):
+    """Among 200 pairs of rows, each route is taken alone, so the test above has unreached parameters."""
     model = build_model(problem_of(SOURCES[0], layer), 1, torch.float64)
     values = {n: p.detach().numpy() for n, p in model.named_parameters()}
     rng = np.random.default_rng(0)
@@ -91,8 +91,8 @@ def test_every_set_of_ways_is_drawn(layer):
 
 @pytest.mark.parametrize("layer", ROUTED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_way_that_nothing_takes_works_in_every_dtype(layer, dtype):
-    """One row at a time: all the other ways get none."""
+def test_an_unreached_route_has_gradient_none_in_every_dtype(layer, dtype):
+    """One row takes one route, so the others get no gradient."""
     for row in ([2.0, 1.0], [-2.0, 1.0], [0.0, 0.0]):
         _, in_torch, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3)
         _, lower, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3, dtype)
@@ -101,8 +101,8 @@ def test_a_way_that_nothing_takes_works_in_every_dtype(layer, dtype):
 
 
 @pytest.mark.parametrize("name", ["branch", "mixture"])
-def test_ties_go_to_the_first_way_in_both(name):
-    """An all-zero row at a gate without bias: every expert is as likely."""
+def test_ties_go_to_the_first_route_in_both_frameworks(name):
+    """For an all-zero row, a gate without bias gives all experts the same weight."""
     options = {"features": 2} if name == "branch" else {"features": 2, "experts": 3}
     kind, signal = LAYERS[name], Signal("vector", (2,))
     module = kind.torch_module(signal, options).double()
@@ -120,8 +120,8 @@ def test_ties_go_to_the_first_way_in_both(name):
     np.testing.assert_allclose(np.asarray(kind.jax_apply(options, values, x, {})), expected, rtol=1e-14)
 
 
-def test_a_dense_mixture_would_be_noticed():
-    """A mixture that weighs all its experts by 0 or 1 gives zeros for None: the pattern above tells them apart."""
+def test_the_pattern_of_none_differs_for_a_dense_mixture():
+    """A mixture that weights all its experts by 0 or 1 has zeros in place of None."""
     problem = problem_of(SOURCES[0], ROUTED[2])
     model = build_model(problem, 0, torch.float64)
     mixture = model[0]
@@ -138,8 +138,8 @@ def test_a_dense_mixture_would_be_noticed():
 
 
 @pytest.mark.parametrize(("first", "routed"), list(product(("relu", "hardtanh"), ROUTED[1:3])))
-def test_rows_of_zeros_and_ones_are_routed_alike(first, routed):
-    """Clamped values stay clear of the edges of routing, so that both frameworks take the same way."""
+def test_rows_of_zeros_and_ones_take_the_same_route_in_both_frameworks(first, routed):
+    """Clamped values stay away from the thresholds of routing, so both frameworks take the same route."""
     x = 3 * np.random.default_rng(0).standard_normal((64, 2))
     x[::4] = -1.0
     problem = problem_of(SOURCES[0], Layer(first), routed)

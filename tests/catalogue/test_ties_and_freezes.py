@@ -1,4 +1,4 @@
-"""Weights used twice, and weights that are not trained."""
+"""Tied weights and frozen weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _embedding_gradients(sparse: bool, dtype: torch.dtype = torch.float64) -> to
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradient_of_a_tied_embedding_is_dense_and_reaches_unread_words(sparse):
-    """Word 3 is never read, and scored at every position. A sparse part and a dense one add up to a dense gradient."""
+    """Word 3 is never an input but has a score at every position. The sparse and the dense part have a dense sum."""
     gradient = _embedding_gradients(sparse)
     assert not gradient.is_sparse
     assert gradient[3].abs().max() > 0
@@ -55,7 +55,7 @@ def test_sparse_tied_embedding_works_in_bfloat16():
         ("frozen_linear", {"features": 2}, set()),
     ],
 )
-def test_what_is_frozen_has_no_gradient(name, options, trained):
+def test_frozen_parameters_have_no_gradient(name, options, trained):
     kind = LAYERS[name]
     module = kind.torch_module(Signal("vector", (3,)), options).double()
     assert {n for n, p in module.named_parameters() if p.requires_grad} == trained
@@ -64,6 +64,6 @@ def test_what_is_frozen_has_no_gradient(name, options, trained):
     x = np.random.default_rng(0).standard_normal((4, 3))
     in_jax = jax.grad(lambda params: (kind.jax_apply(options, params, x, {}) ** 2).sum())(values)
     assert {n for n, g in in_jax.items() if np.any(g)} == trained
-    # what lies below a frozen layer still learns
+    # layers below a frozen one still get a gradient
     into_x = jax.grad(lambda x: (kind.jax_apply(options, values, x, {}) ** 2).sum())(x)
     assert np.abs(into_x).max() > 0

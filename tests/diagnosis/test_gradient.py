@@ -8,23 +8,13 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.records.description import error_text
+from tests.diagnosis.explaining import then
 
 CASE = Case(
     ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean")),
     Plan((3, 1, 2), 2),
     seed=1,
 )
-
-
-def _then(change):
-    def loop(run):
-        for window in windows(run):
-            backward_window(run, window)
-            change(run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
 
 
 def _double_matrices(run):
@@ -63,14 +53,14 @@ def _normalise(run):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_is_no_matter_of_weights_is_said_to_be_none(change, says):
-    violation = check(_then(change), CASE).violation
+    violation = check(then(change), CASE).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
     assert says in violation.explanation
 
 
 @pytest.mark.parametrize(("change", "where"), [(_double_matrices, "0.weight"), (_needs_a_bias, "0.bias")])
 def test_a_fault_of_one_parameter_is_read_on_the_case_itself(change, where):
-    violation = check(_then(change), CASE).violation
+    violation = check(then(change), CASE).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
     assert f"in {where} alone" in violation.explanation
     assert "weighs 2 times what it should" in violation.explanation
@@ -78,7 +68,7 @@ def test_a_fault_of_one_parameter_is_read_on_the_case_itself(change, where):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fault_of_one_parameter_is_named_in_lower_precision_too(dtype):
-    violation = check(_then(_double_matrices), CASE.replace(dtype=dtype)).violation
+    violation = check(then(_double_matrices), CASE.replace(dtype=dtype)).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
     assert "in 0.weight alone" in violation.explanation
     assert violation.explanation.endswith("(read off the same case in float64)")
@@ -90,7 +80,7 @@ def _doubles_in_bfloat16(run):
 
 
 def test_a_fault_that_float64_does_not_show_goes_unnamed():
-    violation = check(_then(_doubles_in_bfloat16), CASE.replace(dtype="bfloat16")).violation
+    violation = check(then(_doubles_in_bfloat16), CASE.replace(dtype="bfloat16")).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
 
 
@@ -106,7 +96,7 @@ def test_items_of_one_micro_batch_may_be_weighted_unequally():
 
 
 def test_the_numbers_are_those_of_the_worst_element():
-    violation = check(_then(_double_matrices), CASE).violation
+    violation = check(then(_double_matrices), CASE).violation
     assert violation.parameter == "0.weight"
     assert violation.error > violation.allowed > 0
     (line,) = violation.details
