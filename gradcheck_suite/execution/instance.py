@@ -1,6 +1,6 @@
-"""A case brought to life: the problem's callables, one epoch's data, a loader over it, an optimizer.
+"""Instances: the callables, the data of one epoch, the loader and the optimizer of a case.
 
-A generated problem and a user's one are on the same terms from here on.
+An instance of a generated problem and one of a user's problem have the same interface.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def opinions(window: Window, jax: Vector) -> dict[str, Vector]:
 
 
 def blame(opinions: dict[str, Vector], allowed: Vector) -> str:
-    """Say which opinions agree with each other, the largest group first: who stands alone is to be looked at."""
+    """Return which gradients agree with each other, as `a = b against c`, the largest group first."""
     groups: list[list[str]] = []
     for name, gradient in opinions.items():
         for group in groups:

@@ -27,7 +27,7 @@ class WindowBound(Protocol):
 
     @property
     def steady(self) -> Vector:
-        """The part of the bound that rests on no draws."""
+        """The deterministic part of the bound."""
 
     @property
     def large_batch(self) -> Vector:
@@ -38,13 +38,13 @@ class WindowBound(Protocol):
         """Each micro-batch's part of the window's gradient, computed like `large_batch`."""
 
     def noise(self, draws: int) -> Vector:
-        """Return what further roundings may do, measured on so many draws."""
+        """Return the Monte Carlo part of the bound, measured on `draws` draws."""
 
     def comparable(self, observed: Vector) -> Vector:
         """Return an observed gradient as it is compared with the expected one."""
 
     def is_torchs(self, observed: Vector) -> bool:
-        """Whether a gradient is that of torch's large batch, whatever JAX says. Only float64 can tell."""
+        """Return whether a gradient is that of torch's large batch, without JAX; only float64 can tell."""
 
 
 class Float64Bound:

@@ -62,16 +62,16 @@ PLANS = (
     Question("several epochs", "as equal counts, two or three epochs", _MEAN, Cut(epochs=(2, 3))),
     Question("sum loss", "as equal counts, with a loss that is a sum over items", _SUM, Cut()),
 )
-"""What every trainer is asked that takes any model: the problems need torch alone."""
+"""The questions about a trainer that takes any model: their problems need only torch."""
 PADDED_ROWS = (
     Question("padded rows", "every kind of split of rows of 2 to 6 tokens, on a Llama", f"{_ROWS}:llama", None),
     Question("padded rows, GPT-2", "the same on a GPT-2", f"{_ROWS}:gpt2", None),
 )
-"""What is asked of a trainer that takes models of transformers."""
+"""The questions about a trainer that takes models of transformers."""
 SMOOTHED = (
     Question("label smoothing", "the same on the Llama with smoothed targets", f"{_ROWS}:llama_smoothed", None),
 )
-"""What is asked of a trainer that smooths its labels."""
+"""The question about a trainer that smooths its labels."""
 MODEL = "head "
 """The name of a question about one model of transformers starts so, in records too."""
 

@@ -53,11 +53,6 @@ def never(run):
 def summed(run):
     sound(run)
 
-def two(run, other):
-    pass
-
-NUMBER = 3
-
 def model(seed):
     torch.manual_seed(seed)
     return torch.nn.Linear(2, 1)

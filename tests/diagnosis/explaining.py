@@ -81,6 +81,11 @@ def explained(
     return found.name, found.sentence, found.details
 
 
+def table_of(details):
+    """Return the cells of the printed table of weights: index, count, expected and observed of each micro-batch."""
+    return [line.split() for line in details[2:]]
+
+
 def then(*changes):
     """Return a sound loop with a change to the gradients before each step, in turn."""
 

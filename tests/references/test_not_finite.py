@@ -1,4 +1,4 @@
-"""Gradients that are rightly not finite, in every precision: judged where float64 says so too, and only there."""
+"""Reference gradients that are NaN or infinite, in every precision: judged only where float64 has them too."""
 
 from __future__ import annotations
 
