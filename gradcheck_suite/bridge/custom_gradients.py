@@ -67,7 +67,7 @@ def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor],
             message names.
     """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
     recorder = _HookRecorder()
     with _restored(model), recorder, torch.enable_grad():

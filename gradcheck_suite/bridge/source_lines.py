@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path
@@ -10,12 +11,12 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
-_TORCH = str(Path(torch.__file__).parent)
-_BRIDGE = str(Path(__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_line(node: fx.Node) -> str:
-    """Return ` (FILE, line N: code)` of the innermost frame outside torch and this package, or nothing."""
+    """Return ` (FILE, line N: code)` of the innermost frame in the user's code, or an empty string."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     foreign = [f for f in frames if _is_the_users(f["file"])]
     if not frames:
@@ -25,7 +26,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def source_line_of_error(error: BaseException) -> str:
-    """Return ` (FILE, line N: code)` of an exception's innermost frame outside torch and this package, or nothing."""
+    """Return ` (FILE, line N: code)` of an exception's innermost frame in the user's code, or an empty string."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_the_users(frame.filename):
             return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
@@ -33,4 +34,4 @@ def source_line_of_error(error: BaseException) -> str:
 
 
 def _is_the_users(file: str) -> bool:
-    return not file.startswith((_TORCH, _BRIDGE, "<"))
+    return not file.startswith((_TORCH, _PACKAGE, "<"))

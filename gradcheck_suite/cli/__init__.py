@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.interrupts import noted_interrupts
 from gradcheck_suite.cli.parsers import BadUsageError, Parser, top_parser
 from gradcheck_suite.errors import UsageError
 
@@ -32,7 +33,7 @@ COMMANDS = {
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status; every exception becomes a status and a message."""
-    program = PROGRAM
+    program, parsed = PROGRAM, False
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
@@ -43,13 +44,20 @@ def run(argv: Sequence[str]) -> int:
             module = import_module(f"gradcheck_suite.cli.{command}")
             parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.EPILOG)
             module.add_arguments(parser)
-            status: int = module.run(parser.parse_intermixed_args(rest))
+            arguments = parser.parse_intermixed_args(rest)
+            parsed = True
+            with noted_interrupts():
+                status: int = module.run(arguments)
             sys.stdout.flush()
             return status
     except (BadUsageError, UsageError) as error:
         return _fail(program, str(error))
-    except SystemExit as error:  # --help and --version
-        return error.code if isinstance(error.code, int) else exit_status.HOLDS
+    except SystemExit as error:
+        if parsed:
+            return _fail(
+                program, f"the code under test ended the program with sys.exit({error.code!r}): return instead"
+            )
+        return error.code if isinstance(error.code, int) else exit_status.HOLDS  # --help and --version
     except KeyboardInterrupt:
         return _fail(program, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:

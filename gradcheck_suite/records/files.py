@@ -26,10 +26,10 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text to a temporary file beside `path`, then rename it into place.
+    """Write text to a temporary file beside `path`, then rename it into place; write to a pipe or a device directly.
 
     Args:
-        path: of the file; its folders are made where missing.
+        path: of the file, or of a link to it; its folders are made where missing.
         text: all of it.
 
     Raises:
@@ -37,6 +37,11 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary: str | None = None
     try:
+        if path.exists() and not path.is_file():
+            # a pipe or a device, such as /dev/stdout: renaming a file over it would replace it
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:40]}-", suffix=".tmp", delete=False

@@ -135,11 +135,13 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
             reference.window(window)
     except (UsageError, CannotJudgeError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # a user's own code, which may raise anything
+        fewest, most = min(case.plan.micro_batches), case.plan.total_items
+        batches = f"batches of {fewest} to {most} items" if fewest < most else f"one batch of {most} item(s)"
         raise UsageError(
-            f"the problem {case.problem} failed before any loop ran, on batches of {min(case.plan.micro_batches)} to "
-            f"{case.plan.total_items} items: {type(error).__name__}: {error} ({users_line(error)})"
+            f"the problem {case.problem} failed before any loop ran, on {batches}: "
+            f"{type(error).__name__}: {error} ({users_line(error)})"
         ) from error
     return reference, None
 

@@ -174,6 +174,8 @@ class Search:
             self.found_after = self.cases
         if self._trail:
             fits = self._trail[0].diagnosis == "not-linear" or violation.diagnosis in self._fitting
+            if self._wandered and not violation.diagnosis:
+                fits = fits and _window_shape(violation) == _window_shape(self._trail[0])
             return fits and violation.kind == self._trail[-1].kind
         sought = self._settled or self._on_probe
         if sought is not None and not _is_same_fault(violation, sought):
@@ -185,6 +187,20 @@ class Search:
         alone = self._check(violation.case, shrinking=True).violation
         self._fitting = frozenset({"", violation.diagnosis, alone.diagnosis if alone else ""})
         return True
+
+
+def _window_shape(violation: Violation) -> tuple[bool, ...]:
+    """Return what a fault's name may depend on in the violated window: later, short, of several, of unequal counts.
+
+    A search that wandered off to another fault is repeated with these kept.
+    """
+    if violation.window is None:
+        return ()
+    plan = violation.case.plan
+    window = plan.windows[violation.window]
+    counts = {0 if j in plan.masked else plan.micro_batches[j] for j in window}
+    later = bool(violation.epoch or violation.window)
+    return later, len(window) < plan.accumulation_steps, len(window) > 1, len(counts) > 1
 
 
 def _is_same_fault(found: Violation, first: Violation) -> bool:

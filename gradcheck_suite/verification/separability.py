@@ -48,8 +48,20 @@ def _objective_fault(instance: Instance) -> str | None:
     _expect_fresh_models(instance)
     model = instance.model(torch.float64)
     make_optimizer(None, model)
+    for parameter_name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which changes .grad after "
+                "autograd: register it in the loop, or remove it for the verification"
+            )
     everything = instance.batch(range(plan.total_items), torch.float64)
-    whole = _loss(instance, model, everything, need_graph=True)
+    try:
+        whole = _loss(instance, model, everything, need_graph=True)
+    except (RuntimeError, ValueError):
+        said = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
+        if said is None:
+            raise
+        return f"{name}: {said}"
     again = _loss(instance, model, everything)
     if not adds_up(whole, [again]):
         raise UsageError(

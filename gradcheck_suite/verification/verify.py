@@ -164,6 +164,6 @@ def _threads(problem: Problem | None) -> AbstractContextManager[None]:
         return one_thread()
     try:
         size = sum(p.numel() for p in problem.model(0).parameters())
-    except Exception:
+    except (Exception, SystemExit):
         return nullcontext()  # a user's own code may raise anything; the check of the first case reports it
     return one_thread() if size < LARGE_MODEL else nullcontext()

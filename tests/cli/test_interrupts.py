@@ -33,3 +33,11 @@ def test_whatever_else_a_finaliser_raises_is_reported(monkeypatch):
         _Raises()
         gc.collect()
     assert [str(one.exc_value) for one in seen] == ["told of"]
+
+
+def test_an_interrupt_that_was_lost_during_start_up_is_noticed_by_the_work_that_follows():
+    with noted_interrupts():
+        _Finalised()
+        gc.collect()
+        with noted_interrupts() as pressed:
+            assert pressed == [signal.SIGINT]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Plan
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, windows
 from tests.diagnosis.explaining import (
     DATA,
@@ -296,3 +296,27 @@ def test_a_parameter_that_is_left_out_is_named_in_lower_precision_too():
         name, sentence, _ = explained(then(_forget), dtype=dtype)
         assert name == "no-gradient"
         assert sentence.startswith("in weight alone, while bias is right: nothing of the window is in the gradient")
+
+
+def _forget_one_parameter_behind_masked_targets(run):
+    for window in windows(run):
+        masked = any(run.count(batch) == 0 for batch in window)
+        total = sum(run.count(batch) for batch in window)
+        *_, last = run.model.parameters()
+        run.optimizer.zero_grad()
+        for j, batch in enumerate(window):
+            if run.count(batch):
+                (run.loss(run.model, batch) * run.count(batch) / total).backward()
+            if masked and j == 0:
+                last.grad.zero_()
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"optimizer": "adamw"}])
+def test_a_fault_of_one_parameter_is_named_although_masked_targets_take_two_probes(changes):
+    loss = Loss("nll", reduction="mean", class_weights=False, ignore_index=True)
+    problem = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=3),), loss)
+    case = Case(problem, Plan((2, 2, 2, 3), 2, masked=(3,)), seed=3, **changes)
+    violation = check(_forget_one_parameter_behind_masked_targets, case).violation
+    assert violation.diagnosis == "no-gradient"
+    assert "in 0.bias alone" in violation.explanation
