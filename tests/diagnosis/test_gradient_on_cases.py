@@ -302,12 +302,12 @@ def _forget_one_parameter_behind_masked_targets(run):
     for window in windows(run):
         masked = any(run.count(batch) == 0 for batch in window)
         total = sum(run.count(batch) for batch in window)
-        *_, last = run.model.parameters()
+        *others, last = run.model.parameters()
         run.optimizer.zero_grad()
         for j, batch in enumerate(window):
             if run.count(batch):
                 (run.loss(run.model, batch) * run.count(batch) / total).backward()
-            if masked and j == 0:
+            if masked and j == 0 and others:
                 last.grad.zero_()
         run.optimizer.step()
 
