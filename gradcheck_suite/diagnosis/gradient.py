@@ -87,8 +87,8 @@ def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis |
         return None
     return Diagnosis(
         "poisoned-by-earlier-window",
-        f"window {sources[0]}'s gradient is rightly not finite, and this one's is not because of it: what was there "
-        "was scaled, not cleared; reset with zero_() or None, since 0 * NaN is NaN",
+        f"the reference gradient of window {sources[0]} is NaN or infinite, and the reset left that behind in this "
+        "window: it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
     )
 
 

@@ -54,14 +54,13 @@ def check(
         case: what it trains.
         problem: the user's problem that `case.problem` names, if it is not a generated one.
         time_limit_s: seconds after which the loop is stopped and counts as `raised`.
-        shrinking: whether the kind of a violation suffices, as while a case is made smaller. The loop then runs once:
-            a violation has the diagnosis that its own gradient or number of steps determines, if any. JAX is asked
-            about no right gradient, and what rounding allows is measured no further than it takes to tell that there
-            is a violation, so that `allowed` may be larger.
+        shrinking: whether the kind of a violation suffices, as while Hypothesis shrinks. The loop then runs once, and
+            a violation has a diagnosis only if its own gradient or number of steps determines one. JAX does not
+            compute gradients that are right, and fewer draws measure rounding, so `allowed` may be larger.
 
     Raises:
-        UsageError: the case cannot be brought to life, or the user's problem fails before any loop is involved.
-        CannotRunHere: the loop says, by raising it, that it cannot train the user's problem.
+        UsageError: the case cannot be built, or the user's problem fails before any loop runs.
+        CannotRunHere: the loop raised it, because it cannot train the user's problem.
     """
     try:
         reference, fault = _reference(case, problem)
@@ -85,10 +84,10 @@ def check(
 
 
 def _gradient_fault(reference: Reference, window: Window) -> str | None:
-    """Return why a problem is not accumulable that passes the forward-only check, or None where it is.
+    """Return why a problem that passes the forward-only check is not accumulable, or None where it is.
 
-    The check looks at one value and leaves room for float32 inside a model. Before a loop is blamed, torch's own
-    accumulation in float64 has to give the large batch's gradient.
+    The forward-only check compares one value, with a tolerance for float32 inside a model. So before a loop is blamed,
+    torch's own accumulation in float64 must give the large batch's gradient.
     """
     difference = window.compare(window.accumulated()).worst
     if difference.ratio <= 1:
@@ -104,11 +103,11 @@ def _gradient_fault(reference: Reference, window: Window) -> str | None:
 
 
 def _cross_sample(case: Case) -> tuple[Reference | None, str | None]:
-    """Return what `_reference` does for a generated problem made of kinds in which items meet."""
+    """Return what `_reference` does, for a generated problem with a kind that is not separable over samples."""
     try:
         fault = objective_fault(generated_instance(case))
     except (RuntimeError, ValueError) as error:
-        # batch normalisation refuses an epoch of one item, or one in which nothing counts
+        # batch normalisation refuses an epoch of one item, or one without valid targets
         raise CannotJudgeError(f"the plain large batch fails: {error}") from error
     if fault:
         return None, fault

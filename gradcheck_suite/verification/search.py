@@ -1,4 +1,4 @@
-"""The search for a violation: drawn cases, then ever smaller ones, and the name of the fault at the end."""
+"""The search for a violation: check drawn cases, shrink the first violated one, and diagnose the smallest."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.verification.check import check
 
 SHRINK_SECONDS = 30.0
-"""Of computing, or four times as many of waiting: on a busy machine a case is made as small as on an idle one."""
+"""Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
 Progress = Callable[[Verdict], None]
 
 
 class _ViolatedError(Exception):
-    """Raised to Hypothesis, at one place, so that it shrinks one fault and not several."""
+    """Raised at one place only, so that Hypothesis shrinks one fault and not several."""
 
 
 class StopError(BaseException):
-    """Carries a `UsageError` past Hypothesis, which would draw and shrink on where nothing can be judged at all."""
+    """Carries a `UsageError` past Hypothesis, which would otherwise continue to draw and shrink."""
 
     def __init__(self, error: UsageError) -> None:
         super().__init__()
@@ -35,22 +35,22 @@ class StopError(BaseException):
 
 
 class _Moment:
-    """A moment that time is counted from."""
+    """The start of a time measurement."""
 
     def __init__(self) -> None:
         self._thread, self._clock = time.thread_time(), time.perf_counter()
 
     def passed(self) -> float:
-        """Return the seconds since then that this thread computed, or a quarter of the clock's."""
+        """Return the seconds that this thread computed since then, or a quarter of the clock's if that is more."""
         return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
 
 
 class Search:
-    """What is kept while Hypothesis draws cases and makes a violated one smaller.
+    """The state of the search while Hypothesis draws cases and shrinks a violated one.
 
-    Drawn cases are checked until one shows the fault that is searched for. From there on `_trail` holds ever smaller
-    cases with a violation of the same kind, the first one alone named by further runs of the loop; `settle` names the
-    smallest. A case whose gradient determines another fault than the first one's is passed over.
+    Drawn cases are checked until one shows the fault that is searched for. From then on `_trail` has smaller and
+    smaller cases with a violation of the same kind. Only the first has been diagnosed by further runs of the loop;
+    `settle` diagnoses the smallest. A case whose gradient determines another fault than the first one's is skipped.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Search:
 
     @property
     def violation(self) -> Violation | None:
-        """The smallest violation whose fault is named."""
+        """The smallest violation that has been diagnosed."""
         return self._settled or (self._trail[0] if self._trail else None) or self._other or self._on_probe
 
     @property
@@ -85,11 +85,11 @@ class Search:
 
     @property
     def hangs(self) -> bool:
-        """Whether the loop did not return from a probe: drawn cases would only wait for the time limit again."""
+        """Whether the loop did not return from a probe; then every drawn case would wait for the time limit too."""
         return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
 
     def probe(self, cases: Iterable[Case]) -> None:
-        """Check cases that are written down. The fault they show is then searched for among drawn cases."""
+        """Check fixed cases. The fault that one of them shows is then searched for among drawn cases."""
         for case in cases:
             problem = None if case.spec else self._problem
             verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
@@ -98,9 +98,9 @@ class Search:
                 return
 
     def search_small(self) -> bool:
-        """Prepare to search for the same fault among small cases; return whether there is reason to.
+        """Prepare to search for the same fault among small cases; return whether that is necessary.
 
-        There is where shrinking has left a large case, or has wandered off to another fault.
+        It is where shrinking ended at a large case, or at another fault.
         """
         if self._settled is None:
             return False
@@ -109,14 +109,14 @@ class Search:
         return self._wandered or layers > 2 or micro_batches > SMALL_MICRO_BATCHES
 
     def turn_to_other_fault(self) -> bool:
-        """Where drawn cases show another fault than the probes did, go after that one; say whether there is any."""
+        """Search for the fault of drawn cases where they show another than the probes; return whether they do."""
         if self.found or self._other is None:
             return False
         self._on_probe, self._first_pass = self._other, False
         return True
 
     def judge(self, case: Case) -> None:
-        """Check a case; raise `_ViolatedError` where it shows the fault that is being searched for."""
+        """Check a case; raise `_ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
         if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
             return
@@ -133,10 +133,10 @@ class Search:
             raise _ViolatedError
 
     def settle(self) -> None:
-        """Name the fault of the smallest case, and measure there what rounding allows as thoroughly as on the first.
+        """Diagnose the smallest case, with as many draws for the bound as for the first case.
 
-        While a case is made smaller nothing is named, and what is left may show another fault of the same kind. The
-        smallest of the cases on the way that still shows the first one's is found by bisection then.
+        Shrinking does not diagnose, so its last case may show another fault of the same kind. Then bisection finds the
+        smallest case of the trail that still shows the first case's fault.
         """
         if not self._trail:
             return
@@ -183,7 +183,7 @@ class Search:
             return False
         if self._settled is None:
             self._found_at = _Moment()
-        # the same fault may have another name where the gradient alone is looked at
+        # the same fault may have another diagnosis without further runs of the loop
         alone = self._check(violation.case, shrinking=True).violation
         self._fitting = frozenset({"", violation.diagnosis, alone.diagnosis if alone else ""})
         return True
@@ -204,13 +204,13 @@ def _window_shape(violation: Violation) -> tuple[bool, ...]:
 
 
 def _is_same_fault(found: Violation, first: Violation) -> bool:
-    """Whether a violation has the kind and the name of the first; a fault that had no name may have one now."""
+    """Return whether a violation has the kind and the diagnosis of the first; `not-linear` fits every diagnosis."""
     unnamed = first.diagnosis == "not-linear"
     return found.kind == first.kind and (unnamed or found.diagnosis == first.diagnosis)
 
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
-    """Check drawn cases until one shows the fault that is searched for, and make that one smaller."""
+    """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
 
     @seed(seed_value)
     @settings(
@@ -232,6 +232,6 @@ def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, se
     except _ViolatedError:
         pass
     except HypothesisException:
-        # a loop that fails on a case and passes on the same one next time: what was seen stands
+        # a loop may fail on a case and pass on the same case later; the first violation stands
         if not search.found:
             raise
