@@ -65,7 +65,7 @@ def _objective_fault(instance: Instance) -> str | None:
     again = _loss(instance, model, everything)
     if not adds_up(whole, [again]):
         raise UsageError(
-            f"{name}: the loss of the same batch is first {whole:.9g} and then {again:.9g}; "
+            f"{name}: the loss of the same batch is first {whole:.6g} and then {again:.6g}; "
             "it must not be random: set dropout to 0, or pass its mask with the batch"
         )
     terms, counts = [], []
@@ -83,20 +83,20 @@ def _objective_fault(instance: Instance) -> str | None:
             counts.append(weight)
     if instance.problem.reduction == "mean" and not adds_up(total, counts):
         return (
-            f"{name}: Problem.count of all {plan.total_items} items is {total:.9g}, but the counts of the "
-            f"micro-batches {list(plan.micro_batches)} add up to {sum(counts):.9g}; the count must be a sum over items"
+            f"{name}: Problem.count of all {plan.total_items} items is {total:.6g}, but the counts of the "
+            f"micro-batches {list(plan.micro_batches)} add up to {sum(counts):.6g}; the count must be a sum over items"
         )
     if not adds_up(total * whole, terms):
         if meant := _meant(instance, model, whole):
             return (
                 f"{name}: the loss is not a mean with the divisor Problem.count, so no loop can be right: the large "
-                f"batch's loss times its count is {total * whole:.9g}, those of the micro-batches "
-                f"{list(plan.micro_batches)} add up to {sum(terms):.9g}; {meant}"
+                f"batch's loss times its count is {total * whole:.6g}, those of the micro-batches "
+                f"{list(plan.micro_batches)} add up to {sum(terms):.6g}; {meant}"
             )
         return (
             f"{name}: the objective is not a sum over items, so no accumulation can equal the large batch and no loop "
             f"is to blame: {batch_dependence(instance, model)}. The large batch's loss times its count is "
-            f"{total * whole:.9g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.9g}"
+            f"{total * whole:.6g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.6g}"
         )
     return None
 
