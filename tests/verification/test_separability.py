@@ -199,3 +199,29 @@ def test_the_random_state_is_left_alone():
     with pytest.raises(UsageError):
         objective_fault(user_instance(CASE, with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(()))))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_hook_that_changes_grad_after_autograd_is_refused():
+    """The reference comes from `torch.autograd.grad`, which runs no such hook; a loop's backward does."""
+
+    def halve(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    def hooked(seed: int) -> nn.Module:
+        made = model(seed)
+        made[0].weight.register_post_accumulate_grad_hook(halve)
+        return made
+
+    with pytest.raises(UsageError, match=r"the parameter '0.weight' has a post-accumulate-grad hook"):
+        check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=hooked))
+
+
+def test_batch_normalisation_gets_its_advice_for_an_epoch_of_one_item():
+    def normalised(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+
+    case = CASE.replace(plan=Plan((1,), 1))
+    violation = check(BUILT_IN["plain"], case, problem=replace(GOOD, model=normalised)).violation
+    assert violation.kind == "not-accumulable"
+    assert "batch normalisation in train mode" in violation.explanation
