@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradcheck_suite import training_loop, verify
+from gradcheck_suite.evidence.calibration.styles import float_shares
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.references import reference
@@ -60,15 +61,7 @@ def reset_before_the_step_that_is_not_the_first(run):
 # How the window is counted
 
 
-@sound
-def counted_with_python_floats(run):
-    for window in windows(run):
-        counts = [float(run.count(batch)) for batch in window]
-        for batch, count in zip(window, counts, strict=True):
-            loss = run.loss(run.model, batch)
-            (loss * (count / sum(counts)) if run.reduction == "mean" else loss).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+sound(float_shares)
 
 
 @sound
