@@ -18,7 +18,7 @@ import pytest
 from gradcheck_suite.cli.options import EXAMPLES, MARKER_OPTIONS, SEED
 
 if TYPE_CHECKING:
-    from gradcheck_suite.cli.recording import Verified
+    from gradcheck_suite.cli.verify_and_record import Verified
     from gradcheck_suite.records.verification import Counterexample
     from gradcheck_suite.schema.contract import Loop, Problem
     from gradcheck_suite.schema.options import VerifyOptions
@@ -64,7 +64,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
     config = request.config
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
-        from gradcheck_suite.cli.recording import Subject, record, verify_subject
+        from gradcheck_suite.cli.verify_and_record import Subject, record, verify_subject
         from gradcheck_suite.errors import UsageError
         from gradcheck_suite.execution import environment
         from gradcheck_suite.trainers import PACKAGES

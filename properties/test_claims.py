@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.evidence.claims import CLAIMS, SOURCES, sizes, source3
+from gradcheck_suite.evidence.claims import CLAIMS, SOURCES, sizes, when_to_zero_grad
+from gradcheck_suite.evidence.claims.claim import Finding
+from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
 from gradcheck_suite.evidence.claims.loops import PRINTED
-from gradcheck_suite.evidence.claims.printed import verify_printed
-from gradcheck_suite.evidence.claims.record import Finding
 from properties.assertions import assert_equal
 
 FEW = 8
@@ -43,7 +43,7 @@ def test_every_claim_is_tested():
 
 @pytest.mark.parametrize("number", VERDICTS)
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
-    monkeypatch.setattr(source3, "CASES", FEW)
+    monkeypatch.setattr(when_to_zero_grad, "CASES", FEW)
     monkeypatch.setattr(sizes, "TIMED", (10**4,))
     assert_verdict(number)
 

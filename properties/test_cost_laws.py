@@ -29,7 +29,7 @@ from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.loops.modes import Parameters, after_step
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.recording import record
+from gradcheck_suite.measure.ledger_run import record
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
 from gradcheck_suite.schema.costs import ParameterUse, Traffic, WindowUse, uniform_window

@@ -7,7 +7,7 @@ or anything above them: it knows losses, not loops.
 
 from gradcheck_suite.bridge.errors import BridgeError, NotExportable, RandomnessError, UnknownOperation, WrongLowering
 from gradcheck_suite.bridge.lowered import Lowered, arguments_of, jax_gradient, lower
-from gradcheck_suite.bridge.table import register_op, table
+from gradcheck_suite.bridge.op_table import register_op, table
 
 __all__ = [
     "BridgeError",

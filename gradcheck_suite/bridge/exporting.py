@@ -26,8 +26,8 @@ from torch.export import ExportedProgram, default_decompositions
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.custom_gradients import refuse_custom_gradients
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
+from gradcheck_suite.bridge.op_table import lowering_of
 from gradcheck_suite.bridge.source_lines import source_line, source_line_of_error
-from gradcheck_suite.bridge.table import lowering_of
 from gradcheck_suite.execution.instance import leaves, map_leaves
 from gradcheck_suite.schema.contract import Batch
 

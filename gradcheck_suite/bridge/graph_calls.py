@@ -14,8 +14,8 @@ from torch import fx
 from gradcheck_suite.bridge.dtypes import jax_dtype
 from gradcheck_suite.bridge.errors import BridgeError, RandomnessError, WrongLowering
 from gradcheck_suite.bridge.exporting import random_message
+from gradcheck_suite.bridge.op_table import is_dynamic, lowering_of
 from gradcheck_suite.bridge.source_lines import source_line
-from gradcheck_suite.bridge.table import is_dynamic, lowering_of
 
 
 @dataclass(frozen=True)

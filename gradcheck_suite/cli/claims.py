@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     output_paths.expect_writable(arguments.reports)
     environment.prepare()
     from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
+    from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
     from gradcheck_suite.evidence.claims.loops import PRINTED
-    from gradcheck_suite.evidence.claims.printed import verify_printed
 
     unknown = [name for name in arguments.claims if name not in CLAIMS]
     if unknown:

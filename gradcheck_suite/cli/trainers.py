@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     environment.prepare()
     note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.verdict_text import subjects
+    from gradcheck_suite.trainers.console_table import closing, line
     from gradcheck_suite.trainers.questions import model_questions
     from gradcheck_suite.trainers.study import ask
-    from gradcheck_suite.trainers.table import closing, line
 
     about = environment.environment(PACKAGES)
     print(

@@ -12,7 +12,7 @@ from gradcheck_suite.cli.interrupts import noted_interrupts
 from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.cli.options import OPTIONS, add_option, options_of
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.cli.recording import Subject, Verified, record, verify_subject
+from gradcheck_suite.cli.verify_and_record import Subject, Verified, record, verify_subject
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.columns import aligned

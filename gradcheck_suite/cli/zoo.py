@@ -16,7 +16,7 @@ from gradcheck_suite.schema.case import DTYPES
 from gradcheck_suite.schema.results import Result, json_number
 
 if TYPE_CHECKING:
-    from gradcheck_suite.evidence.zoo.record import Bug
+    from gradcheck_suite.evidence.zoo.bug import Bug
     from gradcheck_suite.evidence.zoo.scoreboard import Row
 
 DEFAULT_SEEDS, DEFAULT_EXAMPLES, DEFAULT_SOUND_CASES = 10, 200, 200
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         return exit_status.HOLDS
     output_paths.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
-    from gradcheck_suite.evidence.zoo.table import HEADER, line, summary
+    from gradcheck_suite.evidence.zoo.console_table import HEADER, line, summary
 
     about = environment.environment()
     print(

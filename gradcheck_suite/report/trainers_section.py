@@ -8,8 +8,8 @@ from typing import Any
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.trainers.console_table import cut_text
 from gradcheck_suite.trainers.questions import MODEL
-from gradcheck_suite.trainers.table import cut_text
 
 KEY, TITLE = "trainers", "Real trainers"
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradcheck_suite.trainers import adapters
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 
 __all__ = ["PACKAGES", "TRAINERS", "Trainer"]
 

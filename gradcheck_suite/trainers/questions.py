@@ -42,7 +42,7 @@ class Question:
     cut: Cut | None
 
 
-_MEAN, _SUM = "gradcheck_suite.trainers.dense:MEAN", "gradcheck_suite.trainers.dense:SUM"
+_MEAN, _SUM = "gradcheck_suite.trainers.linear_problems:MEAN", "gradcheck_suite.trainers.linear_problems:SUM"
 _ROWS = "gradcheck_suite.trainers.problems"
 PLANS = (
     Question("equal counts", "whole windows of equal micro-batches, one epoch", _MEAN, Cut()),

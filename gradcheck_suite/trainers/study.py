@@ -16,7 +16,7 @@ from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
 from gradcheck_suite.trainers.process_state import quiet
 from gradcheck_suite.trainers.questions import MAX_SIZE, Cut, Question
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 from gradcheck_suite.verification.verify import verify
 
 

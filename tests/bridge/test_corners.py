@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
-from gradcheck_suite.bridge.table import lowering_of
+from gradcheck_suite.bridge.op_table import lowering_of
 from tests.bridge.comparing import compare
 from tests.bridge.test_operations import LOOSER, TOLERANCE
 

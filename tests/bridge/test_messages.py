@@ -17,7 +17,7 @@ from gradcheck_suite.bridge import (
     register_op,
     table,
 )
-from gradcheck_suite.bridge.table import _FAMILY, _TABLE
+from gradcheck_suite.bridge.op_table import _FAMILY, _TABLE
 from gradcheck_suite.errors import UsageError
 from tests.bridge.agreeing import assert_agrees
 

@@ -14,7 +14,7 @@ import torch.utils._pytree
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
 from gradcheck_suite.bridge.errors import RandomnessError
-from gradcheck_suite.bridge.table import lowering_of, register_op, table
+from gradcheck_suite.bridge.op_table import lowering_of, register_op, table
 from tests.bridge.comparing import TOLERANCE, compare
 from tests.bridge.opinfo import direct, recorded
 from tests.bridge.samples import ALSO, HAND, THROUGH, tensor

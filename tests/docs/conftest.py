@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "cpu" if name == "JAX_PLATFORMS" else str(tmp_path.parent / name))
     monkeypatch.setenv("COLUMNS", "100")
-    operations = import_module("gradcheck_suite.bridge.table")
+    operations = import_module("gradcheck_suite.bridge.op_table")
     for name in ("_TABLE", "_FAMILY"):
         monkeypatch.setattr(operations, name, dict(getattr(operations, name)))
     before = set(sys.modules)

@@ -15,7 +15,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.recording import record
+from gradcheck_suite.measure.ledger_run import record
 
 SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=3, bias=True),), Loss("mse", reduction="mean"))
 CASE = Case(SPEC, Plan((1, 2, 1, 2), 2))

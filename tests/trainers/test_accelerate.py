@@ -8,7 +8,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accel
 
 from gradcheck_suite import CannotRunHere, Case, Plan, check
 from gradcheck_suite.trainers import TRAINERS
-from gradcheck_suite.trainers.dense import MEAN
+from gradcheck_suite.trainers.linear_problems import MEAN
 from gradcheck_suite.trainers.questions import PLANS
 
 from .expecting import at_version, cells, diagnosis

@@ -15,7 +15,7 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_problem
 from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.trainers import TRAINERS
-from gradcheck_suite.trainers.dense import MEAN
+from gradcheck_suite.trainers.linear_problems import MEAN
 from gradcheck_suite.trainers.problems import llama, next_tokens, padded_rows, seeded
 from gradcheck_suite.trainers.questions import PADDED_ROWS, PLANS, SMOOTHED
 

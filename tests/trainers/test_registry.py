@@ -78,7 +78,7 @@ def test_an_untested_version_is_noted_and_a_tested_one_is_not():
 def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(TRAINERS, "here", HERE)
     path = tmp_path / "result.json"
-    problem = "gradcheck_suite.trainers.dense:MEAN"
+    problem = "gradcheck_suite.trainers.linear_problems:MEAN"
     command = ["verify", "here", "--problem", problem, "--examples", "1", "--reports", str(tmp_path)]
     status = main([*command, "--json", str(path)])
     captured = capsys.readouterr()

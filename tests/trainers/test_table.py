@@ -10,7 +10,7 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means
 from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.trainers import TRAINERS, Trainer
-from gradcheck_suite.trainers.dense import MEAN
+from gradcheck_suite.trainers.linear_problems import MEAN
 from gradcheck_suite.trainers.questions import PLANS
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradcheck_suite.bridge.table import _TABLE
+from gradcheck_suite.bridge.op_table import _TABLE
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.case import Case

@@ -11,7 +11,7 @@ from jax.scipy import special
 
 from gradcheck_suite.bridge.dtypes import Array
 from gradcheck_suite.bridge.errors import RandomnessError
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 SELU_ALPHA = 1.6732632423543772848170429916717
 SELU_SCALE = 1.0507009873554804934193349852946

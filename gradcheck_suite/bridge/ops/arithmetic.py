@@ -9,7 +9,7 @@ from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_float, is_inexact, promote, result_dtype
 from gradcheck_suite.bridge.explicit_derivatives import with_derivatives
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 @register_op("aten.add")

@@ -10,7 +10,7 @@ from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
 from gradcheck_suite.bridge.errors import RandomnessError
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _refuse_dropout(dropout_p: float) -> None:

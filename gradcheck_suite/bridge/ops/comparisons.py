@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_inexact, promote
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _on_promoted(function: Callable[[Array, Array], Array]) -> Callable[[Any, Any], Array]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 _LAYOUTS = {1: ("NCH", "OIH", "NCH"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", "OIDHW", "NCDHW")}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from gradcheck_suite.bridge.dtypes import Array, default_float, jax_dtype, result_dtype
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _or_default(dtype: torch.dtype | None) -> Any:

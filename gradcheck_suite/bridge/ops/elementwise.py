@@ -12,7 +12,7 @@ from jax.scipy import special
 
 from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_float, is_inexact, promote
 from gradcheck_suite.bridge.explicit_derivatives import with_derivatives
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _entr(x: Array) -> Array:

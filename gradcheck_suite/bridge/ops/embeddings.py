@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _without_padding_gradient(weight: Array, padding_idx: int) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, promote
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:

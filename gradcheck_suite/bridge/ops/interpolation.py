@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 CUBIC = -0.75
 Weights = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.scipy import linalg as scipy_linalg
 
 from gradcheck_suite.bridge.dtypes import Array
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 def _t(x: Array) -> Array:

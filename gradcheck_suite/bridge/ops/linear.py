@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, absolute, is_inexact
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 HIGHEST = lax.Precision.HIGHEST
 

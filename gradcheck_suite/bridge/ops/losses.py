@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, absolute
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.activations import log_sigmoid
-from gradcheck_suite.bridge.table import register_op
 
 MEAN, SUM = 1, 2
 

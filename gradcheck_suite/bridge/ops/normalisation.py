@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.reductions import vector_norm
-from gradcheck_suite.bridge.table import register_op
 
 
 def _standardised(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_inexact
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.convolution import per_axis
-from gradcheck_suite.bridge.table import register_op
 
 Places = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
 from gradcheck_suite.bridge.errors import RandomnessError
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 State = tuple[Array, ...]
 Cell = Callable[[State, Array, tuple[Array, ...]], tuple[State, Array]]

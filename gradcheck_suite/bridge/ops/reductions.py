@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, absolute, default_float, is_complex, is_inexact, jax_dtype
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 Dims = int | Sequence[int] | None
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_inexact
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.indexing import fancy
-from gradcheck_suite.bridge.table import register_op
 
 
 def _position(indices: Sequence[Array | None]) -> int:

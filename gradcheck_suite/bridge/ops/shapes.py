@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from gradcheck_suite.bridge.dtypes import Array, jax_dtype, promote
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.views import as_strided
-from gradcheck_suite.bridge.table import register_op
 
 
 @register_op("aten._to_copy")

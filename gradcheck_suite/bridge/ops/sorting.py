@@ -9,8 +9,8 @@ import torch
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.reductions import as_accumulated
-from gradcheck_suite.bridge.table import register_op
 
 
 def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array, is_complex
+from gradcheck_suite.bridge.op_table import register_op
 from gradcheck_suite.bridge.ops.reductions import Dims, axes_of, take_one
-from gradcheck_suite.bridge.table import register_op
 
 
 def _var(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 
 from gradcheck_suite.bridge.dtypes import Array
-from gradcheck_suite.bridge.table import register_op
+from gradcheck_suite.bridge.op_table import register_op
 
 
 @register_op(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.evidence.claims.ledgered import train
-from gradcheck_suite.evidence.claims.record import Claim, Finding
+from gradcheck_suite.evidence.claims.claim import Claim, Finding
+from gradcheck_suite.evidence.claims.training_under_ledger import train
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.measure.bandwidth import copy_bandwidth
 from gradcheck_suite.measure.clock import timer

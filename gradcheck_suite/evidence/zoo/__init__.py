@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradcheck_suite.evidence.zoo import bugs
-from gradcheck_suite.evidence.zoo.record import Bug
+from gradcheck_suite.evidence.zoo.bug import Bug
 
 __all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
 

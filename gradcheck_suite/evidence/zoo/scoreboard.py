@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from gradcheck_suite.evidence.rivals import failed_rules
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.references.errors import CannotJudgeError

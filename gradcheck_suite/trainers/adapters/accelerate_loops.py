@@ -13,7 +13,7 @@ from typing import Any
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.schema.contract import Batch, TrainingRun
 from gradcheck_suite.trainers.process_state import freeze_imported_objects, reset_accelerate
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 
 
 def accelerate(run: TrainingRun) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradcheck_suite.schema.contract import TrainingRun
 from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 
 
 def fabric(run: TrainingRun) -> None:

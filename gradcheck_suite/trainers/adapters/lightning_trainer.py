@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.schema.contract import Batch, TrainingRun
 from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     import torch

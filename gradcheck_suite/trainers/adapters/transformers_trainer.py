@@ -16,7 +16,7 @@ from gradcheck_suite.schema.contract import TrainingRun
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet, reset_accelerate
 from gradcheck_suite.trainers.questions import PADDED_ROWS, PLANS, SMOOTHED
-from gradcheck_suite.trainers.record import Trainer
+from gradcheck_suite.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
     import torch

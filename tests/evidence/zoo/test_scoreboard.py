@@ -9,8 +9,8 @@ import torch
 
 from gradcheck_suite import Problem
 from gradcheck_suite.evidence.zoo import BUGS
+from gradcheck_suite.evidence.zoo.console_table import line
 from gradcheck_suite.evidence.zoo.scoreboard import Row, run_bug
-from gradcheck_suite.evidence.zoo.table import line
 
 
 @pytest.fixture(scope="module")

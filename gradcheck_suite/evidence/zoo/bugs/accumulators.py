@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.loops import train_with_sums
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import TrainingRun
 

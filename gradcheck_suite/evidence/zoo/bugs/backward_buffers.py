@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.loops import normal_rows, train_with_sums
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.schema.contract import Batch, Problem, TrainingRun
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.loops import normal_rows, seeded, train_with_weights
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, Batch, Problem, TrainingRun
 

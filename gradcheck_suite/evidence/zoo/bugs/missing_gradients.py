@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.loops import normal_rows, seeded
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Problem, TrainingRun
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.loops import normal_rows, seeded
-from gradcheck_suite.evidence.zoo.record import Bug
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.schema.contract import Batch, Problem
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite.evidence.claims import sizes
-from gradcheck_suite.evidence.claims.ledgered import DEPTH, train
-from gradcheck_suite.evidence.claims.record import Claim, Finding
+from gradcheck_suite.evidence.claims.claim import Claim, Finding
+from gradcheck_suite.evidence.claims.training_under_ledger import DEPTH, train
 
 _SMALL = {"width": 32, "items": 8, "micro_batches": 1}
 

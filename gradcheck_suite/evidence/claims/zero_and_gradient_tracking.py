@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradcheck_suite.evidence.claims.record import Claim, Finding
+from gradcheck_suite.evidence.claims.claim import Claim, Finding
 
 
 def _parameter(*values: float) -> torch.nn.Parameter:

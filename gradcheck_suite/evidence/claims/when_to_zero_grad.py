@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from gradcheck_suite.evidence.claims import sizes
+from gradcheck_suite.evidence.claims.claim import Claim, Finding
 from gradcheck_suite.evidence.claims.loops import accumulate_and_divide
-from gradcheck_suite.evidence.claims.record import Claim, Finding
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.records.description import describe_case
 from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, TrainingRun
