@@ -134,6 +134,8 @@ def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
 
     result = verified.result
     if result.violation is None:
+        if result.findings and not verified.unjudged:
+            return "\n".join([f"{result.loop} holds, but torch and JAX disagree:", *result.findings])
         return verified.unjudged
     lines = [f"{result.loop} is violated", *describe_violation(result.violation), example_text(result.violation.case)]
     return "\n".join(lines if stored is None else [*lines, f"stored  {stored.case}"])

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     output_paths.expect_writable(arguments.reports)
     environment.prepare()
-    from gradcheck_suite.evidence.calibration import campaign, table
+    from gradcheck_suite.evidence.calibration import campaign, console_table
     from gradcheck_suite.evidence.calibration.store import FILE, Store
     from gradcheck_suite.evidence.calibration.summary import false_alarms
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     data = campaign.record(settings, tallies, curves)
-    print("\n".join(table.lines(data)))
+    print("\n".join(console_table.lines(data)))
     if interrupted:
         print("interrupted: the same command goes on from here")
     else:

@@ -5,14 +5,15 @@ Each is a field of `VerifyOptions`, which has its default; the field's name is t
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gradcheck_suite.cli import parsers
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.case import DEVICES, DTYPES
-from gradcheck_suite.schema.contract import ASSUMPTIONS
+from gradcheck_suite.schema.contract import ASSUMPTIONS, AUTOCAST_DTYPES, checked_assumptions
 from gradcheck_suite.schema.options import OPTIMIZER_NAMES, VerifyOptions
 
 DEFAULTS = VerifyOptions()
@@ -49,6 +50,24 @@ TIME_LIMIT = Option(
     "how long a loop may take on one case before it counts as one that hangs",
     parsers.seconds,
 )
+AUTOCAST = Option(
+    "autocast",
+    "--autocast",
+    "DTYPE",
+    f"the loops may compute their losses under torch.autocast in {' or '.join(AUTOCAST_DTYPES)} (default: what a loop "
+    "declares)",
+    parsers.one_of(AUTOCAST_DTYPES),
+)
+
+
+def _assumption(text: str) -> str:
+    try:
+        checked_assumptions((text,))
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
 OPTIONS = (
     EXAMPLES,
     SEED,
@@ -68,9 +87,10 @@ OPTIONS = (
         "NAME",
         "what the loops rely on, so that only such cases are drawn; repeatable: "
         + "; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
-        parsers.one_of(ASSUMPTIONS),
+        _assumption,
         repeatable=True,
     ),
+    AUTOCAST,
     TIME_LIMIT,
 )
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from gradcheck_suite.cli import exit_status, parsers
 from gradcheck_suite.cli.notes import note_untested_trainers
-from gradcheck_suite.cli.options import TIME_LIMIT, add_option
+from gradcheck_suite.cli.options import AUTOCAST, TIME_LIMIT, add_option
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.counterexamples import StoredCase, read_case_file
@@ -28,6 +28,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the file names)",
     )
     parsers.add_problem(parser)
+    add_option(parser, AUTOCAST)
     add_option(parser, TIME_LIMIT)
 
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.verification.second_opinion import second_opinion
 
     case = stored.case
-    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit_s)
+    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit_s, autocast=arguments.autocast)
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines += [] if verdict.finding else [f"worst error {verdict.ratio:.2g} of what is allowed"]
         lines += describe_case(case)
     print("\n".join(f"    {line}".rstrip() for line in lines))
-    return exit_status.HOLDS if verdict.holds else exit_status.VIOLATED
+    return exit_status.status_of(violated=not verdict.holds, findings=bool(findings))
 
 
 def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:

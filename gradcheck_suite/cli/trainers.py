@@ -82,8 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(text)
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be asked here: the lines above say what is missing")
-    violated = any(answer.violated for answer in answers)
-    return exit_status.VIOLATED if violated and not arguments.exit_zero else exit_status.HOLDS
+    if arguments.exit_zero:
+        return exit_status.HOLDS
+    findings = any(answer.result is not None and answer.result.findings for answer in answers)
+    return exit_status.status_of(violated=any(answer.violated for answer in answers), findings=findings)
 
 
 def _models_only(names: list[str]) -> list[str]:

@@ -58,6 +58,8 @@ def result_lines(
     lines = [_one_line(result, width, judged=judged)]
     if result.assumes:
         lines.append(f"    assumes {', '.join(result.assumes)}: nothing else was tried")
+    if result.autocast:
+        lines.append(f"    losses may be computed under torch.autocast in {result.autocast}")
     if result.second_opinion:
         lines.append(f"    {result.second_opinion}")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
@@ -70,11 +72,12 @@ def result_lines(
         lines += [f"    {line}".rstrip() for line in violation]
         lines.append(f"    {_found(result)}")
     if stored is not None:
-        limit = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
+        further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
+        further += "" if options.autocast is None else f" --autocast {options.autocast}"
         lines += [
             f"    stored  {stored.case}",
             f"    script  python {shlex.quote(str(stored.script))}",
-            f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{limit}",
+            f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}",
         ]
     return lines
 
@@ -89,6 +92,8 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
         text = f"no violation so far in {_loops(asked)}"
     else:
         text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
+    if found := sum(len(result.findings) for result in results):
+        text += f"; torch and JAX disagree: {found} finding{'s' * (found > 1)} above"
     if interrupted:
         text += f"; interrupted, {len(complete)} of {_loops(asked)} went to the end"
     return text

@@ -17,7 +17,13 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.records.files import write_json
-from gradcheck_suite.schema.contract import SUM_REDUCTION, assumptions_of, checked_assumptions
+from gradcheck_suite.schema.contract import (
+    assumptions_of,
+    autocast_of,
+    checked_assumptions,
+    checked_autocast,
+    expect_within,
+)
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.results import Verdict, results_to_json
 from gradcheck_suite.trainers import PACKAGES, TRAINERS
@@ -73,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
     print(verdict_text.summary(results, len(subjects), interrupted=done.interrupted), flush=True)
-    return exit_status.VIOLATED if violated else exit_status.INTERRUPTED if done.interrupted else exit_status.HOLDS
+    findings = any(result.findings for result in results)
+    return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
 
 
 @dataclass
@@ -128,6 +135,7 @@ def _list() -> int:
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
     """Load the loops and the problem; refuse a problem that a loop's assumptions exclude."""
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
+    from gradcheck_suite.generation.problems import expect_layers_left
     from gradcheck_suite.loops.modes import MODES
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
@@ -136,11 +144,10 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     for name, loop in loops.items():
         try:
             assumes = checked_assumptions({*options.assumes, *assumptions_of(loop)})
+            checked_autocast(autocast_of(loop))
+            expect_layers_left(assumes)
         except (UsageError, TypeError) as error:
             raise UsageError(f"{name}: {error}") from None
-        if problem is not None and SUM_REDUCTION in assumes and problem.reduction != "sum":
-            raise UsageError(
-                f"{name} assumes sum-reduction, but the reduction of {arguments.problem} is 'mean': "
-                "drop the assumption or pass a problem with reduction='sum'"
-            )
+        if problem is not None:
+            expect_within(problem, assumes, loop=name, name=arguments.problem)
     return [Subject(name, loop, problem, arguments.problem) for name, loop in loops.items()]

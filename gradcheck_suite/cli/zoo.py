@@ -82,9 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, {"schema": 1, "environment": about, **data})
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, "zoo", data, environment=about)
-    if not (all(row.passed for row in rows) and all(result.holds for result in sound)):
-        return exit_status.VIOLATED
-    return exit_status.INTERRUPTED if interrupted else exit_status.HOLDS
+    violated = not (all(row.passed for row in rows) and all(result.holds for result in sound))
+    findings = any(result.findings for result in sound)
+    return exit_status.status_of(violated=violated, findings=findings, interrupted=interrupted)
 
 
 def _chosen(names: list[str]) -> list[Bug]:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, checked_assumptions
+from gradcheck_suite.schema.contract import (
+    EQUAL_BATCHES,
+    EQUAL_MICRO_BATCHES,
+    ONE_EPOCH,
+    PLAIN_COUNTS,
+    WHOLE_WINDOWS,
+    checked_assumptions,
+)
 from gradcheck_suite.schema.plan import Plan
 
 ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
@@ -72,16 +79,18 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
 def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]) -> Plan:
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
-    epochs = draw(integers(1, bounds.max_epochs))
+    epochs = 1 if ONE_EPOCH in chosen else draw(integers(1, bounds.max_epochs))
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // k))
     windows = draw(integers(bounds.min_windows, most))
     missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(integers(0, k - 1))
     count = windows * k - missing
+    if EQUAL_BATCHES in chosen:
+        return Plan((draw(sizes),) * count, k, epochs)
     if EQUAL_MICRO_BATCHES in chosen:
         per_window = [draw(sizes) for _ in range(windows)]
         return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
-    if not (maskable and draw(sampled((False, True, True, True)))):
+    if not (maskable and PLAIN_COUNTS not in chosen and draw(sampled((False, True, True, True)))):
         return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
     # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]

@@ -7,13 +7,24 @@ from functools import cache
 from itertools import cycle
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.catalogue import CROSS_SAMPLE_LOSSES, INPUTS, LAYERS, LOSSES, input_signal, out_signal
 from gradcheck_suite.catalogue.definitions import LayerDefinition
 from gradcheck_suite.catalogue.signals import Options, Signal, vector
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.plans import check_range, hashable, integers, sampled, valid_assumptions
-from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, SUM_REDUCTION
+from gradcheck_suite.schema.contract import (
+    DENSE_GRADIENTS,
+    EQUAL_MICRO_BATCHES,
+    MEAN_REDUCTION,
+    NO_LAYER,
+    PLAIN_COUNTS,
+    SUM_REDUCTION,
+    excluded_layers,
+)
 from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
 MAX_INNER_LAYERS = 2
@@ -33,7 +44,16 @@ def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
     """
     if SUM_REDUCTION in assumes:
         return ("sum",)
-    return ("mean",) if EQUAL_MICRO_BATCHES in assumes else REDUCTIONS
+    return ("mean",) if assumes & {EQUAL_MICRO_BATCHES, MEAN_REDUCTION} else REDUCTIONS
+
+
+def expect_layers_left(assumes: Iterable[str]) -> None:
+    """Raise `UsageError` where a loop excludes a layer kind that does not exist, or every layer with parameters."""
+    excluded, drawn = excluded_layers(assumes), LAYERS.keys() - {"readout"}
+    if unknown := sorted(excluded - drawn):
+        raise UsageError(f"{NO_LAYER}KIND: KIND must be one of {', '.join(sorted(drawn))}; got {unknown[0]!r}")
+    if _inputs(excluded) is None:
+        raise UsageError("no model is left to draw: every layer kind with parameters is excluded; drop one exclusion")
 
 
 def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
@@ -44,9 +64,14 @@ def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
 
 @cache
 def _layers(
-    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+    signal: Signal,
+    *,
+    trainable: bool = False,
+    keeps_shape: bool = False,
+    sparse: bool = False,
+    excluded: frozenset[str] = frozenset(),
 ) -> Choices | None:
-    """Return a strategy of the layer kinds that accept a signal.
+    """Return a strategy of the layer kinds that accept a signal, without those excluded.
 
     Every kind has the same place for every signal, so that shrinking may change the layers before it. The places of
     kinds that do not fit go to layers that mix features or positions, and twice as often to layers that change the
@@ -55,7 +80,7 @@ def _layers(
     places: list[tuple[LayerDefinition, list[Options]]] = []
     for kind in LAYERS.values():
         variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
-        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps):
+        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps) or kind.name in excluded:
             variants = []
         if keeps_shape:
             variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
@@ -72,22 +97,27 @@ def _layers(
 
 
 @st.composite
-def _any_layer(draw: st.DrawFn, signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool) -> Layer:
-    choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
+def _any_layer(
+    draw: st.DrawFn, signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool, excluded: frozenset[str]
+) -> Layer:
+    choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse, excluded=excluded)
+    if choices is None and excluded:
+        reject()  # the layers before it lead to a signal that only excluded kinds accept
     assert choices is not None, f"no layer takes {signal}"
     kind, variants = draw(choices)
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(integers(1, MAX_INNER_LAYERS))
-        inner = [draw(_layer(signal, keeps_shape=True, sparse=sparse)) for _ in range(count)]
+        inside = _layer(signal, trainable=False, keeps_shape=True, sparse=sparse, excluded=excluded)
+        inner = [draw(inside) for _ in range(count)]
     return Layer(kind.name, *inner, **draw(variants))
 
 
 @cache
 def _layer(
-    signal: Signal, *, trainable: bool = False, keeps_shape: bool = False, sparse: bool = False
+    signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool, excluded: frozenset[str]
 ) -> st.SearchStrategy[Layer]:
-    return _any_layer(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse)
+    return _any_layer(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse, excluded=excluded)
 
 
 @cache
@@ -107,13 +137,26 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
 
 
 @cache
-def _inputs() -> Choices | None:
-    """Return a strategy of the inputs that some trainable layer accepts."""
+def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
+    """Return a strategy of the inputs that some trainable layer accepts; None where all of these are excluded."""
     return _choices(
-        (kind.name, [o for o in kind.variants if _layers(kind.signal(o), trainable=True) is not None])
+        (
+            kind.name,
+            [o for o in kind.variants if _layers(kind.signal(o), trainable=True, excluded=excluded) is not None],
+        )
         for kind in INPUTS.values()
         if kind.drawn
     )
+
+
+@cache
+def _excluded(assumes: frozenset[str]) -> frozenset[str]:
+    """Return the excluded layer kinds; `InvalidArgument` where one does not exist, or none is left."""
+    try:
+        expect_layers_left(assumes)
+    except UsageError as error:
+        raise InvalidArgument(str(error)) from None
+    return excluded_layers(assumes)
 
 
 def _drawn(draw: st.DrawFn, choices: Choices | None, what: str) -> tuple[Any, Options]:
@@ -128,12 +171,13 @@ def _problems(
 ) -> ProblemSpec:
     check_range(min_layers, max_layers, "layers")
     chosen = valid_assumptions(assumes)
-    name, options = _drawn(draw, _inputs(), "no input")
+    excluded, sparse = _excluded(chosen), sparse and DENSE_GRADIENTS not in chosen
+    name, options = _drawn(draw, _inputs(excluded), "no input")
     source = Input(name, **options)
     signal = input_signal(source)
     layers = []
     for left in reversed(range(draw(integers(min_layers, max_layers)))):
-        layers.append(draw(_layer(signal, trainable=left == 0, sparse=sparse)))
+        layers.append(draw(_layer(signal, trainable=left == 0, keeps_shape=False, sparse=sparse, excluded=excluded)))
         signal = out_signal(layers[-1], signal)
     reductions = sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(_BOOLEANS)):
@@ -143,7 +187,8 @@ def _problems(
     elif not accumulable:
         kind = draw(sampled(tuple(CROSS_SAMPLE_LOSSES)))
         return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
-    loss, options = _drawn(draw, _losses(signal, uniform=EQUAL_MICRO_BATCHES in chosen), f"no loss takes {signal}")
+    uniform = bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS})
+    loss, options = _drawn(draw, _losses(signal, uniform=uniform), f"no loss takes {signal}")
     return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
-from gradcheck_suite.schema.contract import Loop, TrainingRun
+from gradcheck_suite.schema.contract import Loop, TrainingRun, training_loop
 
 SCALE = 4.0
 """Initial scale of the gradient scaler. The default, 65536, overflows float16 on losses that are summed over items, and
 the scaler skips the step of a window whose gradients overflow."""
 
 
+@training_loop(autocast="bfloat16")
 def autocast_bfloat16(run: TrainingRun) -> None:
     """Compute each loss under `torch.autocast` in bfloat16, and its backward outside."""
     for window in windows(run):
@@ -24,6 +25,7 @@ def autocast_bfloat16(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
+@training_loop(autocast="float16")
 def grad_scaler(run: TrainingRun) -> None:
     """Scale losses computed under autocast in float16; unscale, step and update once per window.
 

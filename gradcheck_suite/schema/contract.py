@@ -22,13 +22,28 @@ Loop = Callable[["TrainingRun"], None]
 _LoopT = TypeVar("_LoopT", bound=Callable[..., Any])
 
 EQUAL_MICRO_BATCHES = "equal-micro-batches"
+EQUAL_BATCHES = "equal-batches"
+PLAIN_COUNTS = "plain-counts"
 WHOLE_WINDOWS = "whole-windows"
+ONE_EPOCH = "one-epoch"
 SUM_REDUCTION = "sum-reduction"
+MEAN_REDUCTION = "mean-reduction"
+DENSE_GRADIENTS = "dense-gradients"
+NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
     EQUAL_MICRO_BATCHES: "every micro-batch of a window has the same count",
+    EQUAL_BATCHES: "every micro-batch of the run has the same count",
+    PLAIN_COUNTS: "every item has the same count: no ignored targets, no weights",
     WHOLE_WINDOWS: "no short last window",
+    ONE_EPOCH: "one pass over the loader",
     SUM_REDUCTION: "the loss is a sum over items",
+    MEAN_REDUCTION: "the loss is a mean over items",
+    DENSE_GRADIENTS: "no sparse gradients",
+    f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
+"""Every assumption and its meaning; KIND stands for the name of a layer kind."""
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+"""The dtypes in which a loop may declare that it computes its losses under `torch.autocast`."""
 
 
 @dataclass(frozen=True)
@@ -118,22 +133,64 @@ def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
     chosen = frozenset(names)
-    unknown = sorted(chosen - ASSUMPTIONS.keys())
-    if unknown:
+    known = {name for name in chosen if name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER)}
+    if unknown := sorted(chosen - known):
         raise UsageError(f"assumption must be one of {', '.join(ASSUMPTIONS)}; got {', '.join(map(repr, unknown))}")
+    if chosen >= {SUM_REDUCTION, MEAN_REDUCTION}:
+        raise UsageError(f"{MEAN_REDUCTION} and {SUM_REDUCTION} exclude each other: assume one of them")
+    if EQUAL_BATCHES in chosen:
+        return chosen | {EQUAL_MICRO_BATCHES}
     return chosen
 
 
-def training_loop(*, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]:
-    """Declare what a loop assumes; only plans and problems that satisfy the assumptions are then drawn.
+def excluded_layers(assumes: Iterable[str]) -> frozenset[str]:
+    """Return the layer kinds that a loop's assumptions exclude."""
+    return frozenset(name.removeprefix(NO_LAYER) for name in assumes if name.startswith(NO_LAYER))
+
+
+def expect_within(problem: Problem, assumes: frozenset[str], *, loop: str = "the loop", name: str = "problem") -> None:
+    """Raise `UsageError` where a user's problem contradicts what a loop assumes.
 
     Args:
-        assumes: names from `ASSUMPTIONS`: `"equal-micro-batches"`, `"whole-windows"`, `"sum-reduction"`.
+        problem: of the user.
+        assumes: of the loop, names from `ASSUMPTIONS`.
+        loop: the name of the loop in the message.
+        name: the name of the problem in the message.
     """
-    chosen = checked_assumptions(assumes)
+    for assumption, reduction in ((SUM_REDUCTION, "sum"), (MEAN_REDUCTION, "mean")):
+        if assumption in assumes and problem.reduction != reduction:
+            raise UsageError(
+                f"{loop} assumes {assumption}, but the reduction of {name} is {problem.reduction!r}: "
+                f"drop the assumption or pass a problem with reduction={reduction!r}"
+            )
+    if PLAIN_COUNTS in assumes and problem.count is not None:
+        raise UsageError(
+            f"{loop} assumes {PLAIN_COUNTS}, but {name} has a count of its own: drop the assumption, or leave "
+            "Problem.count out if every item counts once"
+        )
+
+
+def checked_autocast(name: str | None) -> str | None:
+    """Return the dtype, or None for none; `UsageError` for another value."""
+    if name is not None and name not in AUTOCAST_DTYPES:
+        raise UsageError(f"autocast must be one of {', '.join(AUTOCAST_DTYPES)}; got {name!r}")
+    return name
+
+
+def training_loop(*, assumes: Iterable[str] = (), autocast: str | None = None) -> Callable[[_LoopT], _LoopT]:
+    """Declare what a loop assumes, and in which lower precision it computes its losses.
+
+    Args:
+        assumes: names from `ASSUMPTIONS`, such as `"equal-micro-batches"`; only plans and problems that satisfy them
+            are drawn.
+        autocast: `"bfloat16"` or `"float16"` for a loop that computes its losses under `torch.autocast` in this dtype;
+            its gradients are then held to this dtype's rounding errors.
+    """
+    chosen, declared = checked_assumptions(assumes), checked_autocast(autocast)
 
     def mark(loop: _LoopT) -> _LoopT:
         loop.assumes = chosen  # type: ignore[attr-defined]
+        loop.autocast = declared  # type: ignore[attr-defined]
         return loop
 
     return mark
@@ -142,3 +199,8 @@ def training_loop(*, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]:
 def assumptions_of(loop: Loop) -> frozenset[str]:
     """Return the assumptions that a loop declares."""
     return frozenset(getattr(loop, "assumes", ()))
+
+
+def autocast_of(loop: Loop) -> str | None:
+    """Return the dtype of the autocast that a loop declares, or None."""
+    return getattr(loop, "autocast", None)

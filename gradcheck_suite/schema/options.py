@@ -7,7 +7,7 @@ from typing import Any
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.case import DEVICES, DTYPES
-from gradcheck_suite.schema.contract import checked_assumptions
+from gradcheck_suite.schema.contract import checked_assumptions, checked_autocast
 
 OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
 """The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
@@ -28,6 +28,8 @@ class VerifyOptions:
         device: `"cpu"` or `"cuda"`.
         optimizer: one of `OPTIMIZER_NAMES`, or None for an optimizer whose step changes nothing.
         assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
+        autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
+            for what the loop declares.
         time_limit_s: time limit of the loop on one case, in seconds; None for no limit.
         second_opinion_s: seconds after which JAX computes no further window of a user's problem. It computes at least
             one window.
@@ -42,11 +44,13 @@ class VerifyOptions:
     device: str = "cpu"
     optimizer: str | None = None
     assumes: tuple[str, ...] = ()
+    autocast: str | None = None
     time_limit_s: float | None = DEFAULT_TIME_LIMIT
     second_opinion_s: float = SECOND_OPINION_S
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
+        checked_autocast(self.autocast)
         if not isinstance(self.examples, int) or self.examples < 1:
             raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
         if not isinstance(self.seed, int):

@@ -98,6 +98,7 @@ class Result:
         violation: the violation on the minimal case, or None.
         found_after: number of cases until the first violation, or None.
         assumes: the assumptions of the loop.
+        autocast: the dtype in which the loop may compute its losses under autocast, or None.
         ratio: largest ratio of error to allowed error in cases that hold.
         findings: findings about problems and frameworks, for which no loop is to blame.
         skipped: reason why cases were not judged -> number of such cases.
@@ -118,6 +119,7 @@ class Result:
     interrupted: bool = False
     second_opinion: str | None = None
     judged: int = 0
+    autocast: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -133,6 +135,7 @@ class Result:
             "judged": self.judged,
             "seconds": round(self.seconds, 3),
             "assumes": list(self.assumes),
+            "autocast": self.autocast,
             "worst_error_over_allowed": json_number(self.ratio),
             "findings": list(self.findings),
             "second_opinion": self.second_opinion,

@@ -14,6 +14,7 @@ from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
@@ -26,11 +27,12 @@ from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.verification.batch_dependence import batch_dependence
 from gradcheck_suite.verification.separability import objective_fault
+from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
 FEW_DRAWS = 4
 """Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
@@ -46,6 +48,7 @@ def check(
     problem: Problem | None = None,
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
     shrinking: bool = False,
+    autocast: str | None = None,
 ) -> Verdict:
     """Run a loop on a case and judge it.
 
@@ -57,6 +60,7 @@ def check(
         shrinking: whether the kind of a violation suffices, as while Hypothesis shrinks. The loop then runs once, and
             a violation has a diagnosis only if its own gradient or number of steps determines one. JAX does not
             compute gradients that are right, and fewer draws measure rounding, so `allowed` may be larger.
+        autocast: dtype in which the loop may compute its losses under `torch.autocast`; None for what it declares.
 
     Raises:
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.
@@ -75,7 +79,7 @@ def check(
         if outcome.refused:
             return Verdict(case, skipped=outcome.refused)
         runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s)
-        verdict = _judge(reference, outcome, runner)
+        verdict = _judge(reference, outcome, runner, autocast or autocast_of(loop))
         if verdict.violation is not None and reference.finding:
             return Verdict(case, finding=reference.finding)
         return verdict
@@ -145,13 +149,13 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
     return reference, None
 
 
-def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) -> Verdict:
-    """Judge what a loop did; name its fault where there is a runner."""
+def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
+    """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
     shrinking = runner is None
     case = reference.instance.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
-        first = reference.window(0, compute=outcome.compute)
+        first = reference.window(0, compute=autocast)
         first.compare(first.expected)
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
@@ -168,7 +172,7 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) ->
         epoch, index = divmod(step, per_epoch)
         if _diverged(observation):
             return Verdict(case, ratio=ratio)
-        window = reference.window(index, observation.parameters or None, outcome.compute)
+        window = reference.window(index, observation.parameters or None, autocast)
         seen = reference.flat(observation.gradients)
         if shrinking and window.bound.is_torchs(seen):
             continue
@@ -178,7 +182,8 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None) ->
         if comparison.ratio > 1:
             if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
                 return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
-            return Verdict(case, _gradient_violation(window, observation, comparison, epoch, runner))
+            known = undeclared_autocast(window, observation, outcome.compute)
+            return Verdict(case, _gradient_violation(window, observation, comparison, epoch, runner, known))
         ratio = max(ratio, comparison.ratio)
     violation = _parameters_violation(reference, outcome)
     return Verdict(case, violation, ratio=ratio)
@@ -207,8 +212,23 @@ def _fitted(window: Window, comparison: Comparison, epoch: int) -> Diagnosis:
 
 
 def _gradient_violation(
-    window: Window, observation: Observation, comparison: Comparison, epoch: int, runner: LoopRunner | None
+    window: Window,
+    observation: Observation,
+    comparison: Comparison,
+    epoch: int,
+    runner: LoopRunner | None,
+    known: Diagnosis | None,
 ) -> Violation:
+    """Return the violation of a wrong gradient.
+
+    Args:
+        window: in which the gradient is wrong.
+        observation: the step.
+        comparison: of the gradient with the window's.
+        epoch: of the step.
+        runner: runs the loop again for a diagnosis; None while shrinking.
+        known: the diagnosis where it is known already.
+    """
     layout, worst = comparison.layout, comparison.worst
     parameter, _ = layout.place(worst.index)
     seen = observation.gradients[parameter]
@@ -219,7 +239,9 @@ def _gradient_violation(
             "missing-gradient", f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
         )
     else:
-        named = explain_gradient(comparison, window, epoch, runner) if runner else _fitted(window, comparison, epoch)
+        if runner and known is None:
+            known = explain_gradient(comparison, window, epoch, runner)
+        named = known or _fitted(window, comparison, epoch)
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
             kind = "non-finite"

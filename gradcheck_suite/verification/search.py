@@ -54,9 +54,15 @@ class Search:
     """
 
     def __init__(
-        self, loop: Loop, problem: Problem | None, time_limit_s: float | None, progress: Progress | None
+        self,
+        loop: Loop,
+        problem: Problem | None,
+        time_limit_s: float | None,
+        progress: Progress | None,
+        autocast: str | None = None,
     ) -> None:
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
+        self._autocast = autocast
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -91,9 +97,7 @@ class Search:
     def probe(self, cases: Iterable[Case]) -> None:
         """Check fixed cases. The fault that one of them shows is then searched for among drawn cases."""
         for case in cases:
-            problem = None if case.spec else self._problem
-            verdict = check(self._loop, case, problem=problem, time_limit_s=self._time_limit_s)
-            self._on_probe = verdict.violation
+            self._on_probe = self._check(case).violation
             if self._on_probe is not None:
                 return
 
@@ -154,7 +158,14 @@ class Search:
         self._trail, self._first_pass = [], False
 
     def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
-        return check(self._loop, case, problem=self._problem, time_limit_s=self._time_limit_s, shrinking=shrinking)
+        return check(
+            self._loop,
+            case,
+            problem=None if case.spec else self._problem,
+            time_limit_s=self._time_limit_s,
+            shrinking=shrinking,
+            autocast=self._autocast,
+        )
 
     def _note(self, verdict: Verdict) -> None:
         self.ratio = max(self.ratio, verdict.ratio)

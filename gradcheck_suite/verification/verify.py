@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
 from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.generation.problems import reductions_within
+from gradcheck_suite.generation.problems import expect_layers_left, reductions_within
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
+    EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
-    SUM_REDUCTION,
+    ONE_EPOCH,
     WHOLE_WINDOWS,
     Loop,
     Problem,
     assumptions_of,
+    autocast_of,
+    checked_assumptions,
+    checked_autocast,
+    expect_within,
 )
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
@@ -39,10 +44,13 @@ UNASKED = ("not-accumulable", "raised", "step-count")
 
 def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
     """Yield the weight probes that every loop is checked on first, within its assumptions."""
-    sizes = ((2, 2), (1, 1)) if EQUAL_MICRO_BATCHES in assumes else ((1, 3), (2, 2))
-    tail = () if WHOLE_WINDOWS in assumes else (4,)
+    sizes: tuple[int, ...] = (2, 2, 1, 1, 4) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 2, 2, 4)
+    if EQUAL_BATCHES in assumes:
+        sizes = (2, 2, 2, 2, 2)
+    if WHOLE_WINDOWS in assumes:
+        sizes = sizes[:-1]
     for reduction in reductions_within(assumes):
-        yield probe_case(Plan((*sizes[0], *sizes[1], *tail), 2, 2), reduction, device=device)
+        yield probe_case(Plan(sizes, 2, 1 if ONE_EPOCH in assumes else 2), reduction, device=device)
 
 
 def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
@@ -51,6 +59,8 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Veri
     Most training meets a fault in whole windows; a fault of the short last window is searched for afterwards.
     """
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
+    if EQUAL_BATCHES in assumes:
+        micro_batches = (2, 2, 2, 2)
     return Case(problem_name, Plan(micro_batches, 2), dtype=options.dtype, device=options.device)
 
 
@@ -86,10 +96,12 @@ def verify(
     options = (options or VerifyOptions()).replace(**fields)
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
-    chosen = frozenset(options.assumes) | assumptions_of(loop)
-    if problem is not None and SUM_REDUCTION in chosen and problem.reduction != "sum":
-        raise UsageError("the loop assumes sum-reduction, but the problem's reduction is 'mean'")
-    search = Search(loop, problem, options.time_limit_s, progress)
+    chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
+    autocast = options.autocast or checked_autocast(autocast_of(loop))
+    if problem is not None:
+        expect_within(problem, chosen, name=problem_name)
+    expect_layers_left(chosen)
+    search = Search(loop, problem, options.time_limit_s, progress, autocast)
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
@@ -107,6 +119,7 @@ def verify(
         violation=search.violation,
         found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
+        autocast=autocast,
         ratio=search.ratio,
         findings=(*search.findings, *(opinion.findings if opinion else ())),
         skipped=dict(search.skipped),

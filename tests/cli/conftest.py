@@ -49,6 +49,15 @@ def raises(run):
 def never(run):
     pass
 
+def autocast(run):
+    for _ in range(run.epochs):
+        for batch in run.loader:
+            with torch.autocast(run.device.type, dtype=torch.bfloat16):
+                loss = run.loss(run.model, batch)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
 @training_loop(assumes=("sum-reduction",))
 def summed(run):
     sound(run)

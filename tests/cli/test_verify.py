@@ -11,6 +11,7 @@ from gradcheck_suite import case_from_json
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.records.store import read_records
+from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result, Verdict, Violation
 from gradcheck_suite.trainers import TRAINERS
 
@@ -159,6 +160,23 @@ def test_the_bar_says_what_comes_after_the_last_case(monkeypatch, a_case):
     assert shown == ["mine", "mine: asking JAX", "other"]
 
 
+def test_autocast_is_declared_or_a_violation(run, project):
+    options = ("--examples", 20, "--dtype", "float32", "--assume", "mean-reduction")
+    outcome = run("verify", "loops.py:autocast", *options)
+    assert outcome.status == 1
+    outcome = run("verify", "autocast_bfloat16", *options, "--json", "out.json")
+    assert outcome.status == 0
+    assert "losses may be computed under torch.autocast in bfloat16" in outcome.out
+    (result,) = json.loads((project / "out.json").read_text())["results"]
+    assert result["autocast"] == "bfloat16"
+
+
+def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case):
+    (project / "case.json").write_text(json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json()))
+    assert "undeclared-autocast" in run("replay", "case.json", "loops.py:autocast").out
+    assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
+
+
 def test_assumptions_are_stated(run):
     outcome = run("verify", "loops.py:sound", "--assume", "whole-windows", "--assume", "equal-micro-batches",
                   "--examples", 2)  # fmt: skip
@@ -206,13 +224,24 @@ def planted(monkeypatch, verdicts, **fields):
     monkeypatch.setattr(verification, "verify", verify)
 
 
-def test_findings_and_skipped_cases_are_reported(run, monkeypatch, a_case):
+def test_findings_and_skipped_cases_are_reported(run, project, monkeypatch, a_case):
     verdicts = [Verdict(a_case, finding="torch and JAX differ"), Verdict(a_case), Verdict(a_case, skipped="no\nkernel")]
     planted(monkeypatch, verdicts, findings=("torch and JAX differ",), skipped={"no\nkernel": 1})
-    outcome = run("verify", "zero_")
-    assert outcome.status == 0
+    outcome = run("verify", "zero_", "--json", "out.json")
+    assert outcome.status == 3
     assert "finding, for which no loop is to blame: torch and JAX differ" in outcome.out
+    assert outcome.out.endswith("the loop holds; torch and JAX disagree: 1 finding above\n")
+    assert json.loads((project / "out.json").read_text())["results"][0]["findings"] == ["torch and JAX differ"]
     assert "1 case could not be judged here: no kernel" in outcome.out
+
+
+def test_a_finding_changes_no_other_status(run, monkeypatch, a_case):
+    planted(monkeypatch, [Verdict(a_case)], findings=("differ",), violation=Violation("raised", "raised", "", a_case))
+    assert run("verify", "zero_").status == 1
+    planted(monkeypatch, [Verdict(a_case)], findings=("differ",), interrupted=True)
+    assert run("verify", "zero_").status == 130
+    planted(monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",))
+    assert run("verify", "zero_").status == 2
 
 
 def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, monkeypatch, a_case):

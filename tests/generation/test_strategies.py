@@ -242,6 +242,28 @@ def test_sum_reduction_is_respected(case):
     assert case.problem.loss.reduction == "sum"
 
 
+@given(cases(assumes=("equal-batches", "mean-reduction", "one-epoch", "plain-counts", "dense-gradients")))
+def test_the_assumptions_of_many_trainers_are_respected_together(case):
+    plan, instance = case.plan, generated_instance(case)
+    assert len(set(plan.micro_batches)) == plan.epochs == 1
+    assert plan.masked == ()
+    assert len({float(instance.count(batch)) for batch in instance.loader()}) == 1
+    assert case.problem.loss.reduction == "mean"
+    assert not any(layer.o.get("sparse") for layer in _walk(case.problem.layers))
+
+
+@given(cases(assumes=("plain-counts",)))
+def test_plain_counts_are_in_proportion_to_the_items(case):
+    instance = generated_instance(case)
+    per_item = {float(instance.count(b)) / n for b, n in zip(instance.loader(), case.plan.micro_batches, strict=True)}
+    assert max(per_item) - min(per_item) <= 1e-12 * max(per_item)
+
+
+@given(cases(assumes=("no-layer:linear", "no-layer:embedding", "no-layer:residual")))
+def test_excluded_layer_kinds_are_not_drawn(case):
+    assert not {"linear", "embedding", "residual"} & set(case.problem.layer_kinds)
+
+
 @given(cases(dtype="bfloat16", optimizer="adam"))
 def test_a_case_has_the_dtype_and_the_optimizer_asked_for_and_no_gradient_it_cannot_take(case):
     assert (case.dtype, case.optimizer, case.device) == ("bfloat16", "adam", "cpu")
@@ -285,6 +307,8 @@ def test_problem_and_plan_may_be_given(case):
         (cases(device="tpu"), "device must be one of cpu, cuda; got 'tpu'"),
         (cases(optimizer="sdg"), "optimizer must be one of sgd"),
         (cases(assumes=("luck",)), "assumption must be one of"),
+        (cases(assumes=("no-layer:luck",)), "KIND must be one of "),
+        (cases(assumes=tuple(f"no-layer:{k}" for k in LAYERS if k != "readout")), "no model is left to draw"),
         (cases(problem=3), "problem must be a strategy or the name of a user's problem, got 3"),
         (cases(plan=Plan((1,), 1)), "plan must be a strategy, such as just(Plan(...)), got Plan("),
     ],

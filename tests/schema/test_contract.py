@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gradcheck_suite import ASSUMPTIONS, Problem, TrainingRun, UsageError, training_loop
-from gradcheck_suite.schema.contract import assumptions_of, checked_assumptions
+from gradcheck_suite.schema.contract import assumptions_of, autocast_of, checked_assumptions, expect_within
 
 
 def _loop(run):
@@ -32,13 +32,45 @@ def test_a_loop_may_be_marked_without_assumptions():
     assert assumptions_of(training_loop()(lambda run: None)) == frozenset()
 
 
-def test_the_assumptions_are_the_three_that_users_rely_on():
-    assert set(ASSUMPTIONS) == {"equal-micro-batches", "whole-windows", "sum-reduction"}
-    assert checked_assumptions(ASSUMPTIONS) == frozenset(ASSUMPTIONS)
+def test_the_first_three_assumptions_keep_their_names():
+    assert {"equal-micro-batches", "whole-windows", "sum-reduction"} <= ASSUMPTIONS.keys()
+    everything = ASSUMPTIONS.keys() - {"sum-reduction"}
+    assert checked_assumptions(everything) == everything
+
+
+def test_equal_batches_are_equal_within_a_window_too():
+    assert checked_assumptions(("equal-batches",)) == {"equal-batches", "equal-micro-batches"}
+
+
+def test_assumptions_that_exclude_each_other_are_refused():
+    with pytest.raises(UsageError, match="mean-reduction and sum-reduction exclude each other"):
+        training_loop(assumes=("mean-reduction", "sum-reduction"))
+
+
+@pytest.mark.parametrize(
+    ("assumed", "changes", "says"),
+    [
+        ("sum-reduction", {}, "the loop assumes sum-reduction, but the reduction of problem is 'mean'"),
+        ("mean-reduction", {"reduction": "sum"}, "assumes mean-reduction, but the reduction of problem is 'sum'"),
+        ("plain-counts", {"count": print}, "assumes plain-counts, but problem has a count of its own"),
+    ],
+)
+def test_a_problem_outside_of_the_assumptions_is_refused(assumed, changes, says):
+    inside = Problem(model=print, batch=print, loss=print, reduction=assumed.partition("-")[0].replace("plain", "mean"))
+    expect_within(inside, frozenset({assumed}))
+    with pytest.raises(UsageError, match=says):
+        expect_within(Problem(model=print, batch=print, loss=print, **changes), frozenset({assumed}))
+
+
+def test_autocast_is_declared_in_a_dtype_that_autocast_has():
+    assert autocast_of(training_loop(autocast="bfloat16")(_loop)) == "bfloat16"
+    assert autocast_of(lambda run: None) is None
+    with pytest.raises(UsageError, match="autocast must be one of bfloat16, float16; got 'float32'"):
+        training_loop(autocast="float32")
 
 
 def test_an_unknown_assumption_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"assumption must be one of .*sum-reduction; got 'fast', 'tall'"):
+    with pytest.raises(UsageError, match=r"assumption must be one of .*no-layer:KIND; got 'fast', 'tall'"):
         training_loop(assumes=("tall", "whole-windows", "fast"))
 
 

@@ -15,7 +15,7 @@ from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.execution.autocast import AutocastRecorder
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference
-from gradcheck_suite.schema.contract import Loop, TrainingRun, assumptions_of
+from gradcheck_suite.schema.contract import Loop, TrainingRun, assumptions_of, autocast_of
 from gradcheck_suite.schema.results import Verdict, json_number
 from gradcheck_suite.verification.check import check
 
@@ -28,6 +28,11 @@ class _Noted:
     reference: Reference
     gradients: list[Vector] = field(default_factory=list)
     compute: str | None = None
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of the autocast that the loop declares."""
+        return autocast_of(self.loop)
 
     def __call__(self, run: TrainingRun) -> None:
         trainable = {name: p for name, p in run.model.named_parameters() if p.requires_grad}

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.schema.contract import Batch, TrainingRun
+from gradcheck_suite.schema.contract import Batch, TrainingRun, training_loop
 from gradcheck_suite.trainers.process_state import freeze_imported_objects, reset_accelerate
 from gradcheck_suite.trainers.trainer import Trainer
 
@@ -53,6 +53,7 @@ def accelerate_no_sync(run: TrainingRun) -> None:
             optimizer.zero_grad()
 
 
+@training_loop(autocast="float16")
 def accelerate_scaler(run: TrainingRun) -> None:
     """`accumulate()` with `mixed_precision="fp16"`, so that Accelerate's GradScaler scales, unscales and steps."""
     if run.device.type == "cpu":
