@@ -28,12 +28,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import accumulated, jax_reference, programs
 from gradcheck_suite.references.reference import References
-from gradcheck_suite.schema.contract import TrainingRun
 from gradcheck_suite.verification import check as checking
 from gradcheck_suite.verification.verify import verify
 
@@ -167,23 +165,9 @@ def _windows(instance: Instance) -> list[dict[str, Any]]:
 
 
 def _train(instance: Instance) -> torch.nn.Module:
-    model = instance.model()
-    plan = instance.case.plan
-    LOOP(
-        TrainingRun(
-            model=model,
-            optimizer=make_optimizer(None, model),
-            loader=instance.loader(),
-            loss=instance.problem.loss,
-            count=instance.count,
-            accumulation_steps=plan.accumulation_steps,
-            epochs=plan.epochs,
-            reduction=instance.problem.reduction,
-            device=instance.device,
-            dtype=instance.dtype,
-        )
-    )
-    return model
+    run = instance.run()
+    LOOP(run)
+    return run.model
 
 
 def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:

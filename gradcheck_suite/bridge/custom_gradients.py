@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge.errors import BridgeError
-from gradcheck_suite.execution.instance import map_leaves
+from gradcheck_suite.execution.batches import map_leaves
 from gradcheck_suite.schema.contract import Batch
 
 ALLOWED = ("CheckpointFunctionBackward", "GeneratedBackwardFor_")

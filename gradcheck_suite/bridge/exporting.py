@@ -28,7 +28,7 @@ from gradcheck_suite.bridge.custom_gradients import refuse_custom_gradients
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
 from gradcheck_suite.bridge.op_table import lowering_of
 from gradcheck_suite.bridge.source_lines import source_line, source_line_of_error
-from gradcheck_suite.execution.instance import leaves, map_leaves
+from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.schema.contract import Batch
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]

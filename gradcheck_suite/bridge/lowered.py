@@ -19,7 +19,7 @@ from gradcheck_suite.bridge.dtypes import Array, default_float_is, to_array
 from gradcheck_suite.bridge.errors import BridgeError
 from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
 from gradcheck_suite.bridge.graph_calls import graph_calls, low_precision_operations, run_graph_call
-from gradcheck_suite.execution.instance import leaves
+from gradcheck_suite.execution.batches import leaves
 from gradcheck_suite.references.programs import PROGRAMS, device
 from gradcheck_suite.schema.contract import Batch
 

@@ -62,10 +62,26 @@ class Shared(Chain):
 
 
 class GeneratedModel(Chain):
-    """The model of a `ProblemSpec`: takes a batch, returns what the loss takes."""
+    """The model of a `ProblemSpec`: takes a batch, or its `x` if it needs nothing else; returns what the loss takes."""
 
-    def forward(self, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, batch: Tensors | torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(batch, torch.Tensor):
+            return super().forward(batch, {})
         return super().forward(batch["x"], batch)
+
+
+def needs_batch(problem: ProblemSpec) -> bool:
+    """Return whether the model takes the whole batch, since a layer asks for more of it than `x`."""
+    return _asks_for_more(problem.layers, input_signal(problem.input))
+
+
+def _asks_for_more(layers: Iterable[Layer], signal: Signal) -> bool:
+    for layer in layers:
+        wraps = layer_definition(layer).wraps
+        if _asks_for_more(layer.layers, signal) if wraps else extra_keys(layer, signal, ""):
+            return True
+        signal = out_signal(layer, signal)
+    return False
 
 
 def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:

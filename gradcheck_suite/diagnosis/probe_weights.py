@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.execution.instance import Instance, Items, generated_instance
+from gradcheck_suite.execution.batches import Items
+from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.schema.contract import Batch, Problem
 from gradcheck_suite.schema.plan import Plan

@@ -5,77 +5,25 @@ An instance of a generated problem and one of a user's problem have the same int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from gradcheck_suite.catalogue import checked_loss, is_accumulable
-from gradcheck_suite.catalogue.build import build_model, draw_data
+from gradcheck_suite.catalogue.build import build_model, draw_data, needs_batch
 from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.autocast import AutocastRecorder
+from gradcheck_suite.execution.batches import Items, leaves, loader_over, map_leaves, to_dtype
 from gradcheck_suite.execution.devices import checked_device, torch_dtype
 from gradcheck_suite.execution.optimizers import make_optimizer
+from gradcheck_suite.execution.pairs import Pairs
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Problem, TrainingRun
 from gradcheck_suite.schema.spec import ProblemSpec
-
-
-def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
-    """Apply a function to every tensor of a pytree of dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {name: map_leaves(function, value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_leaves(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_leaves(function, value) for value in batch)
-    return batch
-
-
-def leaves(batch: Batch) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a pytree."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from leaves(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from leaves(value)
-
-
-def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return a pytree with its floating-point tensors in a dtype and the others unchanged."""
-    return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-
-
-class Items(Dataset[Any]):
-    """The items of one epoch. A list of indices selects a batch, which is a copy, so that a loop may change it."""
-
-    def __init__(self, data: Batch) -> None:
-        self._data = data
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
-
-    def __getitems__(self, indices: Iterable[int]) -> Batch:
-        chosen = torch.as_tensor(list(indices))
-        return map_leaves(lambda tensor: tensor[chosen.to(tensor.device)], self._data)
-
-
-def loader_over(data: Batch, micro_batches: Iterable[range]) -> DataLoader[Any]:
-    """Return a loader whose passes yield the micro-batches of these items, in order."""
-    return DataLoader(Items(data), batch_sampler=[list(items) for items in micro_batches], collate_fn=_unchanged)
-
-
-def _unchanged(batch: Batch) -> Batch:
-    return batch
 
 
 @dataclass(frozen=True)
@@ -162,12 +110,16 @@ class Instance:
 
     def run(self) -> TrainingRun:
         """Return the argument of a loop."""
-        model = self.model()
+        model, loader = self.model(), self.loader()
+        loss = AutocastRecorder(self.problem.loss, self.device)
+        pairs = Pairs(loss)
         return TrainingRun(
             model=model,
             optimizer=make_optimizer(self.case.optimizer, model),
-            loader=self.loader(),
-            loss=AutocastRecorder(self.problem.loss, self.device),
+            loader=loader,
+            loss=loss,
+            pairs=pairs.over(loader),
+            criterion=pairs.criterion,
             count=self.count,
             accumulation_steps=self.case.plan.accumulation_steps,
             epochs=self.case.plan.epochs,
@@ -197,10 +149,11 @@ def generated_instance(case: Case) -> Instance:
         raise UsageError(f"plan masks micro-batches {case.plan.masked}, but the loss {loss!r} cannot ignore targets")
     tensors = {name: torch.from_numpy(array) for name, array in draw_data(spec, case.seed, masked).items()}
     rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    whole = needs_batch(spec)
     problem = Problem(
         model=lambda seed: build_model(spec, seed, torch.float64),
         batch=lambda items, seed: Items(rounded).__getitems__(range(items)),
-        loss=lambda model, batch: kind.torch_loss(loss.o, model(batch), batch, loss.reduction),
+        loss=lambda model, batch: kind.torch_loss(loss.o, model(batch if whole else batch["x"]), batch, loss.reduction),
         reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )

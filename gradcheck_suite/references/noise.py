@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from gradcheck_suite.execution.autocast import Compute, autocast_context
-from gradcheck_suite.execution.instance import Instance, map_leaves
+from gradcheck_suite.execution.batches import map_leaves
+from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.bounds import DRAWS, noise_bound, summation_bound
 from gradcheck_suite.numerics.comparison import Layout, Vector
 from gradcheck_suite.references.random_rounding import RandomRounding

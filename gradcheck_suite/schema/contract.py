@@ -55,24 +55,33 @@ class TrainingRun:
         optimizer: a `torch.optim.Optimizer` of the model's trainable parameters.
         loader: a `DataLoader`; one pass is one epoch and yields the micro-batches in order.
         loss: (model, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says.
+        pairs: a `DataLoader` of the same micro-batches as pairs (x, y), whose loss is `criterion(model(x), y)`. Both
+            are tensors where the batch has two tensors; otherwise they may be the whole batch.
+        criterion: (output, y) -> the same loss, from what the model returns.
         count: batch -> a scalar tensor, the divisor of the mean: items, valid targets, or the sum of their weights.
         accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
         epochs: number of passes over `loader`.
         reduction: `"mean"` or `"sum"`.
         device: device of the model and the batches.
         dtype: dtype of the parameters.
+        rank: index of this process among those that train together.
+        world_size: number of processes that train together.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     loader: DataLoader[Any]
     loss: Callable[[torch.nn.Module, Batch], torch.Tensor]
+    pairs: DataLoader[Any]
+    criterion: Callable[[Any, Any], torch.Tensor]
     count: Callable[[Batch], torch.Tensor]
     accumulation_steps: int
     epochs: int
     reduction: Reduction
     device: torch.device
     dtype: torch.dtype
+    rank: int = 0
+    world_size: int = 1
 
 
 @dataclass(frozen=True)

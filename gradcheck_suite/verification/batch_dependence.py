@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradcheck_suite.execution.instance import Instance, Items, leaves
+from gradcheck_suite.execution.batches import Items, leaves
+from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.schema.contract import Batch
 
 TOLERANCE = 1e-5

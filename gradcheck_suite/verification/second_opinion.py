@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower
-from gradcheck_suite.execution.instance import leaves, map_leaves
+from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.agreement import disagreement
 from gradcheck_suite.references.reference import REFERENCES, Reference

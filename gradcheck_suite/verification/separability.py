@@ -11,7 +11,8 @@ import math
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution.instance import Instance, Items, leaves
+from gradcheck_suite.execution.batches import Items, leaves
+from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.contract import Batch
 from gradcheck_suite.verification.batch_dependence import batch_dependence, batch_norm_refusal

@@ -10,7 +10,8 @@ from hypothesis import given
 from torch.utils.data import DataLoader
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, UsageError, cases
-from gradcheck_suite.execution.instance import generated_instance, leaves, map_leaves, user_instance
+from gradcheck_suite.execution.batches import leaves, map_leaves
+from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.schema.weight_probe import probe_case
 
 SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean"))

@@ -86,12 +86,16 @@ def test_a_run_is_frozen_and_carries_what_the_contract_fixes():
         "optimizer",
         "loader",
         "loss",
+        "pairs",
+        "criterion",
         "count",
         "accumulation_steps",
         "epochs",
         "reduction",
         "device",
         "dtype",
+        "rank",
+        "world_size",
     }
     run = TrainingRun(**dict.fromkeys(fields))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gradcheck_suite.execution.instance import loader_over, to_dtype
+from gradcheck_suite.execution.batches import loader_over, to_dtype
 from gradcheck_suite.execution.observer import Observer
+from gradcheck_suite.execution.pairs import Pairs
 from gradcheck_suite.execution.parameters import replayed, structure
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.torch_reference import parameter_gradients
@@ -37,13 +38,15 @@ def main():
 if __name__ == "__main__":
     raise SystemExit(main())'''
 RUN = """\
-loop, model = load_loop(), make_model()
+loop, model, loader, pairs = load_loop(), make_model(), loader_over(DATA, MICRO_BATCHES), Pairs(loss)
 optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
 run = TrainingRun(
     model=model,
     optimizer=optimizer,
-    loader=loader_over(DATA, MICRO_BATCHES),
+    loader=loader,
     loss=loss,
+    pairs=pairs.over(loader),
+    criterion=pairs.criterion,
     count=count,
     accumulation_steps={plan.accumulation_steps},
     epochs={plan.epochs},
@@ -105,7 +108,7 @@ def main_text(violation: Violation, reduction: str, time_limit_s: float | None, 
     if violation.kind == "not-accumulable":
         body = _objective(violation, reduction, sources)
     else:
-        sources.copy(loader_over, Observer, runtime.completes)
+        sources.copy(loader_over, Pairs, Observer, runtime.completes)
         case, limit = violation.case, ""
         if violation.diagnosis in HANGS and time_limit_s:
             limit = f", seconds={time_limit_s:g}"

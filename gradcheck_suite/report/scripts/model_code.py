@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, out_signal
-from gradcheck_suite.catalogue.build import extra_keys
+from gradcheck_suite.catalogue.build import extra_keys, needs_batch
 from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.report.scripts.copied_source import PACKAGE, CopiedSource
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
@@ -27,14 +27,13 @@ class Model(torch.nn.Sequential):
 {calls}
         )
 
-    def forward(self, batch):
-        x = batch["x"]
+    def forward(self, {argument}):
 {forward}
         return x"""
 
 
 def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSource) -> str:
-    """Return the class `Model`, whose forward takes a batch.
+    """Return the class `Model`, whose forward takes a batch, or its `x` where it needs nothing else.
 
     Args:
         problem: whose input and layers it has.
@@ -42,8 +41,14 @@ def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSour
         sources: gets the classes that it uses.
     """
     calls = "\n".join(_calls(problem.layers, model, sources))
-    forward = "\n".join(_forward(problem.layers, input_signal(problem.input), ()))
-    return MODEL.format(calls=textwrap.indent(calls, " " * 12), forward=textwrap.indent(forward, " " * 8))
+    whole = needs_batch(problem)
+    first = ['x = batch["x"]'] if whole else []
+    forward = "\n".join([*first, *_forward(problem.layers, input_signal(problem.input), ())])
+    return MODEL.format(
+        calls=textwrap.indent(calls, " " * 12),
+        argument="batch" if whole else "x",
+        forward=textwrap.indent(forward, " " * 8),
+    )
 
 
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSource) -> Iterator[str]:

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from gradcheck_suite.catalogue import loss_definition
-from gradcheck_suite.execution.instance import Instance, Items, leaves, map_leaves
+from gradcheck_suite.catalogue.build import needs_batch
+from gradcheck_suite.execution.batches import Items, leaves, map_leaves
+from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import OPTIMIZERS, NoOpOptimizer
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
 from gradcheck_suite.report.scripts.model_code import model_text
@@ -85,7 +87,8 @@ def generated_text(instance: Instance, sources: CopiedSource) -> str:
         *(f'model.get_parameter("{name}").requires_grad_(False)' for name in frozen),
         "return model.train()",
     ]
-    objective = f'return {loss.torch_loss.__name__}(LOSS_OPTIONS, model(batch), batch, "{spec.loss.reduction}")'
+    output = "model(batch)" if needs_batch(spec) else 'model(batch["x"])'
+    objective = f'return {loss.torch_loss.__name__}(LOSS_OPTIONS, {output}, batch, "{spec.loss.reduction}")'
     parts = [
         model_text(spec, model, sources),
         table("PARAMETERS", {name: values(tensor) for name, tensor in model.state_dict().items()}),

@@ -56,6 +56,12 @@ def fills(value):
     return loop
 
 
+def of_pairs(run):
+    for x, y in run.pairs:
+        run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+
+
 def violation_of(loop, case, problem=None):
     found = check(loop, case, problem=problem).violation
     assert found is not None
@@ -81,6 +87,7 @@ def executed():
             # a seed of its own, since references are kept
             check(plain, Case(LINEAR, Plan((1, 2), 2), seed=97, optimizer=optimizer))
         check(plain, Case("users.py:PROBLEM", Plan((1, 2), 2), seed=97), problem=problem())
+        check(of_pairs, Case(LINEAR, Plan((1, 2), 2), seed=97))
     return functions
 
 
@@ -117,6 +124,11 @@ def test_what_was_observed_is_recorded_and_comes_back(capsys):
     assert "the gradient differs from OBSERVED by at most 0\n" in told
     assert f"{violation.parameter}: " in told
     assert f"error {violation.error:<10.3g} allowed {violation.allowed:.3g}" in told
+
+
+def test_a_loop_of_pairs():
+    _, _, script = assert_script_is_right(of_pairs, Case(LINEAR, Plan((1, 2), 1), seed=3))
+    assert status(script, of_pairs) == 1
 
 
 DIVERGENCES = {
