@@ -16,8 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, cast
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.contract import Loop, Problem
@@ -54,7 +54,7 @@ def resolve_loop(text: str) -> Loop:
     if ":" not in text:
         return _built_in(text)
     loop, module = _find(text, "a loop")
-    if isinstance(loop, Problem):
+    if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
     if not callable(loop):
         raise UsageError(
@@ -74,10 +74,10 @@ def resolve_problem(text: str) -> Problem:
     if ":" not in text:
         raise UsageError(f"--problem must be FILE.py:NAME or package.module:NAME, got {text!r}")
     found, module = _find(text, "a problem")
-    if isinstance(found, Problem):
-        return found
+    if issubclass(type(found), Problem):
+        return cast("Problem", found)
     if not callable(found):
-        offer = _offer(module, lambda value: isinstance(value, Problem))
+        offer = _offer(module, lambda value: issubclass(type(value), Problem))
         raise UsageError(
             f"{text} is of type {type(found).__name__}: expected a gradcheck_suite.Problem, "
             f"or a function of no argument that returns one{offer}"
@@ -87,7 +87,7 @@ def resolve_problem(text: str) -> Problem:
     except Exception as error:
         where = _line_in(error, getattr(module, "__file__", None))
         raise UsageError(f"{text} failed{where}: {one_line(error)}") from None
-    if not isinstance(problem, Problem):
+    if not issubclass(type(problem), Problem):
         raise UsageError(f"{text} returned {type(problem).__name__}: expected a gradcheck_suite.Problem")
     return problem
 
@@ -126,13 +126,15 @@ def _find(text: str, what: str) -> tuple[Any, ModuleType]:
             found = getattr(found, part)
         except AttributeError:
             raise UsageError(f"{place} has no {name!r}{_suggestion(name, vars(module))}{_offer(module)}") from None
+        except Exception as error:  # a lazy module imports what it stands for at the first access
+            raise UsageError(f"cannot look up {name} in {place}: {one_line(error)}") from None
     return found, module
 
 
 def _module(place: str) -> ModuleType:
     path = Path(place)
-    if path.is_dir() and not re.fullmatch(r"[\w.]+", place):
-        raise UsageError(f"{place} is a folder: expected a Python file, FILE.py:NAME")
+    if path.is_dir() and not (path / "__init__.py").is_file():
+        raise UsageError(f"{place} is a folder: expected a Python file in it, {path / 'FILE.py'}:NAME")
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
     if path.is_file():
@@ -255,9 +257,14 @@ def _offer(module: ModuleType, wanted: Callable[[Any], bool] = callable) -> str:
         for name, value in vars(module).items()
         if not name.startswith("_")
         and wanted(value)
-        and (wanted is not callable or getattr(value, "__module__", None) == module.__name__)
+        and (wanted is not callable or _place_of(value) == module.__name__)
     ]
     return f"; it defines {_listed(names)}" if names else ""
+
+
+def _place_of(value: Any) -> Any:
+    """Return the name of the module that defines an object; a lazy object is not asked, which would import it."""
+    return (value if issubclass(type(value), type | FunctionType) else type(value)).__module__
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
-from gradcheck_suite.execution.tracebacks import hint
+from gradcheck_suite.execution.tracebacks import hint, is_import_failure
 from gradcheck_suite.schema.contract import Loop
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
@@ -50,7 +50,11 @@ class Outcome:
 
 
 def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
-    """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome."""
+    """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome.
+
+    Raises:
+        CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
+    """
     run = instance.run()
     observer = Observer(
         run.model, run.optimizer, limit=instance.case.plan.step_limit, trajectory=instance.case.optimizer is not None
@@ -72,6 +76,8 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         raised = refused = str(error)
     except BaseException as error:
         raised, trace = _account(error, loop)
+        if is_import_failure(error):
+            raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
     finally:
         observer.close()
         torch.set_default_dtype(default_dtype)

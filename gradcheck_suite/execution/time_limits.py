@@ -21,6 +21,15 @@ IDLE = 0.02
 """Share of a core below which a process counts as waiting, rather than as competing for a busy processor."""
 PATIENCE = 10.0
 """Factor of the limit that a process gets at most while other processes keep the processor busy."""
+STARTUP_S = 300.0
+"""Seconds in all that imports and compilation may take beside the limit."""
+_STARTING = (
+    "<frozen importlib._bootstrap>",
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/utils/cpp_extension.py",
+)
+"""Files whose code runs during an import or a compilation, and never during what has been compiled."""
 
 
 class TimedOut(BaseException):
@@ -34,12 +43,37 @@ class Limit:
     expired: bool = False
 
 
+class _Start:
+    """The moment that a limit counts from."""
+
+    def __init__(self) -> None:
+        self._clock, self._processor, self._modules = time.monotonic(), time.process_time(), len(sys.modules)
+
+    @property
+    def passed(self) -> float:
+        """Wall-clock seconds since then."""
+        return time.monotonic() - self._clock
+
+    @property
+    def computed(self) -> float:
+        """Processor seconds of all threads since then."""
+        return time.process_time() - self._processor
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether modules have been imported since then; compiled code is imported too."""
+        return len(sys.modules) > self._modules
+
+
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
     """Raise `TimedOut` inside the block after some seconds of wall-clock time, repeatedly until the block ends.
 
     On a busy machine wall-clock time passes while other processes compute. A process that has computed for less time
     and was not idle therefore gets up to `PATIENCE` times as long, so that a correct loop is not blamed.
+
+    Imports and compilation do not count: a block that did such work since the limit began gets the whole limit again,
+    for at most `STARTUP_S` seconds in all.
 
     The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere there is no limit.
     It stops Python code that catches every exception. It does not stop a call into C code that never returns.
@@ -54,12 +88,17 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     block = generator and generator.f_back and generator.f_back.f_back
     # not the shared generator, which property tests seed
     chance = random.Random(0)
-    began, computed = time.monotonic(), time.process_time()
+    first = start = _Start()
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal start
         if not _inside(frame, block):
             return
-        if not limit.expired and (rest := _rest(seconds, time.monotonic() - began, time.process_time() - computed)):
+        if not limit.expired and (start.has_loaded or _is_starting(frame, block)) and first.passed < STARTUP_S:
+            start = _Start()
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return
+        if not limit.expired and (rest := _rest(seconds, start.passed, start.computed)):
             signal.setitimer(signal.ITIMER_REAL, rest)
             return
         # random pauses interrupt the block at every place, also outside of its exception handlers
@@ -116,6 +155,15 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
     while frame is not None and frame is not block:
         frame, called = frame.f_back, frame
     return frame is not None and (called is None or called.f_code.co_filename != contextlib.__file__)
+
+
+def _is_starting(frame: FrameType | None, block: FrameType | None) -> bool:
+    """Return whether the block is importing or compiling."""
+    while frame is not None and frame is not block:
+        if frame.f_code.co_filename.endswith(_STARTING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> None:

@@ -20,6 +20,26 @@ def users_line(error: BaseException) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
+def is_import_failure(error: BaseException) -> bool:
+    """Return whether an exception says that something could not be imported.
+
+    It is an `ImportError`, an exception at the top level of a module, or an exception raised in place of one of these.
+    """
+    if isinstance(error, ImportError) or "<module>" in _functions(error):
+        return True
+    if error.__cause__ is not None:
+        return is_import_failure(error.__cause__)
+    context = error.__context__
+    if context is None or error.__suppress_context__:
+        return False
+    # a handler that goes on without the import, and fails later in another function, failed by itself
+    return _functions(error)[-1:] == _functions(context)[:1] and is_import_failure(context)
+
+
+def _functions(error: BaseException) -> list[str]:
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
 _BY_TEXT = (
     (
         "does not require grad and does not have a grad_fn",

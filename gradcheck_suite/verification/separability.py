@@ -127,6 +127,11 @@ def _expect_fresh_models(instance: Instance) -> None:
     if one.keys() != other.keys():
         raise UsageError(f"{name}: Problem.model(seed) must return the same model for the same seed, got others' names")
     for key, tensor in one.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{name}: {key} has no shape before the first forward, since its module is lazy: pass a batch through "
+                "the model inside Problem.model, or name the sizes"
+            )
         if tensor.is_meta:
             raise UsageError(f"{name}: {key} is on the meta device and has no values: materialise the model first")
         if tensor.shape != other[key].shape or not torch.equal(tensor, other[key]):

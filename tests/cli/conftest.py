@@ -46,6 +46,21 @@ def no_reset(run):
 def raises(run):
     raise ValueError("two\\nlines")
 
+def needs_more(run):
+    import nowhere_to_be_found
+
+def instead(run):
+    try:
+        import nowhere_to_be_found
+    except ImportError:
+        raise RuntimeError("please install it")
+
+def fallback(run):
+    try:
+        import nowhere_to_be_found
+    except ImportError:
+        raises(run)
+
 def never(run):
     pass
 
@@ -75,6 +90,7 @@ def loss(model, batch):
 
 PROBLEM = Problem(model, batch, loss)
 CENTRED = Problem(model, batch, lambda m, b: (m(b["x"]) - b["y"]).std(correction=0))
+LAZY = Problem(lambda seed: torch.nn.LazyLinear(1), batch, loss)
 BROKEN = Problem(lambda seed: 1 / 0, batch, loss)
 VECTOR = Problem(model, batch, lambda m, b: m(b["x"]))
 """

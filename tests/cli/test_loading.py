@@ -110,8 +110,9 @@ def test_whatever_takes_one_argument(folder, definition):
         ("x = '\0'", "a.py:f", "cannot import a.py"),
         ("x", "b.py:f", "b.py: no such file (did you mean a.py?)"),
         ("x", "nowhere/b.py:f", "nowhere/b.py: no such file"),
-        ("x", "sub:f", "sub has no 'f'"),
-        ("x", "./sub:f", "./sub is a folder: expected a Python file, FILE.py:NAME"),
+        ("x", "sub:f", "sub is a folder: expected a Python file in it, sub/FILE.py:NAME"),
+        ("x", "./sub:f", "./sub is a folder: expected a Python file in it, sub/FILE.py:NAME"),
+        ("x", ".:f", ". is a folder: expected a Python file in it, FILE.py:NAME"),
         ("x", "sub", "sub is a folder: expected FILE.py:NAME"),
         ("x", "folder.py:f", "folder.py is a folder: expected a Python file"),
         ("x", "notes.txt:f", "notes.txt is no Python file: expected a name that ends in .py"),
@@ -136,6 +137,36 @@ def test_what_goes_wrong_is_one_line(folder, source, text, said):
         resolve_loop(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LAZY = """
+import types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise RuntimeError(f"no backend for {name}")
+    @property
+    def __class__(self):
+        raise RuntimeError("no backend at all")
+heavy = Lazy("heavy")
+def train(run): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a.py:trian", "a.py has no 'trian' (did you mean 'train'?); it defines Lazy, train"),
+        ("a.py:heavy", "a.py:heavy is of type Lazy, which cannot be called"),
+        ("a.py:heavy.train", "cannot look up heavy.train in a.py: RuntimeError: no backend for train"),
+    ],
+)
+@pytest.mark.parametrize("resolve", [resolve_loop, resolve_problem])
+def test_a_lazy_module_in_a_file_is_not_asked_for_what_it_lacks(folder, text, said, resolve):
+    write(folder, "a.py", LAZY)
+    with pytest.raises(UsageError) as caught:
+        resolve(text)
+    if resolve is resolve_loop:
+        assert said in str(caught.value)
 
 
 def test_a_file_that_failed_is_tried_again(folder):

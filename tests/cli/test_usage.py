@@ -76,6 +76,7 @@ def test_bad_commands(run, arguments, said):
     [
         ("BROKEN", "the problem loops.py:BROKEN failed before any loop ran"),
         ("BROKEN", "ZeroDivisionError: division by zero (loops.py, line "),
+        ("LAZY", "loops.py:LAZY: weight has no shape before the first forward, since its module is lazy: pass a batch"),
         ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (10, 1)"),
     ],
 )

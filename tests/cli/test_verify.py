@@ -131,6 +131,21 @@ def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):
     assert outcome.err == ""
 
 
+@pytest.mark.parametrize(("loop", "said"), [("needs_more", "No module named"), ("instead", "please install it")])
+def test_a_loop_that_cannot_import_what_it_needs_is_bad_usage(run, project, loop, said):
+    outcome = run("verify", f"loops.py:{loop}", "--json", "out.json")
+    assert outcome.status == 2
+    assert re.fullmatch(r"[^\n]*the loop cannot import what it needs: [^\n]*\n", outcome.err)
+    assert said in outcome.err
+    assert files(project) == ["loops.py"]
+
+
+def test_a_loop_that_fails_in_place_of_an_import_is_a_violation(run):
+    outcome = run("verify", "loops.py:fallback")
+    assert outcome.status == 1
+    assert "the loop failed: ValueError: two lines" in outcome.out
+
+
 def test_a_loop_that_hangs_is_a_violation(run, project):
     (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
     outcome = run("verify", "slow.py:loop", "--time-limit", 0.2)

@@ -62,6 +62,43 @@ def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(mon
     assert not limit.expired
 
 
+@pytest.fixture
+def slow_module(tmp_path, monkeypatch):
+    """The name of a module whose import takes three limits."""
+    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({3 * SHORT})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "slow_to_import"
+    sys.modules.pop("slow_to_import", None)
+
+
+def test_an_import_does_not_count(slow_module):
+    started = time.monotonic()
+    with time_limit(SHORT) as limit:
+        __import__(slow_module)
+        while time.monotonic() - started < 3.5 * SHORT:
+            pass
+    assert not limit.expired
+
+
+def test_what_hangs_after_an_import_is_stopped(slow_module):
+    def imports_and_hangs():
+        __import__(slow_module)
+        _hang()
+
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        imports_and_hangs()
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_an_import_that_never_ends_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.execution.time_limits.STARTUP_S", 3 * SHORT)
+    (tmp_path / "endless_import.py").write_text(f"import time\ntime.sleep({FOREVER})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        __import__("endless_import")
+
+
 def test_an_except_exception_inside_does_not_swallow_it():
     def patient():
         try:
