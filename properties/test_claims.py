@@ -8,6 +8,7 @@ from gradcheck_suite.evidence.claims import CLAIMS, SOURCES, sizes, when_to_zero
 from gradcheck_suite.evidence.claims.claim import Finding
 from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
 from gradcheck_suite.evidence.claims.loops import PRINTED
+from gradcheck_suite.measure import paired_steps
 from properties.assertions import assert_equal
 
 FEW = 8
@@ -44,7 +45,9 @@ def test_every_claim_is_tested():
 @pytest.mark.parametrize("number", VERDICTS)
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
     monkeypatch.setattr(when_to_zero_grad, "CASES", FEW)
-    monkeypatch.setattr(sizes, "TIMED", (10**4,))
+    monkeypatch.setattr(sizes, "PARAMETERS", {"cpu": (10**4,)})
+    monkeypatch.setattr(sizes, "PAIRS", 5)
+    monkeypatch.setattr(paired_steps, "flush", lambda device: lambda: None)
     assert_verdict(number)
 
 

@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
             "counterexample": finding.counterexample,
         }
         append_record(arguments.reports, "claim", data, environment=about)
+        for row in finding.rows:
+            append_record(arguments.reports, "benchmark", row, environment=about)
     unexpected = False
     for printed in PRINTED if not arguments.claims else ():
         result = verify_printed(printed, examples=arguments.examples)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcheck_suite.measure.bandwidth import COPY_BYTES
 from gradcheck_suite.measure.workload import BATCH, Size
 
 
@@ -52,6 +53,19 @@ def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
 
     def run() -> None:
         kept[0] = jax.block_until_ready(program(weights, batches, kept[0]))
+
+    return run
+
+
+def flush_caches(device: jax.Device) -> Callable[[], None]:
+    """Return a function that evicts everything else from a device's caches, on JAX's stream, and waits for it."""
+    scratch = [
+        jax.device_put(np.zeros(COPY_BYTES["cpu" if device.platform == "cpu" else "cuda"] // 8, np.float32), device)
+    ]
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def run() -> None:
+        scratch[0] = jax.block_until_ready(add(scratch[0]))
 
     return run
 

@@ -3,8 +3,9 @@
     python -m gradcheck_suite.measure.memory '{"mode": "zero_", "parameters": 1000000, "layout": "few",
                                              "micro_batches": 4, "dtype": "float32", "device": "cpu"}'
 
-prints one JSON object. On CUDA, torch's allocator counts: the allocated and the reserved peak, and its calls. On the
-CPU the system counts resident pages, where it can (Linux). The ledger counts bytes exactly on both.
+prints one JSON object. On CUDA, torch's allocator counts, above what it held before the model was built. On the CPU the
+system counts resident pages, where it can (Linux). The ledger counts bytes exactly on both.
+See https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.workload import Size, sized_workload
+from gradcheck_suite.measure.workload import Size, Workload, sized_workload
 
 WARM, MEASURED = 2, 3
 """Windows before the measurement, after which every buffer that a mode keeps exists, and windows measured."""
@@ -29,27 +30,61 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
+class AllocatorPeak:
+    """What CUDA's allocator handed out in some windows, above what it held before the model was built.
+
+    Attributes:
+        requested_peak: the most bytes that tensors asked for.
+        allocated_peak: the most bytes allocated; each request is rounded up to a multiple of `BLOCK`.
+        reserved_peak: the most bytes held from the device, free blocks included.
+        allocations: allocations per window.
+        retries: attempts that failed until cached blocks were given back to the device.
+        segments: pieces of device memory held at the end.
+    """
+
+    requested_peak: int
+    allocated_peak: int
+    reserved_peak: int
+    allocations: float
+    retries: int
+    segments: int
+
+
+BLOCK = 512
+"""CUDA's allocator rounds every request up to a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Bytes of one training process, parameters included.
+    """Bytes of one training process: parameters, gradients and activations, without the inputs.
 
     Attributes:
         peak: the most bytes alive in a window, as tensors asked for them (counted by the ledger).
         between: bytes alive between a reset and the next forward (counted by the ledger).
         gradients_between: bytes of gradients in `between`.
         resident_peak: the most resident bytes of the process above those before the model was built; the process has
-            run a model of a few parameters before, so that the code is paged in; None where unknown.
-        allocated_peak: the most bytes that CUDA's allocator had allocated; None on the CPU.
-        reserved_peak: the most bytes that CUDA's allocator had reserved from the device; None on the CPU.
-        allocations: calls of CUDA's allocator per window; None on the CPU.
+            run a model of a few parameters before, so that the code is paged in; None on CUDA and where unknown.
+        allocator: what CUDA's allocator counted; None on the CPU.
     """
 
     peak: int
     between: int
     gradients_between: int
     resident_peak: int | None = None
-    allocated_peak: int | None = None
-    reserved_peak: int | None = None
-    allocations: float | None = None
+    allocator: AllocatorPeak | None = None
+
+
+def window_memory(work: Workload) -> tuple[int, dict[str, int]]:
+    """Return the peak of one window in bytes, and the bytes alive after its reset by category, by the ledger.
+
+    The window starts as every window but the first does, after a reset.
+    """
+    work.reset()
+    with Ledger(work.model) as ledger:
+        work.window()
+        ledger.end_window()
+        live = dict(ledger.live)
+    return ledger.peak().bytes, live
 
 
 def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) -> Memory:
@@ -69,36 +104,58 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     if mode not in modes:
         raise UsageError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
     kind = getattr(torch, dtype)
+    # a small model first: the context, the workspaces of the libraries and their code are no cost of the mode
     sized_workload(modes[mode], Size(100, size.layout), 1, device=device, dtype=kind).window()
     before = _resident("VmRSS")
+    baseline = _allocator_baseline() if device == "cuda" else None
     work = sized_workload(modes[mode], size, micro_batches, device=device, dtype=kind)
     work.reset()
     for _ in range(WARM):
         work.window()
-    on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        calls = torch.cuda.memory_stats()["allocation.all.allocated"]
-    _forget_peak()
+    if baseline is None:
+        _forget_peak()
+        for _ in range(MEASURED):
+            work.window()
+        after = _resident("VmHWM")
+        resident = None if before is None or after is None else after - before
+        allocator = None
+    else:
+        resident, allocator = None, _allocator_peak(work, baseline)
+    peak, live = window_memory(work)
+    return Memory(peak, sum(live.values()), live["gradients"], resident, allocator)
+
+
+def _allocator_baseline() -> dict[str, int]:
+    """Return what the allocator holds now, after giving back every block that nobody uses."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return dict(torch.cuda.memory_stats())
+
+
+def _allocator_peak(work: Workload, baseline: Mapping[str, int]) -> AllocatorPeak:
+    """Run `MEASURED` windows and return what the allocator counted above the baseline and the inputs."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_stats()
     for _ in range(MEASURED):
         work.window()
-    resident = _resident("VmHWM")
-    found: dict[str, Any] = {}
-    if on_gpu:
-        torch.cuda.synchronize()
-        found = {
-            "allocated_peak": torch.cuda.max_memory_allocated(),
-            "reserved_peak": torch.cuda.max_memory_reserved(),
-            "allocations": (torch.cuda.memory_stats()["allocation.all.allocated"] - calls) / MEASURED,
-        }
-    elif before is not None and resident is not None:
-        found = {"resident_peak": resident - before}
-    with Ledger(work.model) as ledger:
-        work.window()
-        ledger.end_window()
-        live = ledger.live
-    return Memory(ledger.peak().bytes, sum(live.values()), live["gradients"], **found)
+    torch.cuda.synchronize()
+    end = torch.cuda.memory_stats()
+    requested = sum(batch.nbytes for batch in work.batches)
+    allocated = sum(-(-batch.nbytes // BLOCK) * BLOCK for batch in work.batches)
+
+    def peak(name: str) -> int:
+        return int(end[f"{name}_bytes.all.peak"] - baseline.get(f"{name}_bytes.all.current", 0))
+
+    allocations = "allocation.all.allocated"
+    return AllocatorPeak(
+        requested_peak=peak("requested") - requested,
+        allocated_peak=peak("allocated") - allocated,
+        reserved_peak=peak("reserved"),
+        allocations=(end[allocations] - start[allocations]) / MEASURED,
+        retries=int(end["num_alloc_retries"] - start["num_alloc_retries"]),
+        segments=int(end["segment.all.current"]),
+    )
 
 
 def _resident(name: str) -> int | None:

@@ -53,8 +53,9 @@ class Size:
 
 def build(size: Size, device: str, dtype: torch.dtype) -> torch.nn.Sequential:
     """Return a chain of square linear layers; each averages its inputs, which keeps signals and gradients in range."""
-    layers = (torch.nn.Linear(size.width, size.width, bias=False, device="meta") for _ in range(size.tensors))
-    model = torch.nn.Sequential(*layers).to(dtype).to_empty(device=device)
+    shape = (size.width, size.width)
+    layers = (torch.nn.Linear(*shape, bias=False, device=device, dtype=dtype) for _ in range(size.tensors))
+    model = torch.nn.Sequential(*layers)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1 / size.width)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.records.step_times import summary
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.bridge_section import bridge
 from gradcheck_suite.report.calibration_section import calibration
 from gradcheck_suite.report.compiled_section import compiled
 from gradcheck_suite.report.content import Report, Section, device_name
 from gradcheck_suite.report.costs_section import costs
-from gradcheck_suite.report.decision_section import decision
+from gradcheck_suite.report.decision_section import decision, timed_steps
 from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
 from gradcheck_suite.report.sections import claims, counterexamples, verification
@@ -35,7 +35,7 @@ def build(reports: Path) -> Report:
         memory(records.of("memory")),
         decision(records.of("benchmark")),
         compiled(records.of("benchmark")),
-        claims(records.of("claim")),
+        claims(records.of("claim"), timed_steps(records.of("benchmark"))),
         zoo(records.of("zoo")),
         calibration(records.of("calibration")),
         bridge(records.of("bridge")),
@@ -65,11 +65,11 @@ def _equal(records: Sequence[Record]) -> str:
     violated = [d["loop"] for d in newest if d["verdict"] != "holds"]
     if violated:
         return f"No: {', '.join(violated)} violated."
-    cases = sum(int(d["judged"]) for d in newest)
+    cases = max(int(d["judged"]) for d in newest)
     dtypes = ", ".join(sorted({str(d["dtype"]) for d in newest}))
     return (
         f"Yes: {len({d['loop'] for d in newest})} ways of resetting hand the optimizer the large batch's gradient, in "
-        f"each of {cases:,} judged cases ({dtypes})."
+        f"each of the {cases:,} cases that every one of them was judged on ({dtypes})."
     )
 
 
@@ -79,37 +79,14 @@ def _differ(records: Sequence[Record]) -> str:
 
 
 def _cost(measured: Sequence[Record], memory: Sequence[Record]) -> str:
-    sentences = [text for text in (_windows(measured), _steps(measured), _kept(memory)) if text]
+    sentences = [text for text in (_steps(measured), _kept(memory)) if text]
     return " ".join(sentences) or "Not measured yet."
 
 
-def _windows(records: Sequence[Record]) -> str:
-    windows: dict[tuple[object, ...], dict[str, float]] = {}
-    for record in records:
-        data = record.data
-        if data.get("measures") == "window":
-            key = tuple(data[n] for n in ("device", "dtype", "parameters", "layout", "micro_batches"))
-            windows.setdefault(key, {})[str(data["mode"])] = float(data["seconds"]["median"])
-    both = {k: v["zero_"] / v["set_to_none"] for k, v in windows.items() if {"zero_", "set_to_none"} <= v.keys()}
-    parts = []
-    for device in sorted({str(k[0]) for k in both}):
-        ratios = sorted(ratio for k, ratio in both.items() if k[0] == device)
-        parts.append(
-            f"On the {device_name(device)} a window under zero_ takes {median(ratios):.2f} times as long as under "
-            f"set_to_none (median of {len(ratios)} settings, {ratios[0]:.2f} to {ratios[-1]:.2f})."
-        )
-    return " ".join(parts)
-
-
 def _steps(records: Sequence[Record]) -> str:
-    steps = [r.data for r in records if r.data.get("measures") == "step"]
-    if not steps:
-        return ""
-    equal = sum(step["better"] == "neither" for step in steps)
-    return (
-        f"Over whole steps, measured with the modes in turn, chance explains the difference in {equal} of "
-        f"{len(steps)} settings."
-    )
+    rows = timed_steps(records)
+    devices = sorted({str(row["device"]) for row in rows})
+    return " ".join(summary([row for row in rows if row["device"] == d], device_name(d)) for d in devices)
 
 
 def _kept(records: Sequence[Record]) -> str:

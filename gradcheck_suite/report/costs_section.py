@@ -37,7 +37,8 @@ def costs(records: Sequence[Record]) -> Section:
     figures: list[Figure] = []
     for device in devices:
         mine = [row for row in rows if row["device"] == device]
-        tables += [_windows(mine, device), _resets(mine, device), slow_resets(mine, device), _prediction(mine, device)]
+        tables += [_windows(mine, device), _resets(mine, device), slow_resets(mine, device),
+                   _device_times(mine, device)]  # fmt: skip
         figures += _figures(mine, device)
     return Section(
         "costs",
@@ -60,6 +61,32 @@ def _median(row: Mapping[str, Any]) -> float:
     return float(row["seconds"]["median"])
 
 
+def _host_median(row: Mapping[str, Any]) -> float:
+    """Return the median on the host's clock, on which torch and JAX compare."""
+    return float(row["host"]["median"]) if row.get("host") else _median(row)
+
+
+def _device_times(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
+    """Return the table of the three times of a reset and of a window, and of the kernels that they launch."""
+    lines: list[tuple[Cell, ...]] = []
+    for row in rows:
+        if row.get("host") and row.get("kernels") is not None:
+            times = (_host_median(row), _median(row), float(row["busy_seconds"]))
+            lines.append(
+                (str(row["measures"]), int(row["parameters"]), str(row["layout"]), str(row["dtype"]),
+                 int(row["micro_batches"]), str(row["mode"]), str(row["regime"]), *(1000 * t for t in times),
+                 int(row["kernels"]))
+            )  # fmt: skip
+    return Table(
+        f"Host, device and kernels on the {device_name(device)}",
+        ("what", "parameters", "tensors", "dtype", "K", "mode", "gradients", "host, ms", "device, ms", "kernels, ms",
+         "kernels"),
+        tuple(lines),
+        "Host: until the device has finished. Device: between two events on its stream, the gaps while it waits for "
+        "the host included. Kernels: the time in which some kernel ran, by the profiler.",
+    )  # fmt: skip
+
+
 def _by_mode(rows: Sequence[Mapping[str, Any]], measures: str) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
     found: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
@@ -72,16 +99,15 @@ def _by_mode(rows: Sequence[Mapping[str, Any]], measures: str) -> dict[tuple[Any
 def _windows(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
     lines: list[tuple[Cell, ...]] = []
     for (parameters, layout, dtype, micro_batches), modes in _by_mode(rows, "window").items():
-        base = _median(modes["zero_"]) if "zero_" in modes else None
-        shown = [1000 * _median(modes[m]) if m in modes else None for m in MODES]
-        ratio = base / _median(modes["set_to_none"]) if base and "set_to_none" in modes else None
-        lines.append((int(parameters), str(layout), str(dtype), int(micro_batches), *shown, ratio))
+        shown = [1000 * _host_median(modes[m]) if m in modes else None for m in MODES]
+        lines.append((int(parameters), str(layout), str(dtype), int(micro_batches), *shown))
     return Table(
         f"One window on the {device_name(device)}, ms",
-        ("parameters", "tensors", "dtype", "K", *MODES, "zero_ / set_to_none"),
+        ("parameters", "tensors", "dtype", "K", *MODES),
         tuple(lines),
-        "Where the last column is above 1, releasing is faster. jax_scan is the same window in JAX: `lax.scan` under "
-        "`jit` with donated buffers; it has no reset.",
+        "On the host's clock, until the device has finished. The modes were timed one after the other, so other load "
+        "can exceed the difference between two of them; under 'When does releasing pay?' they alternate. "
+        "jax_scan is the same window in JAX: `lax.scan` under `jit` with donated buffers; it has no reset.",
     )
 
 
@@ -109,42 +135,12 @@ def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
     )
 
 
-def _prediction(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
-    """Return the table of the difference between the modes in a window, predicted from their bytes and measured."""
-    lines: list[tuple[Cell, ...]] = []
-    for (parameters, layout, dtype, micro_batches), modes in _by_mode(rows, "window").items():
-        if not {"zero_", "set_to_none"} <= modes.keys():
-            continue
-        zero, none = modes["zero_"], modes["set_to_none"]
-        bandwidth = float(zero["bytes_per_second"])
-        predicted = (float(zero["predicted_bytes"]) - float(none["predicted_bytes"])) / bandwidth
-        measured = _median(zero) - _median(none)
-        lines.append(
-            (int(parameters), str(layout), str(dtype), int(micro_batches), 1000 * predicted, 1000 * measured,
-             100 * measured / _median(zero))
-        )  # fmt: skip
-    return Table(
-        f"What set_to_none saves in a window on the {device_name(device)}: predicted and measured",
-        ("parameters", "tensors", "dtype", "K", "predicted, ms", "measured, ms", "measured, % of the window"),
-        tuple(lines),
-        "Predicted: the bytes that zero mode moves beyond a release (one more write of every gradient, and one more "
-        "addition, which reads two and writes one) over the copy bandwidth. The two modes' windows were timed one "
-        "after the other, so other load on the machine can exceed the difference. Under 'When does releasing pay?' "
-        "the modes alternate.",
-    )
-
-
 def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
     resets: dict[str, list[tuple[float, float]]] = {}
-    gains: dict[str, list[tuple[float, float]]] = {}
     for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items():
         if dtype == "float32":
             for mode, row in modes.items():
                 resets.setdefault(f"{mode}, {layout}", []).append((float(parameters), 1000 * _median(row)))
-    for (parameters, layout, dtype, k), modes in _by_mode(rows, "window").items():
-        if dtype == "float32" and {"zero_", "set_to_none"} <= modes.keys():
-            gain = _median(modes["zero_"]) / _median(modes["set_to_none"])
-            gains.setdefault(f"K = {k}, {layout} tensors", []).append((float(parameters), gain))
     found = []
     if resets:
         found.append(
@@ -155,18 +151,6 @@ def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
                 alt=f"Time of a reset against the number of parameters, one line per mode, float32 on the "
                 f"{device_name(device)}",
                 caption="The reset alone. A release makes one call per tensor and moves no bytes.",
-            )
-        )
-    if gains:
-        found.append(
-            plots.lines(
-                gains,
-                x="parameters",
-                y="zero_ / set_to_none",
-                log_y=False,
-                alt=f"Time of a window under zero_ over that under set_to_none against the number of parameters, on "
-                f"the {device_name(device)}",
-                caption="A whole window, float32. At 1 both modes take the same time; above 1, releasing is faster.",
             )
         )
     return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
+from gradcheck_suite.records.step_times import MODES, step_times, summary
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, commands_of, device_name
 from gradcheck_suite.report.records_view import latest
@@ -14,7 +15,6 @@ KEY, TITLE = "decision", "When does releasing pay?"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
 MIB = 2**20
 _WHAT = ("device", "parameters", "items", "micro_batches")
-_BETTER = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
 
 
 def decision(records: Sequence[Record]) -> Section:
@@ -22,8 +22,7 @@ def decision(records: Sequence[Record]) -> Section:
     mine = [record for record in records if record.data.get("measures") == "step"]
     if not mine:
         return Section(KEY, TITLE, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
-    rows = [r.data for r in latest(mine, lambda d: tuple(d[name] for name in _WHAT))]
-    rows.sort(key=lambda d: tuple(d[name] for name in _WHAT))
+    rows = timed_steps(mine)
     devices = sorted({str(row["device"]) for row in rows})
     bandwidths = {r.data["device"]: r.data["bytes_per_second"] for r in records if "bytes_per_second" in r.data}
     return Section(
@@ -31,36 +30,33 @@ def decision(records: Sequence[Record]) -> Section:
         TITLE,
         (
             "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
-            "reset. A mode counts as faster where a sign test over the pairs of steps rejects equality at 5%.",
-            *(_answer([row for row in rows if row["device"] == device], device) for device in devices),
+            "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
+            *(summary([row for row in rows if row["device"] == device], device_name(device)) for device in devices),
             "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
             "the peak occurs outside a backward. Pages mapped per step show a cost on a CPU: the next backward maps "
             "anew the memory that a release gave back to the system.",
         ),
-        (_table(rows, bandwidths),),
+        tuple(_table([row for row in rows if row["device"] == device], device, bandwidths) for device in devices),
         commands=commands_of(mine),
         missing=None if "cuda" in devices else f"Not run on a GPU: `{COMMAND} --bench-device cuda` adds its rows.",
     )
 
 
-def _answer(rows: Sequence[Mapping[str, Any]], device: str) -> str:
-    counts = {name: [row for row in rows if row["better"] == name] for name in _BETTER}
-    best = max((float(row["saved"]) / float(row["zero"]) for row in counts["none"]), default=0.0)
-    text = (
-        f"On the {device_name(device)}, of {len(rows)} settings releasing is faster in "
-        f"{len(counts['none'])}, zeroing in {len(counts['zero'])}, neither in {len(counts['neither'])}."
-    )
-    return text + (f" A release saves at most {100 * best:.0f}% of a step." if best else "")
+def timed_steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
+    """Return the latest times of steps of each setting, from benchmark records."""
+    mine = [record for record in records if record.data.get("measures") == "step"]
+    rows = [r.data for r in latest(mine, lambda d: tuple(d[name] for name in _WHAT))]
+    return sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT))
 
 
-def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], device: str, bandwidths: Mapping[str, float]) -> Table:
     lines: list[tuple[Cell, ...]] = []
-    for row in rows:
+    found = step_times(rows)
+    for row, faster in zip(found.rows, found.faster, strict=True):
         faults = row.get("faults") or (None, None)
-        bandwidth = bandwidths.get(row["device"])
+        bandwidth = bandwidths.get(device)
         lines.append(
             (
-                str(row["device"]),
                 int(row["parameters"]),
                 int(row["items"]),
                 int(row["micro_batches"]),
@@ -69,14 +65,14 @@ def _table(rows: Sequence[Mapping[str, Any]], bandwidths: Mapping[str, float]) -
                 1000 * float(row["saved"]),
                 100 * float(row["saved"]) / float(row["zero"]),
                 f"{row['faster']} of {row['pairs']}",
-                _BETTER[str(row["better"])],
+                MODES[faster],
                 float(row["bytes_between"]) / MIB,
                 *(None if count is None else round(count) for count in faults),
             )
         )
     return Table(
-        "A whole step, float32: what set_to_none saves",
-        ("device", "parameters", "items", "K", "step under zero_, ms", "predicted, ms", "saved, ms", "saved, %",
+        f"A whole step on the {device_name(device)}, float32: what set_to_none saves",
+        ("parameters", "items", "K", "step under zero_, ms", "predicted, ms", "saved, ms", "saved, %",
          "faster in pairs", "faster", "saved between steps, MiB", "pages mapped, zero_", "pages mapped, set_to_none"),
         tuple(lines),
         "Items are those of one micro-batch. K micro-batches make an update, so a small K is a high update frequency. "

@@ -21,25 +21,17 @@ def memory(records: Sequence[Record]) -> Section:
     rows = [r.data for r in latest(records, lambda d: tuple(d[name] for name in _WHAT))]
     lines = []
     for row in sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT[:-1])):
+        allocator = row.get("allocator") or {}
         bytes_ = (
             row["gradients_between"],
             row["peak"],
             row["resident_peak"],
-            row["allocated_peak"],
-            row["reserved_peak"],
+            *(allocator.get(f"{kind}_peak") for kind in ("requested", "allocated", "reserved")),
         )
         mib = (None if value is None else value / MIB for value in bytes_)
-        lines.append(
-            (
-                row["device"],
-                row["parameters"],
-                row["dtype"],
-                row["micro_batches"],
-                row["mode"],
-                *mib,
-                row["allocations"],
-            )
-        )
+        counts = (allocator.get(name) for name in ("allocations", "retries", "segments"))
+        setting = (row["device"], row["parameters"], row["dtype"], row["micro_batches"], row["mode"])
+        lines.append((*setting, *mib, *counts))
     return Section(
         KEY,
         TITLE,
@@ -52,10 +44,12 @@ def memory(records: Sequence[Record]) -> Section:
             Table(
                 "Memory of a training window, MiB",
                 ("device", "parameters", "dtype", "K", "mode", "gradients between steps", "peak by the ledger",
-                 "resident peak", "allocated peak", "reserved peak", "allocations per window"),
+                 "resident peak", "requested peak", "allocated peak", "reserved peak", "allocations per window",
+                 "retries", "segments"),
                 tuple(lines),
                 "The ledger counts the bytes of live tensors, parameters included. The resident peak is the process's, "
-                "beyond its resident size before the model was built. CUDA's allocator reports the last three columns.",
+                "beyond its resident size before the model was built. CUDA's allocator reports the last six columns; "
+                "its peaks are those above the context, the libraries' workspaces and the inputs.",
             ),
         ),
         commands=commands_of(records),

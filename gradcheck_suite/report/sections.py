@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.description import violation_title
+from gradcheck_suite.records.step_times import answer
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, commands_of
 from gradcheck_suite.report.records_view import latest
@@ -20,6 +21,8 @@ CLAIM_COLUMNS = (
     "how it was tested",
     "smallest case against it",
 )
+STEPS = "C1.8"
+"""The claim about when zeroing may do, which steps under both modes in turn decide."""
 LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
 
 
@@ -98,9 +101,15 @@ def counterexamples(records: Sequence[Record]) -> Section | None:
     return Section("counterexamples", "Counterexamples", tables=(table,), commands=commands_of(violated))
 
 
-def claims(records: Sequence[Record]) -> Section:
-    """Return the claims with their verdicts, and the loops that the sources print."""
+def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -> Section:
+    """Return the claims with their verdicts, and the loops that the sources print.
+
+    Args:
+        records: the claims' records.
+        steps: the timed steps that the section on steps shows; the claim about them is answered from the same ones.
+    """
     claimed = latest([r for r in records if "number" in r.data], lambda d: d["number"])
+    on_cpu = [row for row in steps if row["device"] == "cpu"]
     loops = latest([r for r in records if "loop" in r.data], lambda d: d["loop"])
     if not claimed and not loops:
         return Section(
@@ -108,7 +117,8 @@ def claims(records: Sequence[Record]) -> Section:
         )
     by_source: dict[str, list[Mapping[str, Any]]] = {}
     for record in sorted(claimed, key=lambda r: (str(r.data.get("source", "")), _order(r.data["number"]))):
-        by_source.setdefault(str(record.data.get("source", "")), []).append(record.data)
+        data = {**record.data, **answer(on_cpu)} if record.data["number"] == STEPS and on_cpu else record.data
+        by_source.setdefault(str(record.data.get("source", "")), []).append(data)
     tables = [
         Table(f"Claims of {source}", CLAIM_COLUMNS, tuple(map(_claim_row, datas)))
         for source, datas in by_source.items()

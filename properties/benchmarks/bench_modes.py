@@ -3,15 +3,17 @@
     pytest properties/benchmarks/bench_modes.py [--bench-records DIR] [--bench-device cpu|cuda]
 
 Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run. Every
-round of a reset starts with new gradients of ones, since a second reset would find zeros or None, and with flushed
-caches. `set_to_none` moves its cost into the next backward, so modes are compared by their windows.
+round starts with flushed caches on an idle device; a round of a reset also starts with new gradients of ones, since a
+second reset would find zeros or None. `set_to_none` moves its cost into the next backward, so modes are compared by
+their windows. On CUDA a row holds three times: the device's, between two events; the host's, until the device has
+finished; and the time in which kernels ran, by the profiler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
-from statistics import median
 from typing import Any
 
 import jax
@@ -20,14 +22,16 @@ import torch
 
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
-from gradcheck_suite.measure.clock import timer
-from gradcheck_suite.measure.jax_window import compiled_window, memory_bytes, runner
-from gradcheck_suite.measure.profile import profiled
-from gradcheck_suite.measure.workload import Size, sized_workload
+from gradcheck_suite.measure.clock import quartiles, settle, timed, timer
+from gradcheck_suite.measure.jax_window import compiled_window, flush_caches, memory_bytes, runner
+from gradcheck_suite.measure.launches import LARGE, SMALL, foreach_launches
+from gradcheck_suite.measure.machine import cache_bytes, regime
+from gradcheck_suite.measure.memory import window_memory
+from gradcheck_suite.measure.profile import Profile, profiled
+from gradcheck_suite.measure.workload import Size, Workload, sized_workload
 from gradcheck_suite.schema.costs import Cost, uniform_window
 
 ROUNDS = {"cpu": 15, "cuda": 50}
-HOST_ROUNDS = 9
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
@@ -64,34 +68,43 @@ def _measure(
     run: Callable[[], Any],
     setup: Callable[[], Any],
     **about: Any,
-) -> None:
+) -> Profile:
+    """Time on the device's clock, then on the host's, then profile: profiling slows a run down."""
     flush_caches = _flush(device)
 
     def prepared() -> None:
         setup()
         flush_caches()
+        settle(device)
 
     benchmark._timer = timer(device)
     benchmark.extra_info.update(about, device=device, **_bandwidths(device))
     benchmark.pedantic(run, setup=prepared, rounds=ROUNDS[device], warmup_rounds=3)
-    if device == "cuda":  # the device's events do not show time that only the host spends
-        benchmark.extra_info["host_seconds"] = _host_seconds(run, prepared)
+    if device == "cuda":
+        benchmark.extra_info["host"] = asdict(quartiles(timed(run, prepared, ROUNDS[device], device, "host")))
+    prepared()
+    profile = profiled(run, device)
+    benchmark.extra_info.update(profile=profile.operations, kernels=profile.kernels, busy_seconds=profile.busy)
     keep(benchmark)
+    return profile
 
 
-def _host_seconds(run: Callable[[], Any], setup: Callable[[], Any]) -> float:
-    clock = timer("cuda", "host")
-    seconds = []
-    for _ in range(HOST_ROUNDS):
-        setup()
-        start = clock()
-        run()
-        seconds.append(clock() - start)
-    return median(seconds)
+def _about(size: Size, dtype: str, device: str) -> dict[str, Any]:
+    gradients = size.bytes(getattr(torch, dtype))
+    return {
+        "dtype": dtype,
+        "parameters": size.total,
+        "tensors": size.tensors,
+        "layout": size.layout,
+        "gradient_bytes": gradients,
+        "regime": regime(gradients, cache_bytes(device)),
+    }
 
 
-def _about(size: Size, dtype: str) -> dict[str, Any]:
-    return {"dtype": dtype, "parameters": size.total, "tensors": size.tensors, "layout": size.layout}
+def _memory(work: Workload, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the ledger's bytes of one window: the peak, and the gradients that are alive between two windows."""
+    peak, live = window_memory(work)
+    return {"memory": {"peak": peak, "gradients_between": live["gradients"], "itemsize": dtype.itemsize}}
 
 
 def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> Cost:
@@ -99,16 +112,26 @@ def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> C
     return mode.law(uniform_window(size.tensors, size.total, getattr(torch, dtype).itemsize, micro_batches))
 
 
+def _launches(mode: ResetMode, size: Size, dtype: str) -> set[int]:
+    """Return the numbers of kernels that a reset may launch: one per operation, more where a foreach call is cut up."""
+    operations = _predicted(mode, size, dtype, 1).reset.operations
+    if mode.name != "zero_grad_foreach":
+        return {operations}
+    elements = [size.width**2] * size.tensors
+    return {foreach_launches(elements, limits) for limits in (SMALL, LARGE)}
+
+
 @pytest.mark.benchmark(group="reset")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 def test_reset(benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str) -> None:
     work = sized_workload(mode, size, 0, device=device, dtype=getattr(torch, dtype))
-    benchmark.extra_info["profile"] = profiled(work.reset, device)
     about = {"measures": "reset", "mode": mode.name, "micro_batches": 0}
     predicted = _predicted(mode, size, dtype, 1).reset.moved
-    _measure(benchmark, keep, device, work.reset, work.fill_gradients, **about, **_about(size, dtype),
-             predicted_bytes=predicted)  # fmt: skip
+    profile = _measure(benchmark, keep, device, work.reset, work.fill_gradients, **about,
+                       **_about(size, dtype, device), predicted_bytes=predicted)  # fmt: skip
+    if device == "cuda":
+        assert profile.kernels in _launches(mode, size, dtype), f"{mode.name}: {profile}"
 
 
 @pytest.mark.benchmark(group="backward")
@@ -127,7 +150,7 @@ def test_first_backward(
 
     about = {"measures": "backward", "mode": mode.name, "micro_batches": 1}
     predicted = _predicted(mode, size, dtype, 1).accumulate.moved
-    _measure(benchmark, keep, device, lambda: losses[0].backward(), setup, **about, **_about(size, dtype),
+    _measure(benchmark, keep, device, lambda: losses[0].backward(), setup, **about, **_about(size, dtype, device),
              predicted_bytes=predicted)  # fmt: skip
 
 
@@ -145,9 +168,10 @@ def test_window(
     device: str,
 ) -> None:
     work = sized_workload(mode, size, micro_batches, device=device, dtype=getattr(torch, dtype))
-    about = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
+    about: dict[str, Any] = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
     predicted = _predicted(mode, size, dtype, micro_batches).moved
-    _measure(benchmark, keep, device, work.window, lambda: None, **about, **_about(size, dtype),
+    about |= _memory(work, getattr(torch, dtype))
+    _measure(benchmark, keep, device, work.window, lambda: None, **about, **_about(size, dtype, device),
              predicted_bytes=predicted)  # fmt: skip
 
 
@@ -157,16 +181,24 @@ def test_window(
 def test_window_in_jax(
     benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, dtype: str, device: str
 ) -> None:
-    program, arguments = compiled_window(size, micro_batches, dtype, jax.devices(JAX_PLATFORM[device])[0])
+    """Time JAX on the host's clock, as it has no events, with the flush on JAX's own stream."""
+    where = jax.devices(JAX_PLATFORM[device])[0]
+    program, arguments = compiled_window(size, micro_batches, dtype, where)
     run = runner(program, arguments)
     benchmark.extra_info.update(
         measures="window",
         mode="jax_scan",
-        **_about(size, dtype),
+        **_about(size, dtype, device),
         micro_batches=micro_batches,
         device=device,
         **_bandwidths(device),
         xla_memory_bytes=memory_bytes(program),
     )
-    benchmark.pedantic(run, setup=_flush(device), rounds=ROUNDS[device], warmup_rounds=3)
+    benchmark.pedantic(run, setup=flush_caches(where), rounds=ROUNDS[device], warmup_rounds=3)
+    if device == "cuda":
+        benchmark.extra_info["host"] = _seconds_of(benchmark)
     keep(benchmark)
+
+
+def _seconds_of(benchmark: Any) -> dict[str, float]:
+    return asdict(quartiles(benchmark.stats.stats.data))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradcheck_suite.execution.environment import environment
+from gradcheck_suite.measure.machine import device_info
 from gradcheck_suite.records.store import append_record
 
 
@@ -43,15 +44,28 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
         if reports is None:
             return
         data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
-        append_record(reports, kind, data, environment=_environment())
+        found = {**_environment(), "device": device_info(request.config.getoption("--bench-device"))}
+        append_record(reports, kind, data, environment=found)
 
     return append
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Add the device, its driver and its libraries to what `--benchmark-json` says of the machine."""
+    machine_info["gradcheck_suite"] = {**_environment(), **device_info(config.getoption("--bench-device"))}
 
 
 def _seconds(benchmark: Any) -> dict[str, Any]:
     """Return the statistics of a finished benchmark, in seconds."""
     stats = benchmark.stats.stats
     return {
-        "seconds": {"min": stats.min, "median": stats.median, "mean": stats.mean, "stddev": stats.stddev},
+        "seconds": {
+            "min": stats.min,
+            "q1": stats.q1,
+            "median": stats.median,
+            "q3": stats.q3,
+            "mean": stats.mean,
+            "stddev": stats.stddev,
+        },
         "rounds": stats.rounds,
     }

@@ -38,7 +38,7 @@ def _train(model, optimizer, batches, *, set_to_none):
 
 def _allocations(run):
     """Return what the profiler saw: (bytes, names of the operations around it), negative where memory was freed."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     found = []
 

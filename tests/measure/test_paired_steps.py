@@ -1,41 +1,83 @@
-"""Paired steps: the sign test's answer, and that a mode made slower is found."""
+"""Paired steps: that a mode made slower is found, and that a disturbed measurement is told and repeated."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure import paired_steps
+from gradcheck_suite.measure.paired_steps import ATTEMPTS, StepTime, disturbance, time_paired_steps
 from gradcheck_suite.measure.workload import Size
 
 SMALL = Size(100, "few")
 
 
-@pytest.mark.parametrize(("slow", "better"), [("zero_", "none"), ("set_to_none", "zero")])
-def test_the_mode_with_the_slower_reset_is_the_slower_one(monkeypatch, slow, better):
-    """On a clock of which only the slow reset takes time, half a second."""
-    now, reset = 0.0, RESET_MODES[slow].reset
+class Clock:
+    """A clock on which only resets take time; the process computes all of it, or waits for a processor."""
 
-    def slower(parameters, optimizer):
-        nonlocal now
-        reset(parameters, optimizer)
-        now += 0.5
+    def __init__(self, monkeypatch, resets, waiting=lambda: False):
+        self.now = self.used = 0.0
+        for name, seconds in resets.items():
+            monkeypatch.setitem(RESET_MODES, name, replace(RESET_MODES[name], reset=self._spending(name, seconds)))
+        self.waiting = waiting
+        times = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.used)
+        monkeypatch.setattr(paired_steps, "time", times)
+        monkeypatch.setattr(paired_steps, "timer", lambda device: lambda: self.now)
+        monkeypatch.setattr(paired_steps, "flush", lambda device: lambda: None)
 
-    monkeypatch.setitem(RESET_MODES, slow, replace(RESET_MODES[slow], reset=slower))
-    monkeypatch.setattr(paired_steps, "timer", lambda device: lambda: now)
-    found = paired_steps.time_paired_steps(SMALL, items=1, micro_batches=2, pairs=9)
-    assert found.better == better
-    assert abs(found.saved) == 0.5
-    assert (found.zero, found.none) == ((0.5, 0.0) if slow == "zero_" else (0.0, 0.5))
+    def _spending(self, name, seconds):
+        reset = RESET_MODES[name].reset
+
+        def slower(parameters, optimizer):
+            reset(parameters, optimizer)
+            self.now += seconds
+            self.used += 0 if self.waiting() else seconds
+
+        return slower
+
+
+@pytest.mark.parametrize(("zero", "none"), [(0.5, 0.25), (0.25, 0.5)])
+def test_the_mode_with_the_slower_reset_is_the_slower_one(monkeypatch, zero, none):
+    Clock(monkeypatch, {"zero_": zero, "set_to_none": none})
+    found = time_paired_steps(SMALL, items=1, micro_batches=2, pairs=9)
+    assert (found.zero, found.none, found.saved) == (zero, none, zero - none)
+    assert found.saved_quartiles == (zero - none, zero - none)
+    assert found.faster == (9 if zero > none else 0)
     assert found.bytes_between == 4 * SMALL.total
+    assert (found.disturbed, found.attempts) == (None, 1)
 
 
-# of 12 pairs, a fair coin falls as unevenly as 10 to 2 with probability 2 * 79 / 4096 = 0.039, as 9 to 3 with 0.146
-@pytest.mark.parametrize(
-    ("faster", "better"), [(7, "neither"), (9, "neither"), (3, "neither"), (10, "none"), (2, "zero"), (12, "none")]
-)
-def test_a_sign_test_at_five_percent_decides(faster, better):
-    found = paired_steps.PairedSteps(1, 1, 1, zero=1.0, none=1.0, saved=0.0, faster=faster, pairs=12, bytes_between=4)
-    assert found.better == better
+@pytest.mark.parametrize(("busy", "attempts"), [(1, 2), (ATTEMPTS, ATTEMPTS)])
+def test_a_measurement_in_which_the_process_waited_is_repeated(monkeypatch, busy, attempts):
+    """Planted fault: another process holds the processor during the first measurements, or during all of them."""
+    measurements = 0
+    Clock(monkeypatch, {"zero_": 0.5, "set_to_none": 0.25}, waiting=lambda: measurements <= busy)
+    in_turn = paired_steps._in_turn
+
+    def counted(*args):
+        nonlocal measurements
+        measurements += 1
+        return in_turn(*args)
+
+    monkeypatch.setattr(paired_steps, "_in_turn", counted)
+    found = time_paired_steps(SMALL, items=1, micro_batches=1, pairs=5)
+    assert found.attempts == attempts
+    assert (found.disturbed is None) == (busy < ATTEMPTS)
+    if busy == ATTEMPTS:
+        assert found.disturbed == "the process waited for a processor in 100% of a step's time"
+
+
+@pytest.mark.parametrize(("processor", "told"), [(0.91, False), (0.89, True), (2.0, False)])
+def test_waiting_a_tenth_of_the_time_is_the_limit(processor, told):
+    steps = [StepTime(1.0, 1.0, processor)] * 4
+    assert (disturbance(steps, [0.1, 0.1]) is not None) == told
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.49, False), (0.51, True)])
+def test_differences_without_a_centre_are_told(spread, told):
+    """The middle half of five values, two below and two above, spans twice their distance from the median."""
+    saved = [-spread, -spread / 2, 0.0, spread / 2, spread]
+    assert (disturbance([StepTime(1.0, 1.0, 1.0)] * 10, saved) is not None) == told

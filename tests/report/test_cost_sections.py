@@ -47,26 +47,52 @@ def test_the_main_cost_of_a_slow_reset_is_the_fill_or_the_calls(tmp_path):
     assert zero[4:9] == (pytest.approx(4 / 7), pytest.approx(5 / 7), 100, pytest.approx(2), "call overhead")
 
 
-def _step(reports, saved, better, **data):
-    _record(reports, "step", items=1, micro_batches=8, zero=0.004, none=0.003, saved=saved, faster=20, pairs=21,
-            better=better, bytes_between=2**20, mode="both", **data)  # fmt: skip
+def _step(reports, saved, faster, **data):
+    _record(reports, "step", items=1, micro_batches=8, zero=0.004, none=0.003, saved=saved, faster=faster, pairs=21,
+            bytes_between=2**20, mode="both", **data)  # fmt: skip
 
 
 def test_the_decision_gives_the_share_of_a_step(tmp_path):
-    _step(tmp_path, 0.001, "none", faults=[10.4, 20.6])
-    _step(tmp_path, -0.002, "zero", parameters=5)
+    _step(tmp_path, 0.001, 20, faults=[10.4, 20.6])
+    _step(tmp_path, -0.002, 1, parameters=5)
     _record(tmp_path, "window", bytes_per_second=2**32, seconds={"median": 1.0}, mode="zero_", micro_batches=1,
             predicted_bytes=0)  # fmt: skip
     section = _section(tmp_path, "decision")
     assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
     assert "saves at most 25% of a step" in section.text[1]
+    answers = {question: answer for question, answer, _ in build(tmp_path).answers}
+    assert section.text[1] in answers["What does each cost?"]
     (table,) = section.tables
     five, thousand = table.rows
     # four times 2**20 bytes at 2**32 a second are 2**-10 seconds
-    assert five[4:10] == (4.0, 1000 / 1024, -2.0, -50.0, "20 of 21", "zero_")
-    assert thousand[4:] == (4.0, 1000 / 1024, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
+    assert five[3:9] == (4.0, 1000 / 1024, -2.0, -50.0, "1 of 21", "zero_")
+    assert thousand[3:] == (4.0, 1000 / 1024, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
     assert "Not run on a GPU" in section.missing
     assert section.commands == ("bench step",)
+
+
+def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
+    """The claim's record says what an earlier run found; the report says what its own table of steps shows."""
+    claim = {"number": "C1.8", "source": "S", "text": "t", "how": "h", "verdict": "conditional", "condition": "c",
+             "sentence": "On the CPU, of 9 settings", "figures": {"old": 1.0}, "counterexample": ""}  # fmt: skip
+    append_record(tmp_path, "claim", claim, environment={}, command="claims")
+    _step(tmp_path, 0.001, 20)
+    steps, claims = _section(tmp_path, "decision"), _section(tmp_path, "claims")
+    (row,) = claims.tables[0].rows
+    assert row[3].startswith(steps.text[1])
+    assert "of 9 settings" not in row[3]
+    assert row[4].startswith("1e+03 parameters, 1 items, K = 8: saved by releasing: +1.000 ms of 4.000 (+25%)")
+
+
+def test_a_gpu_shows_host_device_and_kernels(tmp_path):
+    gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4, "predicted_bytes": 1, "bytes_per_second": 1}
+    three = {"host": {"median": 0.009}, "busy_seconds": 0.004, "kernels": 100, "regime": "in cache"}
+    _record(tmp_path, "window", seconds={"median": 0.006}, **gpu, **three)
+    section = _section(tmp_path, "costs")
+    (window,) = (t for t in section.tables if t.caption.startswith("One window"))
+    assert 9.0 in window.rows[0]  # JAX is timed on the host's clock, so torch is compared on it
+    (times,) = (t for t in section.tables if t.caption.startswith("Host, device"))
+    assert times.rows[0][6:] == ("in cache", 9.0, 6.0, 4.0, 100)
 
 
 def test_graphs_and_captures_stand_beside_eager_times(tmp_path):

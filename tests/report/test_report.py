@@ -165,8 +165,7 @@ def test_every_section_is_there_with_its_figures(page):
     for expected in (
         "Does zero_ give the same gradients as set_to_none?",
         "Yes: 2 ways of resetting hand the optimizer the large batch's gradient",
-        "in each of 400 judged cases (float64).",
-        "a window under zero_ takes 1.50 times as long as under set_to_none",
+        "in each of the 200 cases that every one of them was judged on (float64).",
         "Of 1 claims 0 are confirmed, 1 true under a condition, 0 refuted.",
         "True where: it rains",
         "held: 1, 2.5",
@@ -224,11 +223,8 @@ def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):
     assert "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03" in section.text[1]
 
 
-def test_the_prediction_is_bytes_over_bandwidth(report):
+def test_the_minimum_of_a_reset_is_bytes_over_bandwidth(report):
     section = _section(report, "costs")
-    (table,) = (t for t in section.tables if "predicted and measured" in t.caption)
-    # 16,000 bytes at 1e10 bytes a second are 1.6 microseconds; 3 ms - 2 ms are 1 ms, a third of 3
-    assert table.rows[0][4:] == pytest.approx((0.0016, 1.0, 100 / 3))
     (resets,) = (t for t in section.tables if "alone" in t.caption)
     assert resets.rows[0][4:] == pytest.approx((0.1, 0.0004, 0.004))
 
@@ -356,8 +352,12 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
 
 def test_memory_is_shown_in_mebibytes(tmp_path):
     row = {"device": "cpu", "parameters": 10, "layout": "few", "dtype": "float32", "micro_batches": 1, "mode": "zero_"}
-    gpu = {"allocated_peak": None, "reserved_peak": None, "allocations": None}
-    bytes_ = {"gradients_between": 2**20, "peak": 3 * 2**20, "resident_peak": 5 * 2**20}
-    _record(tmp_path, "memory", **row, **bytes_, **gpu)
-    section = _section(build(tmp_path), "memory")
-    assert section.tables[0].rows == (("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None),)
+    counted = {"gradients_between": 2**20, "peak": 3 * 2**20}
+    allocator = {"requested_peak": 2**21, "allocated_peak": 2**22, "reserved_peak": 2**23}
+    counts = {"allocations": 12.0, "retries": 0, "segments": 3}
+    _record(tmp_path, "memory", **row, **counted, resident_peak=5 * 2**20, allocator=None)
+    on_gpu = {**row, "device": "cuda"}
+    _record(tmp_path, "memory", **on_gpu, **counted, resident_peak=None, allocator={**allocator, **counts})
+    cpu, gpu = _section(build(tmp_path), "memory").tables[0].rows
+    assert cpu == ("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None, None, None, None)
+    assert gpu == ("cuda", 10, "float32", 1, "zero_", 1.0, 3.0, None, 2.0, 4.0, 8.0, 12.0, 0, 3)

@@ -19,6 +19,7 @@ class Finding:
         condition: condition under which the claim is true; empty unless conditional.
         figures: name (with its unit) -> value measured or counted in this run.
         counterexample: smallest case in which the claim fails, in words or code; empty where there is none.
+        rows: measurements behind the figures that are kept as benchmark records too.
     """
 
     verdict: Verdict
@@ -26,6 +27,7 @@ class Finding:
     condition: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
     counterexample: str = ""
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         assert bool(self.condition) == (self.verdict == "conditional"), "only a `conditional` finding has a condition"

@@ -7,10 +7,12 @@ from gradcheck_suite.evidence.claims.training_under_ledger import train
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.measure.bandwidth import copy_bandwidth
 from gradcheck_suite.measure.clock import timer
-from gradcheck_suite.measure.paired_steps import time_paired_steps
+from gradcheck_suite.measure.paired_steps import ITEMS, MICRO_BATCHES, PAIRS, PARAMETERS, time_paired_steps
 from gradcheck_suite.measure.workload import Size
+from gradcheck_suite.records.step_times import answer
 
-PARAMETERS = 405e9
+VERY_LARGE = 405e9
+"""Parameters of the model that C1.7 speaks of."""
 STATED_BANDWIDTH = 2e12
 """Bandwidth that the claim states, in bytes per second."""
 FLOPS = 4e14
@@ -23,23 +25,19 @@ PASSES = bytes_saved_by_releasing(1)
 """Number of times that zero mode moves the gradients' bytes per step beyond a release; see C1.6."""
 
 
-TIMED = (10**5, 10**6, 10**7)
-"""Numbers of parameters of the models whose steps are timed."""
-
-
 def _very_large() -> Finding:
     here = copy_bandwidth("cpu", timer("cpu"))
     figures = {}
     for name, itemsize in (("float32", 4), ("bfloat16", 2)):
-        size = PARAMETERS * itemsize
+        size = VERY_LARGE * itemsize
         figures[f"{name}: one gradient of 405e9 parameters"] = f"{size / 1e12:.2f} TB"
         figures[f"{name}: moved once at 2 TB/s"] = f"{size / STATED_BANDWIDTH:.2f} s"
         figures[f"{name}: zero mode's {PASSES} passes at 2 TB/s"] = f"{PASSES * size / STATED_BANDWIDTH:.2f} s"
         figures[f"{name}: moved once at this machine's measured {here / 1e9:.1f} GB/s"] = f"{size / here:.0f} s"
     shares = {}
     for tokens in (1024, 16384, 131072, 1048576):
-        traffic = PASSES * PARAMETERS * 4 / STATED_BANDWIDTH
-        compute = OPERATIONS_PER_PARAMETER * PARAMETERS * tokens / FLOPS
+        traffic = PASSES * VERY_LARGE * 4 / STATED_BANDWIDTH
+        compute = OPERATIONS_PER_PARAMETER * VERY_LARGE * tokens / FLOPS
         shares[tokens] = traffic / (traffic + compute)
         figures[f"share of a step of {tokens:,} tokens per replica (float32, 2 TB/s, 4e14 op/s)"] = (
             f"{100 * shares[tokens]:.3g}%"
@@ -58,28 +56,18 @@ def _very_large() -> Finding:
 
 
 def _decision() -> Finding:
-    figures = {}
-    better: dict[str, list[str]] = {"none": [], "zero": [], "neither": []}
-    for parameters in TIMED:
-        for items in (1, 64):
-            for k in (1, 8):
-                found = time_paired_steps(Size(parameters, "few"), items, k, pairs=11)
-                setting = f"{parameters:.0e} parameters, {items} items, K = {k}"
-                better[found.better].append(setting)
-                figures[f"{setting}: saved by releasing"] = (
-                    f"{1000 * found.saved:+.3f} ms of {1000 * found.zero:.3f} "
-                    f"({100 * found.saved / found.zero:+.0f}%), faster in {found.faster} of {found.pairs} pairs; "
-                    f"{found.bytes_between / 2**20:.1f} MiB between steps"
-                )
+    sizes = [Size(parameters, "few") for parameters in PARAMETERS["cpu"]]
+    rows = tuple(
+        time_paired_steps(size, items, k, pairs=PAIRS).to_row(size, "cpu")
+        for size in sizes
+        for items in ITEMS
+        for k in MICRO_BATCHES
+    )
     return Finding(
         "conditional",
-        f"Of {len(figures)} settings on this machine's CPU, releasing was faster in {len(better['none'])}, zeroing in "
-        f"{len(better['zero'])}, and neither in {len(better['neither'])} (sign test over pairs of steps, 5%). Two "
-        "things decide: the share of the gradients' traffic in a step, and the cost of memory that is given back and "
-        "allocated again. A release always saves the memory of all gradients between steps.",
         condition="the time is the same or within noise; memory between steps is no constraint",
-        figures=figures,
-        counterexample="; ".join(better["none"]) or "none: releasing was faster in no setting",
+        rows=rows,
+        **answer(rows),
     )
 
 

@@ -1,0 +1,66 @@
+"""Timers on a device played by a queue, each with the mistake that it must tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch._C._autograd import DeviceType
+
+from gradcheck_suite.measure import clock
+from gradcheck_suite.measure.clock import DeviceStamp, quartiles, timed
+from gradcheck_suite.measure.profile import device_work
+
+from . import fake_cuda
+
+FLUSH, WORK = 50e-3, 5e-3
+
+
+def _timed(device, which):
+    found = timed(lambda: device.launch(WORK), lambda: device.launch(FLUSH), 3, "cuda", which)
+    assert found == pytest.approx([found[0]] * 3)
+    return found[0]
+
+
+@pytest.mark.parametrize("which", ["device", "host"])
+def test_a_round_starts_on_an_idle_device(monkeypatch, which):
+    """The device waits for the launch, then works: both clocks show both, and nothing of the flush."""
+    assert _timed(fake_cuda.install(monkeypatch), which) == pytest.approx(fake_cuda.LAUNCH + WORK)
+
+
+def test_a_missing_synchronisation_hides_the_launch(monkeypatch):
+    """Planted fault: behind the flush, which still runs, the launch costs the device nothing."""
+    device = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(clock, "settle", lambda device: None)
+    assert _timed(device, "device") == pytest.approx(WORK)
+
+
+def test_a_host_clock_that_does_not_wait_sees_the_launch_alone(monkeypatch):
+    """Planted fault: the end is stamped while the device still works."""
+    device = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(clock, "_host_seconds_after_device", lambda: device.host)
+    assert _timed(device, "host") == pytest.approx(fake_cuda.LAUNCH)
+
+
+def test_an_event_that_the_device_has_not_reached_has_no_time(monkeypatch):
+    """`DeviceStamp` waits for its event; without that the fake, as CUDA, refuses to tell the time."""
+    device = fake_cuda.install(monkeypatch)
+    start = DeviceStamp()
+    device.launch(WORK)
+    end = DeviceStamp()
+    with pytest.raises(RuntimeError, match="not ready"):
+        start.event.elapsed_time(end.event)
+    assert end - start == pytest.approx(fake_cuda.LAUNCH + WORK)
+
+
+def test_quartiles_of_five():
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == clock.Timing(2.0, 3.0, 4.0)
+
+
+def test_overlapping_kernels_keep_the_device_busy_once():
+    def event(start, end, kind=DeviceType.CUDA):
+        return SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+
+    # 0 to 10 and 5 to 12 overlap, 20 to 21 stands alone; the operation's own event on the host counts for nothing
+    events = [event(0, 10), event(5, 12), event(20, 21), event(0, 100, DeviceType.CPU)]
+    assert device_work(events) == (3, pytest.approx(13e-6))
