@@ -4,7 +4,7 @@
     pytest tests properties -n 2 --full --hypothesis-profile full     also the tests marked `full`, and more cases
     pytest properties --hypothesis-profile dev                        few new cases, while writing
     pytest properties --hypothesis-profile nightly                    many new cases
-    pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device
+    pytest tests properties --hypothesis-profile gpu -m cuda          on a CUDA device
 
 A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of that for a property
 whose examples take longer. Neither torch nor JAX is imported here: tests of plain data start in half a second.
@@ -38,12 +38,31 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--full`."""
+    """Add `--full` and `--require-cuda`."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption("--require-cuda", action="store_true", help="fail where torch or JAX sees no CUDA device")
+
+
+def _without_cuda() -> list[str]:
+    """Return which of the two frameworks sees no CUDA device, one reason for each."""
+    import jax
+    import torch
+
+    reasons = [] if torch.cuda.is_available() else [f"torch {torch.__version__} sees none"]
+    try:
+        jax.devices("gpu")
+    except RuntimeError as error:
+        reasons.append(f"jax {jax.__version__} sees none ({str(error).splitlines()[0]})")
+    return reasons
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the default profile where the command line names none."""
+    """Refuse to start where CUDA is required and missing; load the default profile where none is named."""
+    if config.getoption("--require-cuda") and (reasons := _without_cuda()):
+        raise pytest.UsageError(
+            f"--require-cuda: a CUDA device for both frameworks is needed, and {'; '.join(reasons)}. Nothing was run. "
+            "Use a machine with a GPU and CUDA builds of both, or leave the option out: CUDA tests then skip"
+        )
     if not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile(DEFAULT_PROFILE)
 

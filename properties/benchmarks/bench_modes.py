@@ -31,7 +31,7 @@ from gradcheck_suite.measure.profile import Profile, profiled
 from gradcheck_suite.measure.workload import Size, Workload, sized_workload
 from gradcheck_suite.schema.costs import Cost, uniform_window
 
-ROUNDS = {"cpu": 15, "cuda": 50}
+ROUNDS = {"cpu": 15, "cuda": 30}
 PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")

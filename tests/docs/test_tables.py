@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,11 @@ def test_every_command_has_a_section_and_every_status_a_row():
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^[a-z-]+$", (GUIDE / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in GUIDE.glob("*.md") if path.stem != "index")
+
+
+def test_the_commands_for_a_gpu_are_toxs():
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    commands = tox["testenv:gpu-installed"]["commands"].replace(" {posargs}", "").strip()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"```\n{commands}\n```" in page
