@@ -67,6 +67,10 @@ def result_lines(
         f"    {_cases(count)} could not be judged here: {' '.join(reason.split())}"
         for reason, count in result.skipped.items()
     ]
+    lines += [
+        f"    {count} of {result.windows + sum(result.windows_skipped.values())} steps could not be judged: {reason}"
+        for reason, count in result.windows_skipped.items()
+    ]
     if result.violation is not None:
         violation = [*describe_violation(result.violation), example_text(result.violation.case)]
         lines += [f"    {line}".rstrip() for line in violation]

@@ -1,4 +1,4 @@
-"""The optimizers of a run: one whose step leaves the parameters unchanged, and torch's by name."""
+"""The optimizers of a run: one whose step changes nothing, one of bounded steps, and torch's by name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,37 @@ class NoOpOptimizer(torch.optim.Optimizer):
             return closure()
 
 
+class NormalizedSGD(torch.optim.Optimizer):
+    """Gradient descent with momentum, on each parameter's gradient divided by its largest element.
+
+    No element moves by more than lr / (1 - momentum) in a step, in every dtype: no loop diverges under it.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "foreach": None, "fused": None})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any; update every parameter that has a gradient; return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not p.numel():
+                    continue
+                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                largest = gradient.abs().max()
+                direction = torch.where(largest == 0, gradient, gradient / largest)
+                state = self.state[p]
+                if "momentum_buffer" in state:
+                    direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+                state["momentum_buffer"] = direction
+                p.sub_(group["lr"] * direction)
+        return loss
+
+
 _Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, _Factory] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -33,8 +64,9 @@ OPTIMIZERS: dict[str, _Factory] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "normalized": lambda p: NormalizedSGD(p),
 }
-TAKES_SPARSE = frozenset({"sgd", "nesterov", "adagrad"})
+TAKES_SPARSE = frozenset({"normalized", "sgd", "nesterov", "adagrad"})
 """Names of the optimizers that support sparse gradients. SGD does, but not with weight decay."""
 
 

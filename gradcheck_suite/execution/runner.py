@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ class Outcome:
 
     Attributes:
         observations: one per optimizer step, in order.
-        start: values of the trainable parameters before the run, by name.
-        parameters: values of the trainable parameters after the run, by name.
+        start: values of the parameters before the run, by name.
+        parameters: values of the parameters after the run, by name.
+        start_state: the optimizer's state for each trainable parameter before the run, by name.
         raised: one line about the exception that ended the loop, or None.
         trace: the traceback of that exception, from the loop's frame on.
         timed_out: whether the loop was stopped by the time limit.
@@ -40,6 +42,7 @@ class Outcome:
     observations: list[Observation]
     start: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    start_state: dict[str, Any] = field(default_factory=dict)
     raised: str | None = None
     trace: str = ""
     timed_out: bool = False
@@ -56,11 +59,8 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
     """
     run = instance.run()
-    observer = Observer(
-        run.model, run.optimizer, limit=instance.case.plan.step_limit, trajectory=instance.case.optimizer is not None
-    )
+    observer = Observer(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
-    start = {name: p.detach().clone() for name, p in observer.parameters.items()}
     raised, trace, refused, limit = None, "", None, Limit()
     default_dtype = torch.get_default_dtype()
     try:
@@ -86,8 +86,9 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
     return Outcome(
         observations=observer.observations,
-        start=start,
-        parameters={name: p.detach() for name, p in observer.parameters.items()},
+        start=observer.start,
+        start_state=observer.start_state,
+        parameters=observer.values(),
         raised=None if endless else raised,
         trace=trace,
         timed_out=timed_out,

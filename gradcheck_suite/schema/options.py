@@ -9,7 +9,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.case import DEVICES, DTYPES
 from gradcheck_suite.schema.contract import checked_assumptions, checked_autocast
 
-OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop")
+OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "normalized")
 """The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
 DEFAULT_TIME_LIMIT = 30.0
 """Seconds that the loop may take on one case; a generated case takes milliseconds."""

@@ -73,6 +73,8 @@ class Verdict:
         finding: a finding about the problem or a framework, for which no loop is to blame, or None.
         ratio: largest ratio of error to allowed error among all compared elements.
         skipped: why the case could not be judged, such as an operation that torch lacks for the dtype, or None.
+        windows: number of optimizer steps whose gradient was judged.
+        windows_skipped: reason why gradients of steps were not judged -> number of such steps.
     """
 
     case: Case
@@ -80,6 +82,8 @@ class Verdict:
     finding: str | None = None
     ratio: float = 0.0
     skipped: str | None = None
+    windows: int = 0
+    windows_skipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -105,6 +109,8 @@ class Result:
         interrupted: whether the run was interrupted before its end.
         second_opinion: for a user's problem, a sentence about the windows that JAX computed; None otherwise.
         judged: number of cases that were judged; if it is 0, there is no verdict on the loop.
+        windows: number of optimizer steps whose gradient was judged.
+        windows_skipped: reason why gradients of steps were not judged, in cases that were -> number of such steps.
     """
 
     loop: str
@@ -120,6 +126,8 @@ class Result:
     second_opinion: str | None = None
     judged: int = 0
     autocast: str | None = None
+    windows: int = 0
+    windows_skipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -140,6 +148,8 @@ class Result:
             "findings": list(self.findings),
             "second_opinion": self.second_opinion,
             "skipped": dict(self.skipped),
+            "windows": self.windows,
+            "windows_skipped": dict(self.windows_skipped),
             "interrupted": self.interrupted,
             "violation": self.violation and self.violation.to_json(self.found_after),
         }

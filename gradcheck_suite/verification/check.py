@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,7 @@ from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.instance import generated_instance, user_instance
-from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.execution.optimizers import OPTIMIZERS
-from gradcheck_suite.execution.parameters import drift, replayed
+from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
 from gradcheck_suite.numerics.comparison import Comparison, Vector
@@ -31,12 +30,19 @@ from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.verification.batch_dependence import batch_dependence
+from gradcheck_suite.verification.parameters import Trajectory
 from gradcheck_suite.verification.separability import objective_fault
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
 FEW_DRAWS = 4
 """Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
 as wide as the whole number's: what lies beyond it is wrong all the more, what lies within is measured again."""
+DIVERGED = "the parameters have diverged under the optimizer"
+"""Why gradients are not judged whose finiteness depends on the order of operations."""
+FAR = 16.0
+"""Factor of the largest initial value from which on a gradient may overflow in one order of operations alone."""
+NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
+"""Why gradients are not judged that no correct loop has finite."""
 UNNAMED = Diagnosis("", "")
 """In place of a diagnosis for which the loop would have to run again."""
 
@@ -151,7 +157,6 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
 
 def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
     """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
-    shrinking = runner is None
     case = reference.instance.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
@@ -167,26 +172,61 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
     if outcome.endless or len(outcome.observations) != case.plan.steps:
         named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
         return Verdict(case, Violation("step-count", named.name, named.sentence, case))
-    ratio, per_epoch = 0.0, len(case.plan.windows)
+    return _judge_steps(reference, outcome, runner, autocast)
+
+
+def _judge_steps(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
+    """Judge step by step: the parameters before a step, then its gradients, then the parameters after it."""
+    case = reference.instance.case
+    trajectory, ratio = Trajectory(case, outcome), 0.0
+    judged, skipped = 0, Counter[str]()
     for step, observation in enumerate(outcome.observations):
-        epoch, index = divmod(step, per_epoch)
-        if _diverged(observation):
-            return Verdict(case, ratio=ratio)
-        window = reference.window(index, observation.parameters or None, autocast)
-        seen = reference.flat(observation.gradients)
-        if shrinking and window.bound.is_torchs(seen):
-            continue
-        if observation.parameters and not np.isfinite(window.expected).all():
-            return Verdict(case, ratio=ratio)
-        comparison = _compare(window, seen, shrinking=shrinking)
-        if comparison.ratio > 1:
-            if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
-                return Verdict(case, Violation("not-accumulable", "not-accumulable", fault, case))
-            known = undeclared_autocast(window, observation, outcome.compute)
-            return Verdict(case, _gradient_violation(window, observation, comparison, epoch, runner, known))
-        ratio = max(ratio, comparison.ratio)
-    violation = _parameters_violation(reference, outcome)
-    return Verdict(case, violation, ratio=ratio)
+        if violation := trajectory.before(step):
+            return Verdict(case, violation, ratio=ratio)
+        for evaluation in observation.evaluations:
+            found = _judge_gradients(reference, outcome, step, evaluation, runner, autocast)
+            if isinstance(found, Violation):
+                return Verdict(case, found, ratio=ratio)
+            if isinstance(found, str):
+                skipped[found] += 1
+            else:
+                judged, ratio = judged + 1, max(ratio, found)
+        if violation := trajectory.at(step):
+            return Verdict(case, violation, ratio=ratio)
+    unjudged = None if judged else next(iter(skipped))
+    return Verdict(case, trajectory.end(), ratio=ratio, skipped=unjudged, windows=judged, windows_skipped=dict(skipped))
+
+
+def _judge_gradients(
+    reference: Reference,
+    outcome: Outcome,
+    step: int,
+    evaluation: Evaluation,
+    runner: LoopRunner | None,
+    autocast: Compute,
+) -> float | str | Violation:
+    """Return error over allowed of the gradients that a step used, or why they cannot be judged, or the violation."""
+    case = reference.instance.case
+    moved = case.optimizer is not None
+    if moved and _diverged(evaluation):
+        return DIVERGED
+    epoch, index = divmod(step, len(case.plan.windows))
+    seen = reference.flat(evaluation.gradients)
+    try:
+        window = reference.window(index, evaluation.parameters if moved else None, autocast)
+        if runner is None and window.bound.is_torchs(seen):
+            return 0.0
+        if moved and not np.isfinite(window.expected).all() and _is_far(reference, evaluation):
+            return NOT_FINITE
+        comparison = _compare(window, seen, shrinking=runner is None)
+    except CannotJudgeError as error:
+        return str(error)
+    if comparison.ratio <= 1:
+        return comparison.ratio
+    if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
+        return Violation("not-accumulable", "not-accumulable", fault, case)
+    known = undeclared_autocast(window, evaluation, outcome.compute)
+    return _gradient_violation(window, evaluation, comparison, epoch, runner, known)
 
 
 def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Comparison:
@@ -195,13 +235,19 @@ def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Comparison
     return window.compare(observed)
 
 
-def _diverged(observation: Observation) -> bool:
+def _diverged(evaluation: Evaluation) -> bool:
     """Whether a real optimizer has taken the parameters where products of a few of them overflow.
 
     From there on what is finite depends on the order of operations, and a sound loop diverges like any other.
     """
-    values = observation.parameters.values()
+    values = evaluation.parameters.values()
     return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+
+
+def _is_far(reference: Reference, evaluation: Evaluation) -> bool:
+    """Whether some parameter is far larger than all were at first, so that the order of operations may overflow."""
+    first = max((float(np.abs(value).max(initial=0.0)) for value in reference.values64.values()), default=0.0)
+    return any(bool((p.abs() > FAR * max(1.0, first)).any()) for p in evaluation.parameters.values())
 
 
 def _fitted(window: Window, comparison: Comparison, epoch: int) -> Diagnosis:
@@ -213,7 +259,7 @@ def _fitted(window: Window, comparison: Comparison, epoch: int) -> Diagnosis:
 
 def _gradient_violation(
     window: Window,
-    observation: Observation,
+    evaluation: Evaluation,
     comparison: Comparison,
     epoch: int,
     runner: LoopRunner | None,
@@ -223,7 +269,7 @@ def _gradient_violation(
 
     Args:
         window: in which the gradient is wrong.
-        observation: the step.
+        evaluation: what the step used.
         comparison: of the gradient with the window's.
         epoch: of the step.
         runner: runs the loop again for a diagnosis; None while shrinking.
@@ -231,7 +277,7 @@ def _gradient_violation(
     """
     layout, worst = comparison.layout, comparison.worst
     parameter, _ = layout.place(worst.index)
-    seen = observation.gradients[parameter]
+    seen = evaluation.gradients[parameter]
     kind: ViolationKind = "gradient"
     if seen is None:
         kind = "none-pattern"
@@ -258,32 +304,5 @@ def _gradient_violation(
         error=worst.error,
         allowed=worst.allowed,
         details=named.details,
-        evidence=replace(comparison, missing=frozenset(n for n, g in observation.gradients.items() if g is None)),
+        evidence=replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)),
     )
-
-
-def _parameters_violation(reference: Reference, outcome: Outcome) -> Violation | None:
-    """Hold the parameters against a replay: the same optimizer, stepped on the gradients that were observed."""
-    case = reference.instance.case
-    expected = outcome.start
-    if case.optimizer is not None:
-        expected = replayed(OPTIMIZERS[case.optimizer], outcome.start, outcome.observations)
-    if _diverged(Observation({}, expected if case.optimizer else {})):
-        return None
-    for name, value in outcome.parameters.items():
-        error, allowed = drift(value, expected[name], case.plan.steps)
-        if not error <= allowed:
-            explanation = (
-                f"{name} ends up elsewhere than {case.optimizer or 'a step that changes nothing'} takes it "
-                "on the very gradients that were observed: something else than the step changed it"
-            )
-            return Violation(
-                "parameters",
-                "parameter-drift",
-                explanation,
-                case,
-                parameter=name,
-                error=error,
-                allowed=allowed,
-            )
-    return None

@@ -69,6 +69,8 @@ class Search:
         self.skipped: Counter[str] = Counter()
         self.found_after: int | None = None
         self.judged = 0
+        self.windows = 0
+        self.windows_skipped: Counter[str] = Counter()
         self.users_cases: list[Case] = []
         self._trail: list[Violation] = []
         self._fitting: frozenset[str] = frozenset()
@@ -175,6 +177,8 @@ class Search:
             self.skipped[verdict.skipped] += 1
         elif not verdict.finding:
             self.judged += 1
+            self.windows += verdict.windows
+            self.windows_skipped.update(verdict.windows_skipped)
             if self._problem is not None:
                 self.users_cases.append(verdict.case)
         if self._progress is not None:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.execution.autocast import Compute
-from gradcheck_suite.execution.observer import Observation
+from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.window import Window
 
 
-def undeclared_autocast(window: Window, observation: Observation, compute: Compute) -> Diagnosis | None:
+def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right but for the rounding errors of autocast, else None.
 
     Args:
         window: in which the gradient is wrong in the precision that the loop declares.
-        observation: the step.
+        evaluation: what the step used.
         compute: the autocast dtype that the loop's losses were computed in, or None.
     """
     reference = window.reference
     name = reference.instance.case.dtype
     if compute is None or UNIT_ROUNDOFF[compute] <= UNIT_ROUNDOFF[name]:
         return None
-    wider = reference.window(window.index, observation.parameters or None, compute)
+    wider = reference.window(window.index, evaluation.parameters if window.moved else None, compute)
     try:
-        if wider.compare(reference.flat(observation.gradients)).ratio > 1:
+        if wider.compare(reference.flat(evaluation.gradients)).ratio > 1:
             return None
     except CannotJudgeError:
         return None

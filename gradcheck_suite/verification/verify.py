@@ -125,6 +125,8 @@ def verify(
         skipped=dict(search.skipped),
         interrupted=interrupted,
         judged=search.judged,
+        windows=search.windows,
+        windows_skipped=dict(search.windows_skipped),
         second_opinion=None if opinion is None else opinion.summary(),
     )
 

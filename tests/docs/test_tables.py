@@ -43,12 +43,12 @@ def _first_cells(text: str) -> list[str]:
 def diagnoses_in(source: str) -> Iterator[str]:
     """Yield the diagnoses that a source can name.
 
-    They stand as the first argument of `Diagnosis`, as the second of `Violation`, in what is assigned to `diagnosis`,
-    alone or as one of several, and as the first of what a function returns to be assigned so.
+    They stand as the first argument of `Diagnosis` and `ParameterFault`, as the second of `Violation`, in what is
+    assigned to `diagnosis`, alone or as one of several, and as the first of what a function returns to be assigned so.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            place = {"Diagnosis": 0, "Violation": 1}.get(node.func.id)
+            place = {"Diagnosis": 0, "ParameterFault": 0, "Violation": 1}.get(node.func.id)
             if place is not None:
                 yield from _names(node.args[place])
         elif isinstance(node, ast.Assign):

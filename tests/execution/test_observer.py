@@ -112,7 +112,7 @@ def test_a_closure_that_is_run_twice_is_one_step():
 def test_a_real_optimizer_gets_its_closures_loss_and_the_settings_are_kept():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    observer = Observer(model, optimizer, limit=10, trajectory=True)
+    observer = Observer(model, optimizer, limit=10)
     start = model.weight.item()
     optimizer.step(lambda: model(torch.ones(1, 1)).sum().backward() or 7)
     assert observer.observations[0].parameters["weight"].item() == start
@@ -122,7 +122,7 @@ def test_a_real_optimizer_gets_its_closures_loss_and_the_settings_are_kept():
 def test_values_and_settings_are_kept_for_a_trajectory():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    observer = Observer(model, optimizer, limit=10, trajectory=True)
+    observer = Observer(model, optimizer, limit=10)
     before = model.weight.item()
     model.weight.grad = torch.ones(1, 1)
     optimizer.step()
@@ -133,13 +133,7 @@ def test_values_and_settings_are_kept_for_a_trajectory():
     assert second.parameters["weight"].item() == pytest.approx(before - 0.5)
     assert (first.settings[0]["lr"], second.settings[0]["lr"]) == (0.5, 0.25)
     assert "params" not in first.settings[0]
-
-
-def test_without_a_trajectory_they_are_not():
-    optimizer, observer = _observed(_model())
-    optimizer.step()
-    assert observer.observations[0].parameters == {}
-    assert observer.observations[0].settings == []
+    assert first.groups == [["weight", "bias"]]
 
 
 def test_too_many_steps_are_stopped_and_written_down():

@@ -13,7 +13,7 @@ import numpy as np
 from gradcheck_suite.execution.batches import loader_over, to_dtype
 from gradcheck_suite.execution.observer import Observer
 from gradcheck_suite.execution.pairs import Pairs
-from gradcheck_suite.execution.parameters import replayed, structure
+from gradcheck_suite.execution.parameters import structure
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.torch_reference import parameter_gradients
 from gradcheck_suite.report.scripts import runtime
@@ -54,7 +54,7 @@ run = TrainingRun(
     device=DEVICE,
     dtype=DTYPE,
 )
-observer = Observer(model, optimizer, limit={plan.step_limit}, trajectory={trajectory})
+observer = Observer(model, optimizer, limit={plan.step_limit})
 torch.manual_seed({seed})"""
 
 
@@ -112,7 +112,7 @@ def main_text(violation: Violation, reduction: str, time_limit_s: float | None, 
         case, limit = violation.case, ""
         if violation.diagnosis in HANGS and time_limit_s:
             limit = f", seconds={time_limit_s:g}"
-        run = RUN.format(plan=case.plan, reduction=reduction, trajectory=case.optimizer is not None, seed=case.seed)
+        run = RUN.format(plan=case.plan, reduction=reduction, seed=case.seed)
         body = [run, *_check(violation, f"right = completes(loop, run, observer{limit})", sources)]
     return MAIN.format(body=textwrap.indent("\n".join(body), "    "))
 
@@ -136,12 +136,8 @@ def _check(violation: Violation, completes: str, sources: CopiedSource) -> list[
         sources.copy(structure, runtime.structure_is_kept)
         return ["before = structure(model)", f"{completes} and structure_is_kept(before, model)"]
     sources.copy(runtime.parameters_are_right)
-    start = "start = {name: p.detach().clone() for name, p in observer.parameters.items()}"
-    expected = "start"
-    if violation.case.optimizer is not None:
-        sources.copy(replayed)
-        expected = "replayed(make_optimizer, start, observer.observations)"
-    return [start, f"{completes} and parameters_are_right(observer.parameters, {expected}, {plan.steps})"]
+    make = "None" if violation.case.optimizer is None else "make_optimizer"
+    return [f"{completes} and parameters_are_right(observer, {make})"]
 
 
 def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:

@@ -19,8 +19,17 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.execution.observer import Observer, TooManySteps
-from gradcheck_suite.execution.parameters import Structure, drift, structure, structure_changes
+from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
+from gradcheck_suite.execution.parameters import Structure, structure, structure_changes
+from gradcheck_suite.execution.replay import (
+    MakeOptimizer,
+    ParameterFault,
+    Values,
+    at_start,
+    fault_before,
+    fault_between,
+    fault_of_step,
+)
 from gradcheck_suite.numerics.comparison import elementwise_error
 from gradcheck_suite.references.torch_reference import parameter_gradients
 from gradcheck_suite.schema.contract import Batch, Loop, TrainingRun
@@ -130,14 +139,34 @@ def structure_is_kept(before: Structure, model: torch.nn.Module) -> bool:
     return changes is None
 
 
-def parameters_are_right(
-    observed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], steps: int
-) -> bool:
-    """Return whether the parameters are, up to rounding, where the optimizer alone takes them."""
-    errors = {name: drift(p.detach(), expected[name], steps) for name, p in observed.items()}
-    for name, (error, allowed) in errors.items():
-        print(f"{name} after the last step: error {error:.3g}, allowed {allowed:.3g}")
-    return all(error <= allowed for error, allowed in errors.values())
+def first_fault(
+    make_optimizer: MakeOptimizer | None, start: Observation, observations: list[Observation], end: Values
+) -> ParameterFault | None:
+    """Return the first fault of the parameters in a run, or None.
+
+    Args:
+        make_optimizer: parameters -> the optimizer; None for one whose step changes nothing.
+        start: `at_start` of the run.
+        observations: one per step, in order.
+        end: the parameters after the run.
+    """
+    previous = start
+    for observation in observations:
+        fault = fault_before(previous, observation, start.after, moves=make_optimizer is not None)
+        if fault := fault or fault_of_step(make_optimizer, previous, observation):
+            return fault
+        previous = observation
+    return fault_between(previous, end, start.after)
+
+
+def parameters_are_right(observer: Observer, make_optimizer: MakeOptimizer | None) -> bool:
+    """Return whether the optimizer's steps alone changed the parameters; None is one whose step changes nothing."""
+    start, end = at_start(observer.start, observer.start_state), observer.values()
+    fault = first_fault(make_optimizer, start, observer.observations, end)
+    print(f"parameters: {fault.sentence if fault else 'the optimizer alone changed them'}")
+    if fault and fault.error is not None:
+        print(f"{fault.parameter}: error {fault.error:.3g}, allowed {fault.allowed:.3g}")
+    return fault is None
 
 
 def is_sum_over_items(

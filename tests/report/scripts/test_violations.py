@@ -43,6 +43,18 @@ def freezes(run):
     next(run.model.parameters()).requires_grad_(False)
 
 
+def decays_after_an_indirect_step(run):
+    def hook(optimizer, args, kwargs):
+        def closure(inner=kwargs["closure"]):
+            inner()
+            next(run.model.parameters()).data.mul_(0.9)
+
+        return args, {**kwargs, "closure": closure}
+
+    run.optimizer.register_step_pre_hook(hook)
+    plain(run)
+
+
 def fills(value):
     def loop(run):
         for window in windows(run):
@@ -83,6 +95,9 @@ def assert_script_is_right(loop, case, problem=None):
 def executed():
     """The source of every function that the suite calls to judge sound loops."""
     with executed_functions() as functions:
+        # how far parameters are off is computed for a fault alone, and its bound for an indirect call of the closure
+        for loop in (faults.updates_by_hand_as_well, decays_after_an_indirect_step):
+            check(loop, Case(LINEAR, Plan((1, 2), 2), seed=96, optimizer="momentum"))
         for optimizer in (None, "momentum"):
             # a seed of its own, since references are kept
             check(plain, Case(LINEAR, Plan((1, 2), 2), seed=97, optimizer=optimizer))
@@ -102,6 +117,7 @@ def executed():
         (tail_dropped, "step-count"),
         (faults.step_per_micro_batch, "step-count"),
         (faults.updates_by_hand_as_well, "parameters"),
+        (decays_after_an_indirect_step, "parameters"),
         (freezes, "parameters"),
         (exits, "raised"),
     ],

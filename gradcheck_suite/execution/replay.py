@@ -1,0 +1,211 @@
+"""Checks that parameters move by the optimizer's steps alone: each step is computed again from what it started with.
+
+Stand-alone scripts copy these functions, which therefore need torch alone. A step that is computed again by the same
+code on the same values has the same bits: no error is allowed. Compiled code may round otherwise: see `rounding`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gradcheck_suite.execution.observer import Observation, copied, is_same, same_tree
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Values = Mapping[str, torch.Tensor]
+ROUNDINGS = 32
+"""Rounded operations by which an optimizer computes one element; Adam with weight decay has fewer than 20."""
+NUDGE = 2.0**-20
+"""Relative change of an input by which `rounding` measures, in float64, how the result depends on this input."""
+
+
+@dataclass(frozen=True)
+class ParameterFault:
+    """A parameter or its optimizer state that changed otherwise than by the optimizer's steps.
+
+    Attributes:
+        diagnosis: the name of the fault.
+        parameter: name of the parameter.
+        sentence: what was observed.
+        error: largest |observed - expected| of an element, NaN where one of them is NaN; None for a fault of the state.
+        allowed: the largest error that rounding explains; 0 where the same code computes the same step.
+    """
+
+    diagnosis: str
+    parameter: str
+    sentence: str
+    error: float | None = None
+    allowed: float = 0.0
+
+
+def at_start(start: Values, state: Mapping[str, Any]) -> Observation:
+    """Return an observation without a step, which left the parameters and the state as they are before the run."""
+    return Observation((), dict(start), [], [], state_after=dict(state))
+
+
+def fault_between(
+    previous: Observation, found: Values, start: Values, state: Mapping[str, Any] | None = None
+) -> ParameterFault | None:
+    """Return how parameters or state differ from those that the previous step left, or None.
+
+    Args:
+        previous: the previous step.
+        found: the parameters before the next step, or after the run.
+        start: the parameters before the run.
+        state: the optimizer's state before the next step; None after the run.
+    """
+    when = "after the last step" if state is None else "between two steps"
+    if not previous.evaluations:
+        when = "before the first step"
+    for name, value in found.items():
+        left = previous.after[name]
+        if is_same(left, value):
+            continue
+        sentence = f"something other than optimizer.step() changed {name} {when}"
+        undone = previous.evaluations and is_same(previous.evaluations[0].parameters[name], value)
+        if undone:
+            sentence += ": it has the value from before the step again"
+        elif is_same(start[name], value):
+            sentence += ": it has its initial value again"
+        return ParameterFault("parameter-drift", name, sentence, largest_error(value, left))
+    for name, kept in ({} if state is None else previous.state_after).items():
+        assert state is not None
+        if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
+            sentence = f"the optimizer's state of {name} was lost {when}: {', '.join(lost)}"
+            return ParameterFault("optimizer-state-lost", name, sentence)
+        if changed := sorted(str(key) for key, value in kept.items() if not same_tree(value, state[name][key])):
+            sentence = f"something other than optimizer.step() changed the state of {name} {when}: {', '.join(changed)}"
+            return ParameterFault("optimizer-state-changed", name, sentence)
+    return None
+
+
+def fault_before(
+    previous: Observation, observation: Observation, start: Values, *, moves: bool
+) -> ParameterFault | None:
+    """Return what keeps a step from continuing where the previous one ended, or None.
+
+    Args:
+        previous: the previous step.
+        observation: the step.
+        start: the parameters before the run.
+        moves: whether the optimizer's steps change the parameters in its groups.
+    """
+    if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
+        return fault
+    held = {name for group in observation.groups for name in group}
+    for name in observation.gradients if moves else ():
+        if name not in held:
+            sentence = f"{name} is in no parameter group of the optimizer at the step, which does not change it"
+            return ParameterFault("parameter-not-updated", name, sentence)
+    return None
+
+
+def fault_of_step(
+    make_optimizer: MakeOptimizer | None, previous: Observation, observation: Observation
+) -> ParameterFault | None:
+    """Return how a step changed parameters otherwise than the optimizer does on its gradients, or None.
+
+    Args:
+        make_optimizer: parameters -> the optimizer; None for one whose step changes nothing.
+        previous: the previous step, whose state this one continues.
+        observation: the step.
+    """
+    before, after = observation.evaluations[0].parameters, observation.after
+    expected, who = before, "the optimizer of this case"
+    if make_optimizer is not None:
+        expected = {**before, **stepped(make_optimizer, observation, previous.state_after)}
+        who = "the same optimizer, computed again,"
+    differing = [name for name, value in after.items() if not is_same(expected[name], value)]
+    if not differing:
+        return None
+    allowed = dict.fromkeys(differing, 0.0)
+    if make_optimizer is not None and not observation.eager:
+        allowed = rounding(make_optimizer, observation, previous.state_after)
+    for name in differing:
+        error = largest_error(after[name], expected[name])
+        if error <= allowed[name]:
+            continue
+        if is_same(before[name], after[name]):
+            sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
+            return ParameterFault("parameter-not-updated", name, sentence, error, allowed[name])
+        sentence = f"the step changed {name} otherwise than {who} does on the same gradients, settings and state"
+        return ParameterFault("wrong-update", name, sentence, error, allowed[name])
+    return None
+
+
+def stepped(
+    make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the trainable parameters after the step, computed again: gradients, settings and state as observed."""
+    first = observation.evaluations[0].parameters
+    parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
+    optimizer = make_optimizer(list(parameters.values()))
+    optimizer.param_groups = [
+        {**copied(settings), "params": [parameters[name] for name in names]}
+        for settings, names in zip(observation.settings, observation.groups, strict=True)
+    ]
+    optimizer.state = defaultdict(dict, {parameters[name]: copied(kept) for name, kept in state.items()})
+    evaluations = iter(observation.evaluations)
+
+    def closure() -> Any:
+        evaluation = next(evaluations, observation.evaluations[-1])
+        for name, p in parameters.items():
+            seen = evaluation.sparse.get(name, evaluation.gradients[name])
+            p.grad = None if seen is None else seen.clone()
+        return evaluation.loss
+
+    step = type(optimizer).step
+    # without hooks: a loop may have registered global ones
+    getattr(step, "__wrapped__", step)(optimizer, closure)
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def rounding(make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much two computations of one step may differ in each parameter, if they round in other orders.
+
+    Each rounded operation changes an intermediate value by at most one unit roundoff u of its size. To first order, the
+    result changes by no more than if an input (parameters, gradients, an entry of the state) changed by u of its size.
+    So the step is computed in float64 with each input changed in turn. The bound is `ROUNDINGS` times the sum of these
+    changes, and one rounding of each result (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    """
+
+    def wide(factors: Mapping[str, float]) -> dict[str, torch.Tensor]:
+        def scaled(value: Any, what: str) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(torch.float64) * factors.get(what, 1.0)
+            return value
+
+        evaluations = tuple(
+            replace(
+                e,
+                gradients={name: scaled(g, "gradients") for name, g in e.gradients.items()},
+                parameters={name: scaled(p, "parameters") for name, p in e.parameters.items()},
+                sparse={name: scaled(g, "gradients") for name, g in e.sparse.items()},
+            )
+            for e in observation.evaluations
+        )
+        kept = {name: {key: scaled(value, key) for key, value in entries.items()} for name, entries in state.items()}
+        return stepped(make_optimizer, replace(observation, evaluations=evaluations), kept)
+
+    exact = wide({})
+    keys = {key for entries in state.values() for key in entries if key != "step"}
+    changed = [wide({what: 1 + NUDGE}) for what in ("parameters", "gradients", *sorted(keys))]
+    allowed = {}
+    for name, value in exact.items():
+        u = torch.finfo(observation.after[name].dtype).eps / 2
+        terms = [(other[name] - value).abs() / NUDGE for other in changed]
+        bound = ROUNDINGS * u * torch.stack(terms).sum(0) + 2 * u * value.abs()
+        allowed[name] = float(bound.max()) if bound.numel() else 0.0
+    return allowed
+
+
+def largest_error(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest |observed - expected|; NaN where an element of either is."""
+    if observed.shape != expected.shape or not expected.numel():
+        return 0.0 if observed.shape == expected.shape else float("inf")
+    wide = torch.promote_types(torch.float64, expected.dtype)
+    return float((observed.detach().to("cpu", wide) - expected.to("cpu", wide)).abs().max())

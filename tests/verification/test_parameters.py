@@ -1,0 +1,361 @@
+"""Faults of parameters and of the optimizer's state are found in every dtype; loops that leave both alone hold."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+
+SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
+    Loss("mse", reduction="mean"),
+)
+CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+def _around_steps(*, after=lambda run, step: None, once=lambda run: None):
+    """Return a sound loop that does something after each step, and once at its start."""
+
+    def loop(run):
+        once(run)
+        for step, window in enumerate(windows(run)):
+            run.optimizer.zero_grad()
+            backward_window(run, window)
+            run.optimizer.step()
+            after(run, step)
+
+    return loop
+
+
+def _each(change):
+    def on(run, step=0):
+        with torch.no_grad():
+            for p in run.model.parameters():
+                change(p)
+
+    return on
+
+
+def _at(steps, change):
+    return lambda run, step: change(run, step) if step in steps else None
+
+
+def _last_bit(p):
+    p.copy_(torch.nextafter(p.float(), torch.tensor(9.0)) if p.dtype == torch.float32 else p * (1 + 2.0**-7))
+
+
+def _decayed_again(run, step):
+    (group,) = run.optimizer.param_groups
+    _each(lambda p: p.mul_(1 - group.get("lr", 0.0) * 0.5))(run)
+
+
+def _reset_each_epoch(run):
+    start = copy.deepcopy(run.model.state_dict())
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+        if len(window) == 1:  # the last window of an epoch
+            run.model.load_state_dict(start)
+
+
+def _undone(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        before = copy.deepcopy(run.model.state_dict())
+        run.optimizer.step()
+        run.model.load_state_dict(before)
+
+
+def _swapped(run, step):
+    first, second = run.model.get_parameter("0.bias"), run.model.get_parameter("2.bias")
+    state = run.optimizer.state
+    state[first], state[second] = state[second], state[first]
+
+
+def _zeroed(run, step):
+    for kept in run.optimizer.state.values():
+        kept["momentum_buffer"].zero_()
+
+
+def _left_out(run, step):
+    (group,) = run.optimizer.param_groups
+    group["params"] = group["params"][1:]
+
+
+def _edited_by_a_later_post_hook(run):
+    run.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: _each(lambda p: p.mul_(0.8))(run))
+
+
+def _edited_after_the_closure(run):
+    def hook(optimizer, args, kwargs):
+        def closure(inner=kwargs["closure"]):
+            inner()
+            for p in run.model.parameters():
+                p.grad.mul_(2)
+
+        return args, {**kwargs, "closure": closure}
+
+    run.optimizer.register_step_pre_hook(hook)
+
+
+FAULTS = {
+    "all weights times 0.8": (_around_steps(after=_each(lambda p: p.mul_(0.8))), "parameter-drift", ""),
+    "a unit in the last place": (_around_steps(after=_at({3}, _each(_last_bit))), "parameter-drift", ""),
+    "after the last step": (_around_steps(after=_at({5}, _each(_last_bit))), "parameter-drift", "after the last"),
+    "before the first step": (_around_steps(once=_each(_last_bit)), "parameter-drift", "before the first step"),
+    "NaN": (_around_steps(after=_at({1}, _each(lambda p: p.fill_(torch.nan)))), "parameter-drift", ""),
+    "noise": (_around_steps(after=_each(lambda p: p.add_(0.1 * torch.randn_like(p)))), "parameter-drift", ""),
+    "weight decay by hand": (_around_steps(after=_decayed_again), "parameter-drift", "between two steps"),
+    "initial values": (_reset_each_epoch, "parameter-drift", "its initial value again"),
+    "undone": (_undone, "parameter-drift", "the value from before the step again"),
+    "later post hook": (_around_steps(once=_edited_by_a_later_post_hook), "parameter-drift", ""),
+    "state cleared": (
+        _around_steps(after=_at({2}, lambda run, step: run.optimizer.state.clear())),
+        "optimizer-state-lost",
+        "momentum_buffer",
+    ),
+    "state zeroed": (_around_steps(after=_at({2}, _zeroed)), "optimizer-state-changed", "momentum_buffer"),
+    "state swapped": (_around_steps(after=_at({2}, _swapped)), "optimizer-state-changed", "momentum_buffer"),
+    "left out": (_around_steps(after=_at({1}, _left_out)), "parameter-not-updated", "0.weight is in no"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_parameters_or_state_is_found_and_named(name, dtype):
+    loop, diagnosis, said = FAULTS[name]
+    for optimizer in ("normalized", "momentum"):
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        assert violation is not None, optimizer
+        assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis)
+        assert said in violation.explanation
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault_of_the_gradient(dtype):
+    for name, (loop, diagnosis, _) in FAULTS.items():
+        if diagnosis != "parameter-drift" or name in ("undone", "weight decay by hand", "initial values"):
+            continue
+        violation = check(loop, CASE.replace(dtype=dtype)).violation
+        assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
+
+
+@pytest.mark.parametrize(("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)])
+def test_the_window_after_the_change_is_named(name, step):
+    violation = check(FAULTS[name][0], CASE.replace(optimizer="normalized")).violation
+    assert (violation.epoch, violation.window) == divmod(step, 3)
+    assert violation.parameter == "0.weight"
+    assert violation.error > violation.allowed == 0
+
+
+def _edited_by_a_later_pre_hook(run):
+    def hook(optimizer, args, kwargs):
+        for p in run.model.parameters():
+            p.grad.mul_(2)
+
+    run.optimizer.register_step_pre_hook(hook)
+
+
+def _edited_by_a_global_hook(run):
+    def hook(optimizer, args, kwargs):
+        for p in run.model.parameters():
+            p.grad.mul_(2)
+
+    handle = register_optimizer_step_pre_hook(hook)
+    _around_steps()(run)
+    handle.remove()
+
+
+def _edited_in_a_hook_that_drops_the_closure(run):
+    def hook(optimizer, args, kwargs):
+        for p in run.model.parameters():
+            p.grad.mul_(2)
+        return args, {}
+
+    run.optimizer.register_step_pre_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        _around_steps(once=_edited_by_a_later_pre_hook),
+        _around_steps(once=_edited_after_the_closure),
+        _around_steps(once=_edited_in_a_hook_that_drops_the_closure),
+        _edited_by_a_global_hook,
+    ],
+)
+@pytest.mark.parametrize("optimizer", [None, "normalized", "momentum"])
+def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, optimizer):
+    for dtype in DTYPES:
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+
+
+# gradients that are not those of the parameters at the step
+
+
+def _on_a_stale_copy(run):
+    stale = copy.deepcopy(run.model)
+    for window in windows(run):
+        total = window_count(run, window)
+        stale.zero_grad()
+        for batch in window:
+            part = run.loss(stale, batch)
+            (part * (run.count(batch) / total)).backward()
+        for p, old in zip(run.model.parameters(), stale.parameters(), strict=True):
+            p.grad = old.grad
+        run.optimizer.step()
+
+
+def _forward_before_the_last_step(run):
+    pending = []
+    for window in windows(run):
+        total = window_count(run, window)
+        copies = [copy.deepcopy(run.model)]  # the values that the next window's forward will have seen
+        pending.append((window, total, copies[0]))
+        if len(pending) > 1:
+            _step_with(run, *pending[-2][:2], pending[-2][2] if len(pending) == 2 else pending[-3][2])
+    _step_with(run, *pending[-1][:2], pending[-2][2])
+
+
+def _step_with(run, window, total, model):
+    model.zero_grad()
+    for batch in window:
+        (run.loss(model, batch) * (run.count(batch) / total)).backward()
+    for p, old in zip(run.model.parameters(), model.parameters(), strict=True):
+        p.grad = old.grad
+    run.optimizer.step()
+
+
+def _perturbed_while_accumulating(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        kept = copy.deepcopy(run.model.state_dict())
+        _each(lambda p: p.mul_(1.5))(run)
+        backward_window(run, window)
+        run.model.load_state_dict(kept)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
+def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
+    assert check(loop, CASE).holds
+    for dtype in ("float64", "float32"):
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer="normalized")).violation
+        assert violation.kind == "gradient"
+
+
+@pytest.mark.parametrize("optimizer", [None, "normalized"])
+def test_gradients_at_parameters_that_are_put_back_are_found(optimizer):
+    assert check(_perturbed_while_accumulating, CASE.replace(optimizer=optimizer)).violation.kind == "gradient"
+
+
+# loops that are sound
+
+
+def _scheduled(run):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.5**step)
+    _around_steps(after=lambda run, step: scheduler.step())(run)
+
+
+def _averaged(run):
+    """Keep an exponential average, swap it in after each step, and swap it out again."""
+    average = torch.optim.swa_utils.AveragedModel(run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+
+    def evaluate(run, step):
+        average.update_parameters(run.model)
+        kept = copy.deepcopy(run.model.state_dict())
+        run.model.load_state_dict(average.module.state_dict())
+        run.model.load_state_dict(kept)
+
+    _around_steps(after=evaluate)(run)
+
+
+def _functional(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        names = {name: p.detach() for name, p in run.model.named_parameters()}
+
+        def objective(values, batch, total=total):
+            class Called(torch.nn.Module):
+                def forward(self, *args):
+                    return torch.func.functional_call(run.model, values, args)
+
+            return run.loss(Called(), batch) * (run.count(batch) / total)
+
+        found = [torch.func.grad(objective)(names, batch) for batch in window]
+        for name, p in run.model.named_parameters():
+            p.grad = sum(gradient[name] for gradient in found)
+        run.optimizer.step()
+
+
+def _reloaded(run):
+    def reload(run, step):
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+    _around_steps(after=reload)(run)
+
+
+def _regrouped(run):
+    parameters = list(run.model.parameters())
+    (group,) = run.optimizer.param_groups
+    group["params"] = parameters[:1]
+    run.optimizer.add_param_group({"params": parameters[1:], "lr": 0.001})
+    _around_steps()(run)
+
+
+def _with_closure(run):
+    for window in windows(run):
+
+        def closure(window=window):
+            run.optimizer.zero_grad()
+            backward_window(run, window)
+            return torch.zeros(())
+
+        run.optimizer.step(closure)
+
+
+def _scaled(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for window in windows(run):
+        total = window_count(run, window)
+        run.optimizer.zero_grad()
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+def _foreach(run):
+    for group in run.optimizer.param_groups:
+        group["foreach"] = True
+    _around_steps()(run)
+
+
+def _other_layout(run):
+    """Store matrices by columns, and hand gradients over by rows."""
+    for p in run.model.parameters():
+        p.data = p.data.t().contiguous().t() if p.ndim == 2 else p.data
+    _around_steps()(run)
+
+
+SOUND = (_scheduled, _averaged, _functional, _reloaded, _regrouped, _with_closure, _scaled, _foreach, _other_layout)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")
+@pytest.mark.parametrize("loop", SOUND)
+def test_a_loop_that_leaves_parameters_to_the_optimizer_holds(loop):
+    for dtype in DTYPES:
+        for optimizer in (None, "normalized", "momentum", "adamw"):
+            verdict = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer))
+            assert verdict.holds, (dtype, optimizer, verdict.violation)
+            assert verdict.windows == CASE.plan.steps
