@@ -189,7 +189,7 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
         reference = REFERENCES.get(case, bug.problem)
         outcome = run_loop(bug.loop, reference.instance)
         for step, observation in enumerate(outcome.observations):
-            window = reference.window(step % len(case.plan.windows), observation.parameters or None)
+            window = reference.window(step % len(case.plan.windows), observation.parameters if case.optimizer else None)
             failed |= failed_rules(window, reference.layout, reference.flat(observation.gradients), case.dtype)
     except CannotJudgeError:
         failed.clear()
