@@ -23,7 +23,7 @@ from gradcheck_suite.catalogue import input_signal, layer_definition, loss_defin
 from gradcheck_suite.catalogue.build import extra_keys
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays
 from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.references.programs import PROGRAMS, Request
+from gradcheck_suite.references.programs import PROGRAMS, Request, to_numpy
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
 ROWS = {None: 48, 1: 144, 0: 256}
@@ -85,6 +85,13 @@ class _Windows:
         self.rows = padded_rows(spans[-1].stop)
         self.gradients: list[Arrays] = [{} for _ in spans]
 
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the number of each item's window, -1 for padding; (rows,)."""
+        numbers = np.full(self.rows, -1)
+        for number, span in enumerate(self.spans):
+            numbers[span] = number
+        return numbers
+
 
 class _Leaf:
     """One layer at its place in the model."""
@@ -92,35 +99,36 @@ class _Leaf:
     def __init__(self, layer: Layer, signal: Signal, path: str) -> None:
         self.kind = layer_definition(layer)
         self.size_in, self.size_out = signal.size, out_signal(layer, signal).size
+        self.dtype = np.dtype(np.int64 if signal.form == "tokens" else np.float64)
         self.keys = extra_keys(layer, signal, path)
         self.prefix = f"{path}."
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
+        self._requests: dict[Any, tuple[Request, npt.NDArray[Any]]] = {}
 
-    def request(self, windows: _Windows, dtype: npt.DTypeLike) -> Request:
-        """Return the request to compile the layer's program, for an input of this dtype."""
-        x = np.broadcast_to(np.zeros((), dtype), (windows.rows, *self.size_in))
-        params, extras = self._params(windows), self._extras(windows)
-        return self.key, self.program, (params, self._fold(x), extras, np.broadcast_to(0.0, self._shape(windows.rows)))
+    def request(self, windows: _Windows) -> Request:
+        """Return the request for the layer's program on the rows of these windows."""
+        x = np.broadcast_to(np.zeros((), self.dtype), (windows.rows, *self.size_in))
+        return self._request(windows.rows, self._params(windows), self._fold(x), self._extras(windows))[0]
 
     def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
         """Return the output, and the values that `backward` needs."""
         saved = self._params(windows), x, self._extras(windows)
-        y = self._run(saved, np.zeros((len(x), *self.size_out)))[0]
+        y = np.asarray(self._run(saved, None)[0])
         return self._unfold(y, len(x), self.size_out), saved
 
     def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Add each window's gradients of the parameters; return the gradient of the input."""
         params, x, extras = saved
         if not params or len(windows.spans) == 1:
-            _, into_params, into_x = self._run(saved, cotangent)
+            into_params, into_x = to_numpy(self._run(saved, cotangent)[1:])
             self._add(into_params, windows.gradients[0])
             return self._unfold(into_x, len(x), self.size_in)
         whole = np.zeros((len(x), *self.size_in), x.dtype)
         for span, gradient in zip(windows.spans, windows.gradients, strict=True):
             rows = padded_rows(span.stop - span.start)
             part = params, pad_rows(x[span], rows), {name: pad_rows(a[span], rows) for name, a in extras.items()}
-            _, into_params, into_x = self._run(part, _pad_zeros(cotangent[span], rows))
+            into_params, into_x = to_numpy(self._run(part, _pad_zeros(cotangent[span], rows))[1:])
             self._add(into_params, gradient)
             whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
         return whole
@@ -138,11 +146,27 @@ class _Leaf:
                 name = self.prefix + name
                 gradient[name] = gradient[name] + value if name in gradient else value
 
-    def _run(self, saved: Any, cotangent: npt.NDArray[Any]) -> Any:
+    def _run(self, saved: Any, cotangent: npt.NDArray[Any] | None) -> Any:
+        """Return what the program returns; None stands for a cotangent of zeros."""
         params, x, extras = saved
-        cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
+        rows = len(x)
         x = self._fold(x)
-        return PROGRAMS.call(self.key, self.program, params, x, extras, _pad_zeros(cotangent, len(x)))
+        request, zeros = self._request(rows, params, x, extras)
+        if cotangent is None:
+            return PROGRAMS.run(request, params, x, extras, zeros)
+        cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
+        return PROGRAMS.run(request, params, x, extras, _pad_zeros(cotangent, len(x)))
+
+    def _request(
+        self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
+    ) -> tuple[Request, npt.NDArray[Any]]:
+        """Return the request for so many rows and a cotangent of zeros; `x` is folded."""
+        found = self._requests.get((rows, x.shape))
+        if found is None:
+            zeros = np.zeros(self._shape(rows))
+            request = Request.of(self.key, self.program, params, x, extras, zeros)
+            found = self._requests[rows, x.shape] = request, zeros
+        return found
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of the program's output for `rows` items."""
@@ -227,11 +251,6 @@ class _Walk:
         return cotangent
 
 
-@lru_cache(maxsize=512)
-def _walk(problem: ProblemSpec) -> _Walk:
-    return _Walk(problem.layers, input_signal(problem.input))
-
-
 def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
     """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
 
@@ -246,6 +265,59 @@ def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
     if loss.reduction == "sum":
         return total
     return total / jnp.sum(weight * kind.jax_counts(loss.o, batch))
+
+
+def _loss_program(loss: Loss) -> Any:
+    kind = loss_definition(loss)
+
+    def gradients(out: jax.Array, batch: Arguments, window: jax.Array, mean: jax.Array) -> tuple[jax.Array, jax.Array]:
+        items, pullback = jax.vjp(lambda out: kind.jax_items(loss.o, out, batch), out)
+        inside = window == jnp.arange(min(len(window), ROWS[None]))[:, None]
+        counts = jnp.where(inside, kind.jax_counts(loss.o, batch), 0.0).sum(1, keepdims=True)
+        divisors = jnp.where(inside, counts, 0.0).sum(0)
+        padding = window < 0
+        factors = jnp.where(padding, 0.0, 1.0 / jnp.where(mean, divisors, 1.0))
+        (into_out,) = pullback(factors)
+        # where an infinite derivative makes 0 * inf = NaN, padding still contributes nothing
+        into_out = jnp.where(padding.reshape(-1, *[1] * (out.ndim - 1)), 0.0, into_out)
+        return jnp.where(inside, factors * items, 0.0).sum(1), into_out
+
+    return gradients
+
+
+class _Objective:
+    """The loss of every window in one program: `objective` for each, and its gradient by the model's output."""
+
+    def __init__(self, loss: Loss) -> None:
+        options = tuple(option for option in loss.options if option[0] != "reduction")
+        self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
+        self.mean = np.asarray(loss.reduction == "mean")
+        self._requests: dict[Any, Request] = {}
+
+    def request(self, windows: _Windows, size: tuple[int, ...]) -> Request:
+        """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
+        found = self._requests.get(windows.rows)
+        if found is None:
+            out = np.broadcast_to(0.0, (windows.rows, *size))
+            arguments = out, self._targets(windows), windows.numbers(), self.mean
+            found = self._requests[windows.rows] = Request.of(self.key, self.program, *arguments)
+        return found
+
+    def gradients(self, windows: _Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
+        """Return each window's loss, and the gradient by the model's output, (rows, *size)."""
+        request = self.request(windows, out.shape[1:])
+        found = PROGRAMS.run(request, out, self._targets(windows), windows.numbers(), self.mean)
+        losses, into_out = to_numpy(found)
+        return losses[: len(windows.spans)].tolist(), into_out
+
+    @staticmethod
+    def _targets(windows: _Windows) -> Arrays:
+        return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
+
+
+@lru_cache(maxsize=512)
+def _walk(problem: ProblemSpec) -> tuple[_Walk, _Objective]:
+    return _Walk(problem.layers, input_signal(problem.input)), _Objective(problem.loss)
 
 
 def large_batch_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
@@ -289,23 +361,11 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
 
 
 def _side_by_side(problem: ProblemSpec, windows: _Windows) -> Iterator[tuple[float, Arrays]]:
-    walk, loss = _walk(problem), problem.loss
-    program = jax.value_and_grad(lambda out, targets, weight: objective(loss, out, targets, weight))
-    targets = {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
-    key, x = ("loss", loss.kind, loss.options), windows.batch["x"]
-    out = np.broadcast_to(0.0, (windows.rows, *walk.size_out))
-    requests = [leaf.request(windows, np.float64 if i else x.dtype) for i, leaf in enumerate(walk.leaves())]
-    PROGRAMS.prepare([*requests, (key, program, (out, targets, np.zeros(windows.rows)))])
-    out, tape = walk.forward(windows, x)
-    cotangent, losses = np.zeros_like(out), []
-    for span in windows.spans:
-        items = span.stop - span.start
-        rows = padded_rows(items)
-        part = {name: pad_rows(array[span], rows) for name, array in targets.items()}
-        weight = (np.arange(rows) < items).astype(np.float64)
-        value, into_out = PROGRAMS.call(key, program, pad_rows(out[span], rows), part, weight)
-        losses.append(float(value))
-        cotangent[span] = into_out[:items]
+    walk, objective = _walk(problem)
+    requests = [leaf.request(windows) for leaf in walk.leaves()]
+    PROGRAMS.prepare([*requests, objective.request(windows, walk.size_out)])
+    out, tape = walk.forward(windows, windows.batch["x"])
+    losses, cotangent = objective.gradients(windows, out)
     walk.backward(windows, tape, cotangent)
     for value, gradient in zip(losses, windows.gradients, strict=True):
         yield value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}

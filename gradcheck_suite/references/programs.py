@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,8 +48,33 @@ SMALL_PROGRAM = 2000
 40% of the time, and each call some microseconds more; for larger arguments, convolutions and pooling would take ten
 times as long."""
 Tree = Any
-Request = tuple[Hashable, Callable[..., Tree], tuple[Tree, ...]]
-"""A program's key, its function, and arguments with the shapes of the later calls."""
+"""A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
+
+
+class Request(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        key: identifies function and shapes; its repr is the same in every process.
+        function: pure; traced only where there is no compiled program.
+        arguments: trees with the shapes and dtypes of the calls' arguments.
+    """
+
+    key: Hashable
+    function: Callable[..., Tree]
+    arguments: tuple[Tree, ...]
+
+    @classmethod
+    def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> Request:
+        """Return the request for a function on arguments like these, of which only the shapes are kept.
+
+        Args:
+            key: identifies what `function` computes; its repr must be the same in every process.
+            function: pure.
+            arguments: trees of float64, integer or boolean numpy arrays.
+        """
+        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+        return cls((key, _shapes(arguments)), function, structs)
 
 
 @cache
@@ -99,17 +124,21 @@ class Programs:
             arguments: trees of float64, integer or boolean numpy arrays.
             store: whether to keep the program on disk.
         """
-        full_key = (key, _shapes(arguments))
-        program = self._programs.get(full_key)
+        request = Request((key, _shapes(arguments)), function, arguments)
+        return to_numpy(self.run(request, *arguments, store=store))
+
+    def run(self, request: Request, *arguments: Tree, store: bool = True) -> Tree:
+        """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays."""
+        program = self._programs.get(request.key)
         if program is None:
-            path = self._path(full_key) if store else None
-            program = self._load(path) or self._lowered(function, arguments, path, once=not store)()
-            self._keep(full_key, program)
+            path = self._path(request.key) if store else None
+            program = self._load(path) or self._lowered(request, path, once=not store)()
+            self._keep(request.key, program)
         else:
-            self._programs.move_to_end(full_key)
+            self._programs.move_to_end(request.key)
         if isinstance(program, Future):
-            program = self._programs[full_key] = program.result()
-        return _to_numpy(program(*arguments))
+            program = self._programs[request.key] = program.result()
+        return program(*arguments)
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Start to compile the programs that are neither in memory nor on disk, with one thread for each core.
@@ -118,17 +147,16 @@ class Programs:
         result.
         """
         pool: ThreadPoolExecutor | None = None
-        for key, function, arguments in requests:
-            full_key = (key, _shapes(arguments))
-            if full_key in self._programs:
+        for request in requests:
+            if request.key in self._programs:
                 continue
-            path = self._path(full_key)
+            path = self._path(request.key)
             program: Callable[..., Any] | Future[Any] | None = self._load(path)
             if program is None:
                 # a new pool each time: the threads of a pool that is kept do not survive a fork
                 pool = pool or ThreadPoolExecutor(os.cpu_count())
-                program = pool.submit(self._lowered(function, arguments, path))
-            self._keep(full_key, program)
+                program = pool.submit(self._lowered(request, path))
+            self._keep(request.key, program)
         if pool is not None:
             pool.shutdown(wait=False)
 
@@ -154,18 +182,16 @@ class Programs:
         self.loaded += 1
         return program
 
-    def _lowered(
-        self, function: Callable[..., Tree], arguments: tuple[Tree, ...], path: Path | None, once: bool = False
-    ) -> Any:
+    def _lowered(self, request: Request, path: Path | None, once: bool = False) -> Any:
         """Trace and lower a function; return a function that compiles and stores it, in any thread."""
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments)
         options: Options | None = None
         if self._platform == "cpu":
             small = once or sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) <= SMALL_PROGRAM
             options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if small else {})}
         self.compiled += 1
-        return partial(_compile, jax.jit(function).lower(*shapes), options, path)
+        return partial(_compile, jax.jit(request.function).lower(*shapes), options, path)
 
 
 def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
@@ -202,11 +228,12 @@ def _shapes(tree: Tree) -> Hashable:
     return tree.shape, tree.dtype.str
 
 
-def _to_numpy(tree: Tree) -> Tree:
+def to_numpy(tree: Tree) -> Tree:
+    """Return a tree with numpy arrays in place of JAX arrays."""
     if type(tree) is dict:
-        return {name: _to_numpy(branch) for name, branch in tree.items()}
+        return {name: to_numpy(branch) for name, branch in tree.items()}
     if type(tree) is tuple:
-        return tuple([_to_numpy(branch) for branch in tree])
+        return tuple([to_numpy(branch) for branch in tree])
     return np.asarray(tree)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gradcheck_suite.execution.environment import cache_directory
 from gradcheck_suite.references import programs
-from gradcheck_suite.references.programs import Programs
+from gradcheck_suite.references.programs import Programs, Request
 
 X = np.arange(3.0)
 SINGULAR_VALUES = """
@@ -61,7 +61,7 @@ def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
 def test_a_prepared_program_is_the_one_that_is_called(store):
     kept, next_process = Programs(), Programs()
     for programs_of_a_process in (kept, next_process):
-        programs_of_a_process.prepare([("double", _double, (np.ones(n),)) for n in (3, 4, 3)])
+        programs_of_a_process.prepare(Request.of("double", _double, np.ones(n)) for n in (3, 4, 3))
         for n in (3, 4):
             np.testing.assert_array_equal(programs_of_a_process.call("double", _double, np.ones(n)), np.full(n, 2.0))
     assert (kept.compiled, kept.loaded) == (2, 0)
