@@ -44,16 +44,16 @@ KINDS = (
         lambda o, rng, items: _normal(rng, items, o["size"]),
     ),
     InputDefinition(
-        "tokens",
-        product(length=LENGTHS, vocabulary=(5,), padded=(False, True)),
-        lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
-        _tokens,
-    ),
-    InputDefinition(
         "sequence",
         product(length=LENGTHS, size=(2, 4), padded=(False, True)),
         lambda o: Signal("sequence", (o["length"], o["size"]), padded=o["padded"]),
         _sequence,
+    ),
+    InputDefinition(
+        "tokens",
+        product(length=LENGTHS, vocabulary=(5,), padded=(False, True)),
+        lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
+        _tokens,
     ),
     InputDefinition(
         "index",

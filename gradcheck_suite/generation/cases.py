@@ -9,9 +9,18 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from gradcheck_suite.catalogue import input_signal, loss_definition, output_signal
+from gradcheck_suite.catalogue import (
+    CROSS_SAMPLE_LAYERS,
+    CROSS_SAMPLE_LOSSES,
+    LAYERS,
+    LOSSES,
+    input_signal,
+    loss_definition,
+    output_signal,
+)
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
+from gradcheck_suite.generation.focus import FOCUS
 from gradcheck_suite.generation.plans import hashable, integers, plans, valid_assumptions
 from gradcheck_suite.generation.problems import problems
 from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
@@ -19,6 +28,11 @@ from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import ProblemSpec
 
 SMALL_MICRO_BATCHES = 3
+_PLACES = {
+    name: place
+    for kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES)
+    for place, name in enumerate(kinds)
+}
 
 
 def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
@@ -72,6 +86,8 @@ def _cases(
         problem = _problems(assumes, fixed["dtype"], fixed["optimizer"], small)
     else:
         _takes_sparse(fixed["dtype"], fixed["optimizer"])
+    if isinstance(problem, str):
+        draw(FOCUS)  # of no use here, but the first draw of every case is its focus
     drawn = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
         maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
@@ -108,11 +124,16 @@ def cases(
 
 
 def size_of(case: Case) -> tuple[int, ...]:
-    """Return the size of a case, for comparison with another: layers, micro-batches, epochs, K, items, features."""
+    """Return the size of a case, for comparison with another.
+
+    It is the number of layers, micro-batches, epochs, K, items and features, then the places of the kinds in the
+    catalogue, where plain ones come first, then the length of the options.
+    """
     plan = case.plan
-    shape: tuple[int, ...] = (0, 0)
+    shape: tuple[int, ...] = (0, 0, 0)
     if (spec := case.spec) is not None:
-        shape = (len(spec.layer_kinds), sum(input_signal(spec.input).size) + sum(output_signal(spec).size))
-    layers, features = shape
-    options = len(repr(case.problem))
-    return layers, len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items, features, options
+        features = sum(input_signal(spec.input).size) + sum(output_signal(spec).size)
+        shape = (len(spec.layer_kinds), features, sum(map(_PLACES.__getitem__, [*spec.layer_kinds, spec.loss.kind])))
+    layers, features, kinds = shape
+    split = len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items
+    return layers, *split, features, kinds, len(repr(case.problem))

@@ -21,13 +21,15 @@ from gradcheck_suite.schema.contract import (
 )
 from gradcheck_suite.schema.plan import Plan
 
-ACCUMULATION_STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 11)
-SIZES = (1, 2, 3, 4, 5, 8)
+ACCUMULATION_STEPS = (1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 11)
+SIZES = (1, 1, 2, 2, 3, 3, 4, 5, 8)
 MAX_MICRO_BATCHES = 24
 
 # building and validating a strategy costs Hypothesis more time than drawing from it, so each is built once
 integers = cache(st.integers)
 sampled = cache(st.sampled_from)
+counts = cache(lambda low, high: sampled(tuple(n for n in range(low, high + 1) for _ in range(high + 1 - n))))
+"""A strategy of numbers from `low` to `high`, the smaller ones more often, since each micro-batch runs the model."""
 _with_mask = cache(lambda sizes: st.tuples(sizes, st.booleans()))
 
 
@@ -69,7 +71,7 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
     low, high = bounds.min_accumulation_steps, bounds.max_accumulation_steps
     check_range(low, high, "accumulation_steps")
     check_range(1, bounds.max_items, "items")
-    steps = sorted({low, high, *ACCUMULATION_STEPS})
+    steps = sorted((*ACCUMULATION_STEPS, *{low, high}.difference(ACCUMULATION_STEPS)))
     return sampled(tuple(n for n in SIZES if n <= bounds.max_items)), sampled(
         tuple(k for k in steps if low <= k <= high)
     )
@@ -79,10 +81,10 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
 def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]) -> Plan:
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
-    epochs = 1 if ONE_EPOCH in chosen else draw(integers(1, bounds.max_epochs))
+    epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
     k = draw(steps)
     most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // k))
-    windows = draw(integers(bounds.min_windows, most))
+    windows = draw(counts(bounds.min_windows, most))
     missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(integers(0, k - 1))
     count = windows * k - missing
     if EQUAL_BATCHES in chosen:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import cycle
 from typing import Any
 
-from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from gradcheck_suite.catalogue import CROSS_SAMPLE_LOSSES, INPUTS, LAYERS, LOSSES, input_signal, out_signal
-from gradcheck_suite.catalogue.definitions import LayerDefinition
-from gradcheck_suite.catalogue.signals import Options, Signal, vector
+from gradcheck_suite.catalogue import (
+    CROSS_SAMPLE_LOSSES,
+    INPUTS,
+    LAYERS,
+    LOSSES,
+    chain_signal,
+    input_signal,
+    out_signal,
+)
+from gradcheck_suite.catalogue.definitions import LossDefinition
+from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, vector
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.generation.plans import check_range, hashable, integers, sampled, valid_assumptions
+from gradcheck_suite.generation.focus import FOCUS, NO_FOCUS, Focus, hosts
+from gradcheck_suite.generation.layers import (
+    Choices,
+    Limits,
+    choices_of,
+    layer_choices,
+    layer_strategy,
+    options_of,
+    picked_layer,
+)
+from gradcheck_suite.generation.plans import check_range, counts, hashable, integers, sampled, valid_assumptions
 from gradcheck_suite.schema.contract import (
     DENSE_GRADIENTS,
     EQUAL_MICRO_BATCHES,
@@ -27,13 +44,11 @@ from gradcheck_suite.schema.contract import (
 )
 from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Reduction
 
-MAX_INNER_LAYERS = 2
 CHOOSY_WEIGHT = 2
 """Additional places among the choices for a loss that accepts few signals, where it fits."""
 MASKABLE_WEIGHT = 8
 """Additional places for a loss that can ignore targets: it is the case in which counts differ from numbers of items."""
-Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
-"""A strategy of pairs: a kind, and a strategy of its options."""
+USUAL_LOSS = "mse"
 _BOOLEANS = st.booleans()
 
 
@@ -56,70 +71,6 @@ def expect_layers_left(assumes: Iterable[str]) -> None:
         raise UsageError("no model is left to draw: every layer kind with parameters is excluded; drop one exclusion")
 
 
-def _choices(found: Iterable[tuple[Any, Sequence[Options]]]) -> Choices | None:
-    """Return a strategy of the kinds that have variants, or None if none has."""
-    kinds = [(kind, st.sampled_from(variants)) for kind, variants in found if variants]
-    return st.sampled_from(kinds) if kinds else None
-
-
-@cache
-def _layers(
-    signal: Signal,
-    *,
-    trainable: bool = False,
-    keeps_shape: bool = False,
-    sparse: bool = False,
-    excluded: frozenset[str] = frozenset(),
-) -> Choices | None:
-    """Return a strategy of the layer kinds that accept a signal, without those excluded.
-
-    Every kind has the same place for every signal, so that shrinking may change the layers before it. The places of
-    kinds that do not fit go to layers that mix features or positions, and twice as often to layers that change the
-    signal's form. Otherwise the many pointwise activations would dominate.
-    """
-    places: list[tuple[LayerDefinition, list[Options]]] = []
-    for kind in LAYERS.values():
-        variants = [o for o in kind.variants(signal) if sparse or not o.get("sparse")]
-        if (trainable and not kind.trainable) or (keeps_shape and kind.wraps) or kind.name in excluded:
-            variants = []
-        if keeps_shape:
-            variants = [o for o in variants if out_signal(Layer(kind.name, **o), signal) == signal]
-        places.append((kind, variants))
-    fitting = [(kind, variants) for kind, variants in places if variants]
-    if not fitting:
-        return None
-    mixing = [(kind, variants) for kind, variants in fitting if kind.axes != 0]
-    leading = [
-        (k, v) for k, v in mixing if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
-    ]
-    others = cycle(leading + mixing or fitting)
-    return _choices([place if place[1] else next(others) for place in places])
-
-
-@st.composite
-def _any_layer(
-    draw: st.DrawFn, signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool, excluded: frozenset[str]
-) -> Layer:
-    choices = _layers(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse, excluded=excluded)
-    if choices is None and excluded:
-        reject()  # the layers before it lead to a signal that only excluded kinds accept
-    assert choices is not None, f"no layer takes {signal}"
-    kind, variants = draw(choices)
-    inner: list[Layer] = []
-    if kind.wraps:
-        count = draw(integers(1, MAX_INNER_LAYERS))
-        inside = _layer(signal, trainable=False, keeps_shape=True, sparse=sparse, excluded=excluded)
-        inner = [draw(inside) for _ in range(count)]
-    return Layer(kind.name, *inner, **draw(variants))
-
-
-@cache
-def _layer(
-    signal: Signal, *, trainable: bool, keeps_shape: bool, sparse: bool, excluded: frozenset[str]
-) -> st.SearchStrategy[Layer]:
-    return _any_layer(signal, trainable=trainable, keeps_shape=keeps_shape, sparse=sparse, excluded=excluded)
-
-
 @cache
 def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     """Return a strategy of the losses that accept a signal.
@@ -128,25 +79,41 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     """
     kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
     choosy = [kind for kind in kinds if not kind.variants(vector(1))]
-    places = [(kind, list(kind.variants(signal))) for kind in kinds + choosy * CHOOSY_WEIGHT]
+    usual = [kind for kind in kinds if kind.name == USUAL_LOSS] * len(kinds)
+    places = [(kind, list(kind.variants(signal))) for kind in kinds + usual + choosy * CHOOSY_WEIGHT]
     ignoring = [(kind, [o for o in kind.variants(signal) if kind.maskable(o)]) for kind in kinds]
     places += [place for place in ignoring if place[1]] * MASKABLE_WEIGHT
-    return _choices(
-        (kind.name, [o for o in variants if not uniform or kind.uniform(signal, o)]) for kind, variants in places
-    )
+    return choices_of((kind.name, _within(kind, signal, variants, uniform)) for kind, variants in places)
+
+
+def _within(kind: LossDefinition, signal: Signal, variants: Sequence[Options], uniform: bool) -> Sequence[Options]:
+    return [o for o in variants if not uniform or kind.uniform(signal, o)]
 
 
 @cache
 def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
     """Return a strategy of the inputs that some trainable layer accepts; None where all of these are excluded."""
-    return _choices(
-        (
-            kind.name,
-            [o for o in kind.variants if _layers(kind.signal(o), trainable=True, excluded=excluded) is not None],
-        )
+    found = _leading(Limits(trainable=True, excluded=excluded))
+    return choices_of(found.items(), every_usual=True)
+
+
+def _leading(limits: Limits) -> dict[str, list[Options]]:
+    """Return the inputs that a layer within limits accepts, with their variants."""
+    return {
+        kind.name: [o for o in kind.variants if layer_choices(kind.signal(o), limits) is not None]
         for kind in INPUTS.values()
         if kind.drawn
-    )
+    }
+
+
+@cache
+def _hosts(focus: Focus, excluded: frozenset[str]) -> Mapping[str, Sequence[Options]]:
+    """Return the inputs from which the layer or the loss of a focus can be reached; empty where any will do."""
+    if focus.loss is None:
+        return hosts(focus)
+    found = _leading(Limits(trainable=True, excluded=excluded, loss=focus.loss))
+    floats = {name: [o for o in variants if INPUTS[name].signal(o).form in FLOATS] for name, variants in found.items()}
+    return {name: variants for name, variants in floats.items() if variants}
 
 
 @cache
@@ -159,10 +126,62 @@ def _excluded(assumes: frozenset[str]) -> frozenset[str]:
     return excluded_layers(assumes)
 
 
-def _drawn(draw: st.DrawFn, choices: Choices | None, what: str) -> tuple[Any, Options]:
+def _drawn(
+    draw: st.DrawFn, choices: Choices | None, what: str, instead: Mapping[str, Sequence[Options]] | None = None
+) -> tuple[Any, Options]:
+    """Draw a kind and its options; if `instead` is given, a kind that is not in it becomes its first.
+
+    The kind is drawn in any case, so that later draws keep their places while a focus shrinks to none.
+    """
     assert choices is not None, what
     kind, variants = draw(choices)
+    if instead:
+        kind = kind if kind in instead else next(iter(instead))
+        variants = options_of(instead[kind], every_usual=True)
     return kind, draw(variants)
+
+
+def _loss(draw: st.DrawFn, focus: Focus, signal: Signal, *, uniform: bool) -> tuple[str, Options]:
+    """Draw a loss that accepts a signal: that of the focus, if possible."""
+    wanted: dict[str, Sequence[Options]] = {}
+    if focus.loss is not None:
+        kind = LOSSES[focus.loss]
+        if variants := _within(kind, signal, kind.variants(signal), uniform):
+            wanted = {focus.loss: variants}
+    return _drawn(draw, _losses(signal, uniform=uniform), f"no loss takes {signal}", wanted)
+
+
+def _chain(
+    draw: st.DrawFn, signal: Signal, counted: tuple[int, int], limits: Limits, focus: Focus, number: int
+) -> list[Layer]:
+    """Draw layers, the last one trainable. One that is not, and that the focus asks for, comes before them.
+
+    Args:
+        draw: draws from a strategy.
+        signal: what the first layer accepts.
+        counted: how many layers, and how many at most.
+        limits: of all layers.
+        focus: what the problem must contain.
+        number: picks the options of a layer that comes before the others.
+    """
+    count, most = counted
+    layers: list[Layer] = []
+    first = focus
+    if focus.layer is not None and not LAYERS[focus.layer].trainable:
+        first, count = NO_FOCUS, min(count, most - 1)
+        if count:
+            layers = [picked_layer(focus, signal, limits, number)]
+            signal = out_signal(layers[0], signal)
+    count = max(count, 1)
+    for i in range(count):
+        last = i == count - 1
+        # before the last layer, the loss of the focus stays within reach
+        here = (
+            replace(limits, trainable=True, loss=focus.loss) if last else replace(limits, keeps_shape=bool(focus.loss))
+        )
+        layers.append(draw(layer_strategy(signal, here, first if i == 0 else NO_FOCUS)))
+        signal = out_signal(layers[-1], signal)
+    return layers
 
 
 @st.composite
@@ -171,14 +190,15 @@ def _problems(
 ) -> ProblemSpec:
     check_range(min_layers, max_layers, "layers")
     chosen = valid_assumptions(assumes)
-    excluded, sparse = _excluded(chosen), sparse and DENSE_GRADIENTS not in chosen
-    name, options = _drawn(draw, _inputs(excluded), "no input")
+    limits = Limits(sparse=sparse and DENSE_GRADIENTS not in chosen, excluded=_excluded(chosen))
+    focus, number = draw(FOCUS), draw(integers(0, 255))
+    if (focus.sparse and not limits.sparse) or focus.layer in limits.excluded:
+        focus = NO_FOCUS
+    name, options = _drawn(draw, _inputs(limits.excluded), "no input", _hosts(focus, limits.excluded))
     source = Input(name, **options)
-    signal = input_signal(source)
-    layers = []
-    for left in reversed(range(draw(integers(min_layers, max_layers)))):
-        layers.append(draw(_layer(signal, trainable=left == 0, keeps_shape=False, sparse=sparse, excluded=excluded)))
-        signal = out_signal(layers[-1], signal)
+    counted = draw(counts(min_layers, max_layers)), max_layers
+    layers = _chain(draw, input_signal(source), counted, limits, focus, number)
+    signal = chain_signal(layers, input_signal(source))
     reductions = sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(_BOOLEANS)):
         # after a layer, since the input may be tokens
@@ -187,8 +207,7 @@ def _problems(
     elif not accumulable:
         kind = draw(sampled(tuple(CROSS_SAMPLE_LOSSES)))
         return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
-    uniform = bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS})
-    loss, options = _drawn(draw, _losses(signal, uniform=uniform), f"no loss takes {signal}")
+    loss, options = _loss(draw, focus, signal, uniform=bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS}))
     return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import HypothesisException
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
+from gradcheck_suite.generation.drawing import run_on_cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
@@ -226,27 +226,5 @@ def _is_same_fault(found: Violation, first: Violation) -> bool:
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
-
-    @seed(seed_value)
-    @settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(drawn)
-    def judge(case: Case) -> None:
-        search.judge(case)
-
-    try:
-        judge()
-    except _ViolatedError:
-        pass
-    except HypothesisException:
-        # a loop may fail on a case and pass on the same case later; the first violation stands
-        if not search.found:
-            raise
+    with suppress(_ViolatedError):
+        run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value)

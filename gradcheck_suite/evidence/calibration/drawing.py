@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from gradcheck_suite.generation.cases import cases
+from gradcheck_suite.generation.drawing import draw_cases as draw_distinct
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_MICRO_BATCHES, SUM_REDUCTION, WHOLE_WINDOWS
 from gradcheck_suite.schema.plan import Plan
@@ -39,31 +38,13 @@ def draw_cases(dtype: str, chunk: int, count: int, seed_value: int) -> list[Draw
         share = count // len(DRAWN_WITHIN) + (i < count % len(DRAWN_WITHIN))
         if share:
             digest = hashlib.sha256(f"{seed_value}/{dtype}/{chunk}/{i}".encode()).digest()
-            found = _cases(dtype, within, share, int.from_bytes(digest[:4]))
-            groups.append([Drawn(case, _holding(case, frozenset(within))) for case in found])
+            drawn = cases(dtype=dtype, assumes=within)
+            found = draw_distinct(drawn, examples=share, seed_value=int.from_bytes(digest[:4]))
+            shorter = [case.replace(plan=_first_and_last(case.plan)) for case in found]
+            groups.append([Drawn(case, _holding(case, frozenset(within))) for case in shorter])
     longest = max(map(len, groups), default=0)
     # in turn, so that a chunk that is cut short has cases of every group
     return [group[i] for i in range(longest) for group in groups if i < len(group)]
-
-
-def _cases(dtype: str, within: tuple[str, ...], count: int, seed_value: int) -> list[Case]:
-    found: list[Case] = []
-
-    @seed(seed_value)
-    @settings(
-        max_examples=count + 1,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases(dtype=dtype, assumes=within))
-    def note(case: Case) -> None:
-        found.append(case.replace(plan=_first_and_last(case.plan)))
-
-    note()
-    # the first one that Hypothesis draws is the smallest there is, the same in every chunk
-    return found[1:]
 
 
 def _first_and_last(plan: Plan) -> Plan:

@@ -1,0 +1,67 @@
+"""Focuses: what a case must contain, so that a few hundred cases reach every kind.
+
+A case's first draw is its focus. `NO_FOCUS`, to which it shrinks, leaves everything to the later draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from hypothesis import strategies as st
+
+from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES
+from gradcheck_suite.catalogue.signals import Options
+
+FREE_SHARE = 0.25
+"""Share of cases without a focus."""
+
+
+@dataclass(frozen=True)
+class Focus:
+    """What a problem must contain.
+
+    Attributes:
+        layer: a layer kind, the first of the model; None for any.
+        sparse: whether that layer has sparse gradients.
+        loss: a loss kind; None for any.
+    """
+
+    layer: str | None = None
+    sparse: bool = False
+    loss: str | None = None
+
+    def fits(self, options: Options) -> bool:
+        """Return whether a variant of the layer has what the focus asks for."""
+        return bool(options.get("sparse")) or not self.sparse
+
+
+NO_FOCUS = Focus()
+
+
+@cache
+def hosts(focus: Focus) -> Mapping[str, tuple[Options, ...]]:
+    """Return the inputs that the layer of a focus accepts, with their variants; empty for a focus on no layer."""
+    if focus.layer is None:
+        return {}
+    accepted = LAYERS[focus.layer].variants
+    found = {
+        kind.name: tuple(o for o in kind.variants if any(map(focus.fits, accepted(kind.signal(o)))))
+        for kind in INPUTS.values()
+        if kind.drawn
+    }
+    return {name: variants for name, variants in found.items() if variants}
+
+
+def _foci() -> tuple[Focus, ...]:
+    layers = [Focus(layer=name) for name in LAYERS if hosts(Focus(layer=name))]
+    sparse = [focus for f in layers if hosts(focus := Focus(layer=f.layer, sparse=True))]
+    losses = [Focus(loss=kind.name) for kind in LOSSES.values() if kind.drawn]
+    chosen = [*layers, *sparse, *losses]
+    return (NO_FOCUS,) * round(FREE_SHARE * len(chosen) / (1 - FREE_SHARE)) + tuple(chosen)
+
+
+FOCI = _foci()
+"""All focuses, at most 256, so that one byte selects one."""
+FOCUS: st.SearchStrategy[Focus] = st.sampled_from(FOCI)

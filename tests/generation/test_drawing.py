@@ -1,0 +1,105 @@
+"""Numbered cases: distinct, the same for the same seed whatever modules are loaded, and shrunk where one fails."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases
+from gradcheck_suite.generation.drawing import draw_cases, run_on_cases
+
+LINEAR = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean"))
+ODD = range(3_000_000_019, 3_000_090_019, 1000)
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def _by_hypothesis(number: int) -> list[Case]:
+    found: list[Case] = []
+
+    @seed(number)
+    @settings(max_examples=300, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(cases(problem="model.py:PROBLEM"))
+    def note(case: Case) -> None:
+        found.append(case)
+
+    note()
+    return found
+
+
+def test_constants_of_a_users_module_change_no_case(tmp_path):
+    """Hypothesis mixes constants of the loaded modules into what it draws; no drawn case of the suite has one."""
+    before = draw_cases(cases(), examples=100, seed_value=3)
+    path = tmp_path / "module_with_odd_constants.py"
+    path.write_text("".join(f"A{i} = {number}\n" for i, number in enumerate(ODD)))
+    spec = importlib.util.spec_from_file_location("module_with_odd_constants", path)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(importlib.import_module("sys").modules, spec.name, module)
+        spec.loader.exec_module(module)
+        after = draw_cases(cases(), examples=100, seed_value=3)
+        with_constants = _by_hypothesis(3)
+    assert any(case.seed in ODD for case in with_constants), "the module's constants are not in Hypothesis's pool"
+    assert after == before
+    assert not any(case.seed in ODD for case in after)
+
+
+def test_another_seed_draws_other_cases_and_more_examples_begin_with_the_same():
+    few, more, other = (draw_cases(cases(), examples=n, seed_value=s) for n, s in ((20, 0), (40, 0), (20, 1)))
+    assert more[:20] == few
+    assert not set(few) & set(other)
+
+
+def test_no_case_is_drawn_twice_and_a_strategy_may_run_out():
+    plan = st.sampled_from((Plan((1,), 1), Plan((2,), 1)))
+    found = draw_cases(st.builds(Case, st.just(LINEAR), plan), examples=50, seed_value=0)
+    assert sorted(case.plan.total_items for case in found) == [1, 2]
+
+
+def test_case_that_is_refused_is_shrunk_and_its_exception_raised():
+    tried: list[Case] = []
+
+    def refuse_two_windows(case: Case) -> None:
+        tried.append(case)
+        if len(case.plan.windows) >= 2:
+            raise _RefusedError
+
+    with pytest.raises(_RefusedError):
+        run_on_cases(refuse_two_windows, cases(), examples=50, seed_value=0)
+    smallest = min((c for c in tried if len(c.plan.windows) >= 2), key=lambda c: len(repr(c)))
+    assert smallest.replace(plan=Plan((1, 1), 1)) == Case(LINEAR, Plan((1, 1), 1))
+    assert smallest.plan.total_items == 2
+
+
+def test_exception_that_does_not_come_again_is_raised_all_the_same():
+    tried: list[Case] = []
+
+    def refuse_the_third(case: Case) -> None:
+        tried.append(case)
+        if len(tried) == 3:
+            raise _RefusedError
+
+    with pytest.raises(_RefusedError):
+        run_on_cases(refuse_the_third, cases(), examples=50, seed_value=0)
+    assert tried[2] in tried[3:]
+
+
+def test_seed_of_pytest_neither_changes_the_cases_nor_keeps_them_from_shrinking(monkeypatch):
+    """`pytest --hypothesis-seed` replaces the seeds of tests and hides the database."""
+    import hypothesis.core
+
+    before = draw_cases(cases(), examples=5, seed_value=0)
+    monkeypatch.setattr(hypothesis.core, "global_force_seed", 7)
+    assert draw_cases(cases(), examples=5, seed_value=0) == before
+    test_case_that_is_refused_is_shrunk_and_its_exception_raised()
+
+
+def test_wrong_argument_is_reported_at_once():
+    with pytest.raises(InvalidArgument, match="dtype must be one of"):
+        draw_cases(cases(dtype="int8"), examples=5, seed_value=0)
