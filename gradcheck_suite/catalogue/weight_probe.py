@@ -1,6 +1,7 @@
 """The layer and the loss of the weight probe: one parameter entry per item, whose loss is that entry.
 
 The gradient that a loop accumulates for this parameter is the vector of the weights that the loop gives to the items.
+With the option `slopes` the item losses are multiples of the entries, so that gradients are large, small or not finite.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition, LossDefinition, Tensors
 from gradcheck_suite.catalogue.signals import Options, Signal, expect, vector
+from gradcheck_suite.schema.weight_probe import read_slopes
 
 
 class Readout(torch.nn.Module):
@@ -28,7 +30,7 @@ class Readout(torch.nn.Module):
 
 
 def _one_feature(signal: Signal) -> tuple[Options, ...]:
-    return ({},) if signal == vector(1) else ()
+    return ({}, {"slopes": "1 2**10"}) if signal == vector(1) else ()
 
 
 def _index(signal: Signal) -> tuple[Options, ...]:
@@ -45,10 +47,15 @@ def _entry(options: Options, params: Arguments, x: jax.Array, extras: Arguments)
 
 
 def _targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: npt.NDArray[np.bool_]) -> Arrays:
-    return {"target": np.ones(len(ignored))}
+    arrays = {"target": np.ones(len(ignored))}
+    if "slopes" in options:
+        arrays["weight"] = np.array(read_slopes(options["slopes"], len(ignored)))
+    return arrays
 
 
 def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    if "slopes" in options:
+        out = out[:, 0] * batch["weight"]
     return out.mean() if reduction == "mean" else out.sum()
 
 
@@ -57,7 +64,7 @@ def _count(options: Options, batch: Tensors) -> torch.Tensor:
 
 
 def _items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    return out[:, 0]
+    return out[:, 0] * batch["weight"] if "slopes" in options else out[:, 0]
 
 
 def _counts(options: Options, batch: Arguments) -> jax.Array:

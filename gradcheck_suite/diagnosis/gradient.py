@@ -14,15 +14,14 @@ import numpy as np
 
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
-from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, diagnose_weights, probes_of
+from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.contract import Problem
-from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
@@ -103,8 +102,7 @@ def _by_probes(runner: LoopRunner, instance: Instance, step: int) -> Diagnosis |
 
 def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | None:
     """Return what the weights of a step on a probe show, or None where they are right."""
-    plan, counts = probe.plan, probe.counts
-    epoch, window = divmod(step, len(plan.windows))
+    window = step % len(probe.plan.windows)
     steps = probe.observed_weights(runner)
     if steps is None:
         return _not_linear("the weight read-out probe cannot be used: the loop raised on it")
@@ -118,35 +116,7 @@ def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | 
     small = probe.observed_weights(runner, scale=SMALL_SCALE)
     if small is None or step >= len(small) or not np.allclose(items, small[step], rtol=1e-9, atol=0):
         return _not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
-    observed = _per_micro_batch(items, plan)
-    if observed is None:
-        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
-    weights = Weights(
-        observed=observed,
-        counts=counts,
-        window=plan.windows[window],
-        accumulation_steps=plan.accumulation_steps,
-        epoch=epoch,
-        reduction=probe.reduction,
-        items=plan.micro_batches,
-    )
-    return replace(diagnose(weights), details=_table(counts, right[list(plan.starts)], observed))
-
-
-def _per_micro_batch(items: Vector, plan: Plan) -> Vector | None:
-    """Return the weight of each micro-batch's items, or None where they differ within one."""
-    parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
-    if any(np.ptp(part) > 1e-9 * np.abs(part).max() for part in parts):
-        return None
-    return np.array([part[0] for part in parts])
-
-
-def _table(counts: tuple[float, ...], expected: Vector, observed: Vector) -> tuple[str, ...]:
-    rows = zip(counts, expected, observed, strict=True)
-    return (
-        "weight of each item, by micro-batch (index, count, expected, observed):",
-        *(f"  {j:>3} {n:>4g} {right:>12.6g} {seen:>12.6g}" for j, (n, right, seen) in enumerate(rows)),
-    )
+    return diagnose_weights(probe, items, step)
 
 
 # The case itself

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose
 from gradcheck_suite.execution.batches import Items
 from gradcheck_suite.execution.instance import Instance, generated_instance
+from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Batch, Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Reduction
-from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case, slopes_of, slopes_text
 
 Count = Callable[[list[int]], float]
 """What the mean over some items, given by their indices, divides by."""
+MOST_ROWS = 12
+"""Micro-batches that a table has a row each for; where there are more, a row stands for a run of equal ones."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,13 @@ class WeightProbe:
         plan: of the run.
         reduction: of the probe's loss.
         count: what the mean over some items divides by, if not their number.
+        dtype: of the parameter.
     """
 
     plan: Plan
     reduction: Reduction
     count: Count | None = None
+    dtype: str = "float64"
 
     @property
     def counts(self) -> tuple[float, ...]:
@@ -50,25 +57,51 @@ class WeightProbe:
             right[self.plan.items(j).start : self.plan.items(j).stop] = share if counts[j] else 0.0
         return right
 
-    def observed_weights(self, runner: LoopRunner, *, scale: float = 1.0) -> list[Vector] | None:
-        """Run the loop on the probe and return the weights it gave the items.
+    def run(self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Outcome | None:
+        """Run the loop on the probe; None where it raised or no run is left.
+
+        Args:
+            runner: of the loop.
+            scale: the factor that the probe's loss is multiplied by.
+            slopes: the derivative of each item's loss, 1 each if empty.
+        """
+        case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
+        instance = generated_instance(case)
+        problem = instance.problem if self.count is None else _counted(instance.problem, self.count)
+        scaled = replace(problem, loss=lambda model, batch: scale * problem.loss(model, batch))
+        outcome = runner.run(replace(instance, problem=scaled))
+        return None if outcome is None or outcome.raised is not None else outcome
+
+    def observed_weights(
+        self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()
+    ) -> list[Vector] | None:
+        """Run the loop on the probe and return the weights it gave the items, times their slopes.
 
         Args:
             runner: of the loop.
             scale: the factor that the probe's loss is multiplied by, and the weights divided.
+            slopes: the derivative of each item's loss, 1 each if empty.
 
         Returns:
             For each step the weight of each item, (total items,); None where the loop raised or no run is left.
         """
-        instance = generated_instance(probe_case(self.plan, self.reduction))
-        problem = instance.problem if self.count is None else _counted(instance.problem, self.count)
-        scaled = replace(problem, loss=lambda model, batch: scale * problem.loss(model, batch))
-        outcome = runner.run(replace(instance, problem=scaled))
-        if outcome is None or outcome.raised is not None:
-            return None
-        none = np.zeros(self.plan.total_items)
-        seen = [observation.gradients["0.weight"] for observation in outcome.observations]
-        return [none if g is None else g.numpy() / scale for g in seen]
+        outcome = self.run(runner, scale=scale, slopes=slopes)
+        return None if outcome is None else [seen / scale for seen in gradients_of_steps(outcome)]
+
+
+def gradients_of_steps(outcome: Outcome) -> list[Vector]:
+    """Return the gradient of each step that a loop took on a probe, (total items,) float64, zeros where it is None."""
+    none = np.zeros(len(outcome.start[PARAMETER]))
+    seen = [observation.gradients[PARAMETER] for observation in outcome.observations]
+    return [none if g is None else g.to("cpu", torch.float64).numpy() for g in seen]
+
+
+def expected_gradients(case: Case) -> list[Vector]:
+    """Return the gradient of each window of a probe: the weight of each item times the slope of its loss."""
+    assert case.spec is not None
+    probe, slopes = WeightProbe(case.plan, case.spec.loss.reduction), np.array(slopes_of(case))
+    rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
+    return [np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights]
 
 
 def probes_of(instance: Instance) -> Iterator[WeightProbe]:
@@ -91,6 +124,71 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
         yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
     if reduction == "mean" and empty:
         yield WeightProbe(plan, reduction, count)
+
+
+def diagnose_weights(probe: WeightProbe, items: Vector, step: int) -> Diagnosis:
+    """Name the fault that gives such weights at a step.
+
+    Args:
+        probe: that they were read on.
+        items: (total items,), the observed weight of each item.
+        step: index of the step.
+    """
+    plan, counts = probe.plan, probe.counts
+    epoch, window = divmod(step, len(plan.windows))
+    observed = _per_micro_batch(items, plan, 1e-9 if probe.dtype == "float64" else 1e-5)
+    if observed is None:
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+    weights = Weights(
+        observed=observed,
+        counts=counts,
+        window=plan.windows[window],
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=probe.reduction,
+        items=plan.micro_batches,
+    )
+    return replace(diagnose(weights), details=_table(probe, observed, window))
+
+
+def _per_micro_batch(items: Vector, plan: Plan, close: float) -> Vector | None:
+    """Return the weight of each micro-batch's items, or None where they differ within one."""
+    parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
+    if any(np.ptp(part) > close * np.abs(part).max() for part in parts):
+        return None
+    return np.array([part[0] for part in parts])
+
+
+def _table(probe: WeightProbe, observed: Vector, window: int) -> tuple[str, ...]:
+    """Return a line for each micro-batch, and of a long plan one line for each run of equal ones."""
+    expected = probe.right_weights(window)[list(probe.plan.starts)]
+    rows = [f"{n:>4g} {e:>12.6g} {o:>12.6g}" for n, e, o in zip(probe.counts, expected, observed, strict=True)]
+    runs: list[range] = []
+    for j, row in enumerate(rows):
+        if len(rows) > MOST_ROWS and runs and rows[runs[-1].start] == row:
+            runs[-1] = range(runs[-1].start, j + 1)
+        else:
+            runs.append(range(j, j + 1))
+    return (
+        "weight of each item, by micro-batch (index, count, expected, observed):",
+        *(f"  {ranges_text(list(run)):>3} {rows[run.start]}" for run in runs),
+    )
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return increasing numbers with runs of them written as `0-15`."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def held_by(plan: Plan, items: Vector) -> list[int]:
+    """Return the micro-batches of which some item has a weight other than 0."""
+    return [j for j in range(len(plan.micro_batches)) if items[plan.items(j).start : plan.items(j).stop].any()]
 
 
 def _counted(probe: Problem, count: Count) -> Problem:

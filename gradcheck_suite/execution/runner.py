@@ -15,6 +15,7 @@ from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
+from gradcheck_suite.execution.skipped_steps import skipped_steps
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint, is_import_failure
 from gradcheck_suite.schema.contract import Loop
@@ -37,6 +38,7 @@ class Outcome:
         structure: how the loop changed the model's parameters, or None.
         compute: the autocast dtype of its losses, or None.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
+        skipped: for each step that a `GradScaler` skipped, the number of steps before it.
     """
 
     observations: list[Observation]
@@ -50,6 +52,7 @@ class Outcome:
     structure: str | None = None
     compute: Compute = None
     refused: str | None = None
+    skipped: tuple[int, ...] = ()
 
 
 def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
@@ -62,9 +65,15 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
     observer = Observer(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
+    skipped: list[int] = []
     default_dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), time_limit(time_limit_s) as limit:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            skipped_steps(lambda: len(observer.observations)) as skipped,
+            time_limit(time_limit_s) as limit,
+        ):
             # torch.manual_seed would queue a call for every kind of device, each with a formatted stack
             torch.default_generator.manual_seed(instance.case.seed)
             loop(run)
@@ -96,6 +105,7 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
         structure=structure_changes(before, structure(run.model)),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
+        skipped=tuple(skipped),
     )
 
 

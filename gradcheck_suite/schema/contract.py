@@ -29,6 +29,7 @@ ONE_EPOCH = "one-epoch"
 SUM_REDUCTION = "sum-reduction"
 MEAN_REDUCTION = "mean-reduction"
 DENSE_GRADIENTS = "dense-gradients"
+FINITE_GRADIENTS = "finite-gradients"
 NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
     EQUAL_MICRO_BATCHES: "every micro-batch of a window has the same count",
@@ -39,6 +40,7 @@ ASSUMPTIONS = {
     SUM_REDUCTION: "the loss is a sum over items",
     MEAN_REDUCTION: "the loss is a mean over items",
     DENSE_GRADIENTS: "no sparse gradients",
+    FINITE_GRADIENTS: "no gradient of a window is infinite or NaN",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
 """Every assumption and its meaning; KIND stands for the name of a layer kind."""

@@ -29,9 +29,12 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
+from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.batch_dependence import batch_dependence
 from gradcheck_suite.verification.parameters import Trajectory
+from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.separability import objective_fault
+from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
 FEW_DRAWS = 4
@@ -76,7 +79,7 @@ def check(
         reference, fault = _reference(case, problem)
         if reference is None:
             return Verdict(case, Violation("not-accumulable", "not-accumulable", str(fault), case))
-        if not shrinking and reference.finding:
+        if not shrinking and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)
         outcome = run_loop(loop, reference.instance, time_limit_s=time_limit_s)
         if outcome.refused and problem is not None:
@@ -86,11 +89,17 @@ def check(
             return Verdict(case, skipped=outcome.refused)
         runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s)
         verdict = _judge(reference, outcome, runner, autocast or autocast_of(loop))
-        if verdict.violation is not None and reference.finding:
+        if verdict.violation is not None and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)
         return verdict
     except CannotJudgeError as error:
         return Verdict(case, skipped=str(error))
+
+
+def has_finite_gradients(case: Case, problem: Problem | None) -> bool:
+    """Return whether the reference gradient of every window of a case is finite, at the initial parameters."""
+    reference = REFERENCES.get(case, problem)
+    return all(_is_finite(reference, window) for window in range(len(case.plan.windows)))
 
 
 def _gradient_fault(reference: Reference, window: Window) -> str | None:
@@ -160,8 +169,9 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
     case = reference.instance.case
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
-        first = reference.window(0, compute=autocast)
-        first.compare(first.expected)
+        if not is_probe(case):
+            first = reference.window(0, compute=autocast)
+            first.compare(first.expected)
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
         diagnosis = "timed-out" if outcome.timed_out else "raised"
@@ -169,14 +179,41 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
     if outcome.structure:
         explanation = f"the loop changed the model's parameters: {outcome.structure}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
-    if outcome.endless or len(outcome.observations) != case.plan.steps:
+    if is_probe(case):
+        violation, ratio = judge_probe(reference.instance, outcome, runner, autocast)
+        return Verdict(case, violation or _parameters_violation(case, outcome), ratio=ratio, windows=case.plan.steps)
+    places = steps_of_plan(case.plan, outcome, lambda window: _is_finite(reference, window))
+    if places is None:
         named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
         return Verdict(case, Violation("step-count", named.name, named.sentence, case))
-    return _judge_steps(reference, outcome, runner, autocast)
+    return _judge_steps(reference, outcome, places, runner, autocast)
 
 
-def _judge_steps(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
-    """Judge step by step: the parameters before a step, then its gradients, then the parameters after it."""
+def _parameters_violation(case: Case, outcome: Outcome) -> Violation | None:
+    """Return what changed parameters on a weight probe, or None."""
+    trajectory = Trajectory(case, outcome)
+    for step in range(len(outcome.observations)):
+        if violation := trajectory.before(step) or trajectory.at(step):
+            return violation
+    return trajectory.end()
+
+
+def _is_finite(reference: Reference, window: int) -> bool:
+    return bool(np.isfinite(reference.window(window).expected).all())
+
+
+def _judge_steps(
+    reference: Reference, outcome: Outcome, places: list[int], runner: LoopRunner | None, autocast: Compute
+) -> Verdict:
+    """Judge step by step: the parameters before a step, then its gradients, then the parameters after it.
+
+    Args:
+        reference: of the case.
+        outcome: what the loop did.
+        places: for each step of the loop its index in the plan.
+        runner: runs the loop again for a diagnosis; None while shrinking.
+        autocast: dtype in which the loop declares that it computes its losses, or None.
+    """
     case = reference.instance.case
     trajectory, ratio = Trajectory(case, outcome), 0.0
     judged, skipped = 0, Counter[str]()
@@ -184,7 +221,7 @@ def _judge_steps(reference: Reference, outcome: Outcome, runner: LoopRunner | No
         if violation := trajectory.before(step):
             return Verdict(case, violation, ratio=ratio)
         for evaluation in observation.evaluations:
-            found = _judge_gradients(reference, outcome, step, evaluation, runner, autocast)
+            found = _judge_gradients(reference, outcome, places[step], evaluation, runner, autocast)
             if isinstance(found, Violation):
                 return Verdict(case, found, ratio=ratio)
             if isinstance(found, str):

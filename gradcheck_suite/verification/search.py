@@ -9,16 +9,23 @@ from contextlib import suppress
 
 from hypothesis import strategies as st
 
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import run_on_cases
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.schema.contract import FINITE_GRADIENTS, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
-from gradcheck_suite.verification.check import check
+from gradcheck_suite.schema.weight_probe import is_probe
+from gradcheck_suite.verification.battery import run_battery
+from gradcheck_suite.verification.check import check, has_finite_gradients
 
 SHRINK_SECONDS = 30.0
 """Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
+MOST_HUNTED = 50
+"""Cases that are searched for the fault of a probe."""
+MOST_AFTER = 20
+"""Cases that are searched for it after one has shown another fault. That fault is then the verdict's."""
 Progress = Callable[[Verdict], None]
 
 
@@ -32,6 +39,10 @@ class StopError(BaseException):
     def __init__(self, error: UsageError) -> None:
         super().__init__()
         self.error = error
+
+
+class _EnoughError(BaseException):
+    """Raised to draw no further case. It is no `Exception`, so that Hypothesis does not shrink it."""
 
 
 class _Moment:
@@ -60,9 +71,10 @@ class Search:
         time_limit_s: float | None,
         progress: Progress | None,
         autocast: str | None = None,
+        assumes: frozenset[str] = frozenset(),
     ) -> None:
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
-        self._autocast = autocast
+        self._autocast, self._finite_only = autocast, FINITE_GRADIENTS in assumes
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -80,6 +92,7 @@ class Search:
         self._on_probe: Violation | None = None
         self._other: Violation | None = None
         self._first_pass = True
+        self._final = False
 
     @property
     def violation(self) -> Violation | None:
@@ -92,9 +105,26 @@ class Search:
         return bool(self._trail or self._settled)
 
     @property
-    def hangs(self) -> bool:
-        """Whether the loop did not return from a probe; then every drawn case would wait for the time limit too."""
-        return self._on_probe is not None and self._on_probe.diagnosis == "timed-out"
+    def is_over(self) -> bool:
+        """Whether no case needs to be drawn.
+
+        It is so where a probe shows a fault that no drawn case can show, and where the loop did not return from a
+        probe: every drawn case would wait for the time limit too.
+        """
+        return self._final or (self._on_probe is not None and self._on_probe.diagnosis == "timed-out")
+
+    def run_battery(self, assumes: frozenset[str], dtype: str, device: str) -> None:
+        """Check the weight probes. A fault that the first of them show is then searched for among drawn cases."""
+        found = run_battery(
+            self._check,
+            lambda: LoopRunner(self._loop, time_limit_s=self._time_limit_s),
+            assumes=assumes,
+            dtype=dtype,
+            device=device,
+            time_limit_s=self._time_limit_s,
+        )
+        self._on_probe, self._final = found.violation, found.final
+        self.skipped.update(found.skipped)
 
     def probe(self, cases: Iterable[Case]) -> None:
         """Check fixed cases. The fault that one of them shows is then searched for among drawn cases."""
@@ -137,6 +167,13 @@ class Search:
             if not shrinking or size_of(case) < size_of(self._trail[-1].case):
                 self._trail.append(verdict.violation)
             raise _ViolatedError
+        if not self.found and self._on_probe is not None and self._first_pass and self._hunted:
+            raise _EnoughError
+
+    @property
+    def _hunted(self) -> bool:
+        """Whether enough cases were searched for the fault of a probe."""
+        return self.cases >= (MOST_HUNTED if self.found_after is None else self.found_after + MOST_AFTER)
 
     def settle(self) -> None:
         """Diagnose the smallest case, with as many draws for the bound as for the first case.
@@ -160,14 +197,20 @@ class Search:
         self._trail, self._first_pass = [], False
 
     def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
-        return check(
+        problem = None if case.spec else self._problem
+        verdict = check(
             self._loop,
             case,
-            problem=None if case.spec else self._problem,
+            problem=problem,
             time_limit_s=self._time_limit_s,
             shrinking=shrinking,
             autocast=self._autocast,
         )
+        if verdict.violation and self._finite_only and not is_probe(case) and not has_finite_gradients(case, problem):
+            return Verdict(
+                case, skipped="a window's gradient is infinite or NaN, and the loop assumes finite-gradients"
+            )
+        return verdict
 
     def _note(self, verdict: Verdict) -> None:
         self.ratio = max(self.ratio, verdict.ratio)
@@ -226,5 +269,5 @@ def _is_same_fault(found: Violation, first: Violation) -> bool:
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
-    with suppress(_ViolatedError):
+    with suppress(_ViolatedError, _EnoughError):
         run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,13 +11,11 @@ from hypothesis import strategies as st
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
 from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.generation.problems import expect_layers_left, reductions_within
+from gradcheck_suite.generation.problems import expect_layers_left
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
-    ONE_EPOCH,
-    WHOLE_WINDOWS,
     Loop,
     Problem,
     assumptions_of,
@@ -30,7 +27,6 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
-from gradcheck_suite.schema.weight_probe import probe_case
 from gradcheck_suite.verification.search import Progress, Search, StopError, run_search
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
@@ -40,17 +36,6 @@ SMALL_EXAMPLES = 60
 """Number of small cases that are tried where shrinking has left a larger one."""
 UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
-
-
-def probe_cases(assumes: frozenset[str], device: str) -> Iterator[Case]:
-    """Yield the weight probes that every loop is checked on first, within its assumptions."""
-    sizes: tuple[int, ...] = (2, 2, 1, 1, 4) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 2, 2, 4)
-    if EQUAL_BATCHES in assumes:
-        sizes = (2, 2, 2, 2, 2)
-    if WHOLE_WINDOWS in assumes:
-        sizes = sizes[:-1]
-    for reduction in reductions_within(assumes):
-        yield probe_case(Plan(sizes, 2, 1 if ONE_EPOCH in assumes else 2), reduction, device=device)
 
 
 def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
@@ -101,7 +86,7 @@ def verify(
     if problem is not None:
         expect_within(problem, chosen, name=problem_name)
     expect_layers_left(chosen)
-    search = Search(loop, problem, options.time_limit_s, progress, autocast)
+    search = Search(loop, problem, options.time_limit_s, progress, autocast, chosen)
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
@@ -152,10 +137,10 @@ def _search(
         for few in (False, True)
     )
     if problem_name is None and plan is None:
-        search.probe(probe_cases(assumes, options.device))
+        search.run_battery(assumes, options.dtype, options.device)
     elif problem_name is not None and plan is None:
         search.probe([whole_windows_case(problem_name, assumes, options)])
-    if not search.hangs:
+    if not search.is_over:
         run_search(search, drawn, options.examples, options.seed)
     if search.turn_to_other_fault():
         run_search(search, drawn, options.examples, options.seed)

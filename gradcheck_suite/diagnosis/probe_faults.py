@@ -1,0 +1,277 @@
+"""Naming the fault that a loop shows on a weight probe, by at most three further runs of the loop.
+
+The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with all
+slopes 1 tells faults of the weights from faults that depend on the size of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.probe_weights import (
+    WeightProbe,
+    diagnose_weights,
+    expected_gradients,
+    gradients_of_steps,
+    held_by,
+    ranges_text,
+)
+from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.weight_probe import SMALL_SCALE, slopes_of
+
+SKIPPED = (
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
+    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
+    "finite-gradients"
+)
+Steps = Sequence[Vector | None]
+COARSE = ("bfloat16", "float16")
+"""Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
+FURTHER = 4.0
+"""Factor of a large gradient that shows whether the observed one stays where it is."""
+POISONED = (
+    "the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: it "
+    "scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN"
+)
+
+
+def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a wrong gradient on a weight probe.
+
+    Args:
+        case: the probe.
+        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    seen = steps[step]
+    assert seen is not None, "a skipped step is not compared"
+    if case.spec is not None and "slopes" not in case.spec.loss.o:
+        return other_windows(case, steps) or _of_weights(case, seen, step, runner)
+    plain = _without_slopes(case, runner)
+    if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
+        return _of_weights(case, plain[step], step, runner)
+    return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
+
+
+def other_windows(case: Case, steps: Steps) -> Diagnosis | None:
+    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
+    plan = case.plan
+    held = [held_by(plan, items) for items in steps if items is not None]
+    right = list(plan.windows) * plan.epochs
+    if [j for step in held for j in step] != [j for window in right for j in window]:
+        return None
+    first = next((s for s, seen in enumerate(held) if s >= len(right) or tuple(seen) != right[s]), None)
+    if first is None:
+        return None
+    near = slice(max(0, first - 1), first + 2)
+    shown, due = (" | ".join(ranges_text(window) for window in windows[near]) for windows in (held, right))
+    return Diagnosis(
+        "wrong-windows",
+        f"the loop steps at other places: from step {near.start} on its windows are micro-batches {shown}, where "
+        f"{due} are right (accumulation_steps = {plan.accumulation_steps}, anew in every epoch)",
+    )
+
+
+def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
+    """Name a fault that depends on the size of the gradient, in a loop whose weights are wrong anyway; None without.
+
+    The loop is held to the weights that it gives on the same plan where all slopes are 1.
+
+    Args:
+        case: a probe with slopes.
+        runner: of the loop.
+    """
+    slopes = np.array(slopes_of(case))
+    plain, sized = _without_slopes(case, runner), _probe(case, case.dtype).run(runner, slopes=slopes.tolist())
+    if plain is None or sized is None or sized.skipped:
+        return None
+    expected = [np.multiply(weights, slopes, out=np.zeros_like(slopes), where=weights != 0) for weights in plain]
+    steps = gradients_of_steps(sized)
+    if len(steps) != len(expected):
+        return Diagnosis("skipped-non-finite", SKIPPED) if len(steps) < len(expected) else None
+    close = 64 * UNIT_ROUNDOFF[case.dtype]
+    for step, (right, seen) in enumerate(zip(expected, steps, strict=True)):
+        both = ~np.isfinite(right) & ~np.isfinite(seen)
+        if not (both | np.isclose(seen, right, rtol=close, atol=0)).all():
+            return _size_fault(case, expected, steps, step, runner)
+    return None
+
+
+def explain_skips(case: Case, outcome: Outcome, runner: LoopRunner) -> Diagnosis | None:
+    """Name the fault of a loop that takes fewer steps because a gradient is not finite; None where that is not why."""
+    slopes, plan = np.array(slopes_of(case)), case.plan
+    if np.isfinite(slopes).all() or len(outcome.observations) >= plan.steps:
+        return None
+    plain = _without_slopes(case, runner)
+    if plain is None or len(plain) != plan.steps:
+        return None
+    return Diagnosis("skipped-non-finite", SKIPPED)
+
+
+def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
+    return _probe(case, case.dtype).observed_weights(runner)
+
+
+def _probe(case: Case, dtype: str) -> WeightProbe:
+    assert case.spec is not None
+    return WeightProbe(case.plan, case.spec.loss.reduction, dtype=dtype)
+
+
+def _is_right(observed: Vector, case: Case, step: int) -> bool:
+    right = _probe(case, case.dtype).right_weights(step % len(case.plan.windows))
+    unit = UNIT_ROUNDOFF[case.dtype]
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=16 * unit**2)
+
+
+def _of_weights(case: Case, seen: Vector, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
+    dtype = "float64" if case.dtype in COARSE else case.dtype
+    probe = _probe(case, dtype)
+    if dtype != case.dtype:
+        steps = probe.observed_weights(runner)
+        if steps is None or step >= len(steps) or np.allclose(steps[step], probe.right_weights(step), rtol=1e-9):
+            return Diagnosis(
+                "low-precision",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
+                "compute counts and their quotients in float32, and accumulate gradients in float32",
+            )
+        seen = steps[step]
+    if not np.isfinite(seen).all():
+        return _not_linear("on the read-out probe, whose gradients are finite, it is not even finite")
+    small = probe.observed_weights(runner, scale=SMALL_SCALE)
+    close = 1e-9 if dtype == "float64" else 1e-5
+    if small is None or step >= len(small) or not np.allclose(seen, small[step], rtol=close, atol=0):
+        return _not_linear(
+            "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on the "
+            "gradient's size (clipping, normalising) or on chance (noise)"
+        )
+    return diagnose_weights(probe, seen, step)
+
+
+def _not_linear(why: str) -> Diagnosis:
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
+# Faults that depend on the size of the gradient
+
+
+def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
+
+    Args:
+        case: the probe, with slopes.
+        expected: the right gradient of every step.
+        steps: as in `explain_probe`.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    window = step % len(case.plan.windows)
+    items = list(case.plan.window_items(window))
+    right, seen = expected[step], steps[step]
+    assert seen is not None
+    if not np.isfinite(right).all():
+        return _of_non_finite(case, right, seen, window)
+    poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
+    if poison and not np.isfinite(seen).all():
+        source = poison[-1] % len(case.plan.windows)
+        return Diagnosis("poisoned-by-earlier-window", POISONED.format(window=source))
+    wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
+    if not wrong:
+        wrong = items
+    if not np.isfinite(seen).all():
+        return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
+    if np.abs(right[items]).max() < 1 and not seen[wrong].any():
+        return Diagnosis(
+            "flushed-to-zero",
+            f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
+            "right: small values are set to zero, or they are lost in a coarser dtype",
+        )
+    if clipped := _clipping(case, seen, right, step, runner):
+        return clipped
+    return _not_linear(
+        f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
+        "something depends on the gradient's size (clipping, normalising, a coarser dtype)"
+    )
+
+
+def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diagnosis:
+    """Name the fault of a window whose right gradient is infinite or NaN in some elements."""
+    poisoned = ~np.isfinite(right)
+    what = "NaN" if np.isnan(right[poisoned]).any() else "infinite"
+    if not np.isfinite(seen[poisoned]).any():
+        return Diagnosis(
+            "spread-non-finite",
+            f"one element of the window's gradient is {what}, and finite elements became NaN too: something divides "
+            "the gradient by its norm (clip_grad_norm_ with any bound), or multiplies by a quantity of all elements",
+        )
+    plan = case.plan
+    beside = [
+        i
+        for j in plan.windows[window]
+        if poisoned[plan.items(j).start : plan.items(j).stop].any()
+        for i in plan.items(j)
+        if not poisoned[i]
+    ]
+    if not seen[poisoned].any() and not (beside and seen[beside].any()):
+        return Diagnosis(
+            "skipped-non-finite",
+            f"a micro-batch whose gradient is {what} in an element is not in the window's gradient, or the whole "
+            "gradient was set to zero: losses or gradients that are not finite are skipped, and the step hides it",
+        )
+    values = ", ".join(f"{value:.6g}" for value in seen[poisoned])
+    return Diagnosis(
+        "replaced-non-finite",
+        f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
+        "finite, such as nan_to_num or a clamp, and hides that the run diverged",
+    )
+
+
+def _clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRunner) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is cut to some size, which a larger one would be cut to as well."""
+    items = np.flatnonzero(right)
+    if not (np.abs(seen[items]) <= 1.01 * np.abs(right[items])).all() or not seen[items].any():
+        return None
+    slopes = [slope * FURTHER if abs(slope) > 1 else slope for slope in slopes_of(case)]
+    louder = _probe(case, case.dtype).observed_weights(runner, slopes=slopes)
+    if louder is None or step >= len(louder):
+        return None
+    cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
+    if not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
+        return None
+    return Diagnosis("clipped", f"{_cut(case, seen, right, items)}: the contract asks for the gradient itself")
+
+
+def _cut(case: Case, seen: Vector, right: Vector, items: npt.NDArray[np.intp]) -> str:
+    """Return which clipping explains a gradient: by value, by norm, by the norm of each micro-batch."""
+    share = seen[items] / right[items]
+    size = f"a gradient of norm {np.linalg.norm(right):.4g}"
+    largest, norm = np.abs(seen[items]).max(), np.linalg.norm(seen[items])
+    if len(items) == 1:
+        return f"{size} is clipped to {norm:.4g}, by norm or by value"
+    if np.ptp(share) <= 1e-2 * share.max():
+        return f"{size} is clipped to norm {norm:.4g}"
+    cut = np.abs(share - 1) > 1e-2
+    if np.ptp(np.abs(seen[items][cut])) <= 1e-2 * largest:
+        return f"{size} is clipped by value to {largest:.4g}"
+    return f"{size} is clipped, in parts: its micro-batches' parts have norms {_norms(case, seen)}"
+
+
+def _norms(case: Case, seen: Vector) -> str:
+    plan = case.plan
+    norms = [np.linalg.norm(seen[plan.items(j).start : plan.items(j).stop]) for j in range(len(plan.micro_batches))]
+    return " and ".join(f"{norm:.4g}" for norm in norms if norm)
+
+
+def _size(elements: Vector) -> str:
+    sizes = np.abs(elements)
+    low, high = f"{sizes.min():.2g}", f"{sizes.max():.2g}"
+    return high if low == high else f"{low} to {high}"

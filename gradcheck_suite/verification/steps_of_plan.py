@@ -1,0 +1,31 @@
+"""Which step of the plan each step of a loop is, where a gradient scaler may have skipped some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.schema.plan import Plan
+
+
+def steps_of_plan(plan: Plan, outcome: Outcome, is_finite: Callable[[int], bool]) -> list[int] | None:
+    """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
+
+    A `torch.amp.GradScaler` may skip the step of a window whose right gradient is infinite or NaN. That is what it is
+    for, and no gradient is promised there.
+
+    Args:
+        plan: of the run.
+        outcome: what the loop did.
+        is_finite: index of a window in its epoch -> whether its right gradient is finite.
+    """
+    if outcome.endless or len(outcome.observations) + len(outcome.skipped) < plan.steps:
+        return None
+    places: list[int] = []
+    skipped = list(outcome.skipped)
+    for step in range(plan.steps):
+        if len(places) in skipped and not is_finite(step % len(plan.windows)):
+            skipped.remove(len(places))
+        else:
+            places.append(step)
+    return places if len(places) == len(outcome.observations) else None

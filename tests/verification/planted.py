@@ -1,0 +1,210 @@
+"""Faulty loops that no drawn case shows: they go wrong on large, small or non-finite gradients, or in long plans."""
+
+from __future__ import annotations
+
+import torch
+
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+
+
+def _gradients(run):
+    return [p.grad for p in run.model.parameters() if p.grad is not None]
+
+
+def _before_step(change):
+    """Return a sound loop with a change to the gradients before each step."""
+
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, window)
+            change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _each(function):
+    return _before_step(lambda run: [g.copy_(function(g)) for g in _gradients(run)])
+
+
+def reset_by_product(run):
+    for window in windows(run):
+        for gradient in _gradients(run):
+            gradient.mul_(0)
+        backward_window(run, window)
+        run.optimizer.step()
+
+
+def skips_losses(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            loss = part_of_window(run, batch, total)
+            if torch.isfinite(loss):
+                loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def skips_steps(run):
+    for window in windows(run):
+        backward_window(run, window)
+        if all(torch.isfinite(g).all() for g in _gradients(run)):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def zeroes_bad_gradients(run):
+    if not all(torch.isfinite(g).all() for g in _gradients(run)):
+        for gradient in _gradients(run):
+            gradient.zero_()
+
+
+def clips_micro_batches(run):
+    for window in windows(run):
+        total, sums = window_count(run, window), {}
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)
+            for p in run.model.parameters():
+                sums[p] = sums.get(p, 0) + torch.nan_to_num(p.grad, 0, 0, 0) * 0 + p.grad
+                p.grad = None
+        for p, gradient in sums.items():
+            p.grad = gradient
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def _through_float16(gradient):
+    return gradient.to(torch.float16).to(gradient.dtype)
+
+
+def _through_float32(gradient):
+    return gradient.to(torch.float32).to(gradient.dtype)
+
+
+SIZES = {
+    "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
+    "nan_to_num": (_each(torch.nan_to_num), "replaced-non-finite"),
+    "nan_to_num to 0": (_each(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0)), "replaced-non-finite"),
+    "skips losses": (skips_losses, "skipped-non-finite"),
+    "skips steps": (skips_steps, "skipped-non-finite"),
+    "zeroes bad gradients": (_before_step(zeroes_bad_gradients), "skipped-non-finite"),
+    "clip by norm at 1000": (
+        _before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)),
+        "clipped",
+    ),
+    "clip by value at 1000": (
+        _before_step(lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)),
+        "clipped",
+    ),
+    "clip micro-batches at 1000": (clips_micro_batches, "clipped"),
+    "clip with an infinite bound": (
+        _before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), float("inf"))),
+        "spread-non-finite",
+    ),
+    "flush below 1e-6": (_each(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), "flushed-to-zero"),
+    "flush below 1e-30": (_each(lambda g: torch.where(g.abs() < 1e-30, 0.0, g)), "flushed-to-zero"),
+    "halve above 100": (
+        _each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g),
+        "not-linear",
+    ),
+}
+
+
+# Counters
+
+
+def _counted(forget):
+    """Return a sound loop that leaves out the micro-batches for which `forget(j, epoch)` is true."""
+
+    def loop(run):
+        seen = 0
+        for step, window in enumerate(windows(run)):
+            total = window_count(run, window)
+            epoch = step // (-(-len(run.loader) // run.accumulation_steps))
+            for batch in window:
+                if not forget(seen, epoch):
+                    part_of_window(run, batch, total).backward()
+                seen += 1
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _wraps(at):
+    """Return a loop that counts micro-batches in a number that goes from `at` - 1 to 0, as a uint8 does at 256."""
+
+    def loop(run):
+        for _ in range(run.epochs):
+            micro_batches, counter, window = list(run.loader), 0, []
+            for j, batch in enumerate(micro_batches):
+                counter = (counter + 1) % at
+                window.append(batch)
+                if counter % run.accumulation_steps == 0 or j + 1 == len(micro_batches):
+                    backward_window(run, window)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                    window = []
+
+    return loop
+
+
+def capped(run):
+    """Cut windows of more than 16 micro-batches."""
+    for _ in range(run.epochs):
+        batches, k = list(run.loader), min(run.accumulation_steps, 16)
+        for i in range(0, len(batches), k):
+            backward_window(run, batches[i : i + k])
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def keyed(run):
+    """Keep each micro-batch's gradient under its index modulo 32."""
+    for window in windows(run):
+        total, parts = window_count(run, window), {}
+        for j, batch in enumerate(window):
+            part_of_window(run, batch, total).backward()
+            parts[j % 32] = [p.grad for p in run.model.parameters()]
+            run.optimizer.zero_grad()
+        for p, gradients in zip(run.model.parameters(), zip(*parts.values(), strict=True), strict=True):
+            p.grad = sum(gradients)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def stale_later(run):
+    """Reset the gradients after the first 50 steps only."""
+    for step, window in enumerate(windows(run)):
+        backward_window(run, window)
+        run.optimizer.step()
+        if step < 50:
+            run.optimizer.zero_grad()
+
+
+def scales_fourth_epoch(run):
+    per_epoch = -(-len(run.loader) // run.accumulation_steps)
+    for step, window in enumerate(windows(run)):
+        backward_window(run, window)
+        if step // per_epoch >= 3:
+            for gradient in _gradients(run):
+                gradient.mul_(1.5)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+LONG = {
+    "counter modulo 16": (_wraps(16), "wrong-windows", 17, 17, 1),
+    "counter in uint8": (_wraps(256), "wrong-windows", 257, 3, 1),
+    "fourth epoch is scaled": (scales_fourth_epoch, "wrong-scale", 1, 1, 4),
+    "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "missing-gradient", 1, 1, 4),
+    "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 102, 3, 1),
+    "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "missing-gradient", 17, 1, 1),
+    "K capped at 16": (capped, "wrong-windows", 17, 17, 1),
+    "keyed modulo 32": (keyed, "dropped-micro-batch", 33, 33, 1),
+    "stale after 50 steps": (stale_later, "stale-window", 52, 1, 1),
+}
+"""Faults of long plans: loop, diagnosis, and the smallest plan: micro-batches in an epoch, K, epochs."""

@@ -1,0 +1,180 @@
+"""The battery of weight probes: sound loops hold in every dtype, and faults that no drawn case shows are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradcheck_suite import check, training_loop, verify
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
+from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
+from gradcheck_suite.verification.battery import run_battery
+from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
+from tests.verification.planted import LONG, SIZES
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None):
+    return run_battery(
+        lambda case: check(loop, case, time_limit_s=time_limit_s),
+        lambda: LoopRunner(loop),
+        assumes=frozenset(assumes) | assumptions_of(loop),
+        dtype=dtype,
+        device="cpu",
+        time_limit_s=time_limit_s,
+    )
+
+
+FEW = ("set_to_none", "flat_buffer", "rescale_at_the_end", "divide_by_steps", "grad_scaler", "float32_accumulator")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(BUILT_IN), marks=pytest.mark.full)], ids=["few", "all"])
+def test_sound_loops_hold(names, dtype):
+    for name in names:
+        loop = BUILT_IN[name]
+        found = battery(loop, dtype=dtype)
+        assert found.violation is None, f"{name}: {found.violation}"
+        assert not found.skipped
+
+
+def test_the_probes_satisfy_every_assumption():
+    sound, chosen = BUILT_IN["zero_"], frozenset(name for name in ASSUMPTIONS if "KIND" not in name) - {"sum-reduction"}
+    for assumes in (chosen, frozenset({WHOLE_WINDOWS}), frozenset({EQUAL_BATCHES}), frozenset({ONE_EPOCH})):
+        for case in (*first_cases(assumes, "float64", "cpu"), *long_cases(assumes, "float64", "cpu")):
+            assert not (case.plan.has_short_window and WHOLE_WINDOWS in assumes)
+            assert case.plan.epochs == 1 or ONE_EPOCH not in assumes
+            assert len(set(case.plan.micro_batches)) == 1 or EQUAL_BATCHES not in assumes
+        assert "inf" in slopes_case(assumes, "float64", "cpu").spec.loss.o["slopes"] or assumes == chosen
+        assert battery(sound, assumes=assumes).violation is None
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small(dtype):
+    for name, (loop, diagnosis) in SIZES.items():
+        found = battery(loop, dtype=dtype)
+        assert found.final, name
+        assert found.violation.diagnosis == diagnosis, f"{name}: {found.violation}"
+        assert len(found.violation.case.plan.micro_batches) <= 2, name
+        again = check(loop, found.violation.case).violation
+        assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_they_are_found_in_coarse_dtypes(dtype):
+    for name, (loop, _) in SIZES.items():
+        if (name, dtype) != ("flush below 1e-30", "float16"):  # below the smallest number of float16
+            assert battery(loop, dtype=dtype).final, name
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("clip by norm at 1000", 1000), ("clip by value at 1000", 1000)])
+def test_the_threshold_of_clipping_is_said_on_the_whole_probe(name, threshold):
+    case = slopes_case(frozenset(), "float64", "cpu")
+    found = check(SIZES[name][0], case).violation
+    said = "to norm 1000" if "norm" in name else "by value to 1000"
+    assert f"{said}" in found.explanation
+    assert threshold < 2**12
+
+
+def test_faults_of_long_plans_are_named_and_made_small():
+    for name, (loop, diagnosis, micro_batches, steps, epochs) in LONG.items():
+        found = battery(loop)
+        assert found.final, name
+        plan = found.violation.case.plan
+        assert found.violation.diagnosis == diagnosis, f"{name}: {found.violation}"
+        smallest = (len(plan.micro_batches), plan.accumulation_steps, plan.epochs)
+        assert smallest == (micro_batches, steps, epochs), f"{name}: {plan}"
+        assert check(loop, found.violation.case).violation.diagnosis == diagnosis, name
+
+
+def test_what_is_right_just_below_is_said():
+    found = battery(LONG["keyed modulo 32"][0]).violation
+    assert "the loop is right with accumulation_steps = 32, all else alike" in found.details
+    found = battery(LONG["fourth epoch is scaled"][0]).violation
+    assert "the loop is right with 3 epoch(s), all else alike" in found.details
+
+
+def test_a_fault_of_size_is_said_beside_a_fault_of_the_weights():
+    def means_of_means_clipped(run):
+        for window in windows(run):
+            for batch in window:
+                (run.loss(run.model, batch) / len(window)).backward()
+            torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    found = battery(means_of_means_clipped, assumes={"mean-reduction"})
+    assert not found.final
+    assert found.violation.diagnosis == "mean-of-means"
+    assert "a further fault, clipped: a gradient of norm" in found.violation.details[-1]
+
+
+# GradScaler and finite-gradients
+
+
+def scaled(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+def skips_by_hand(run):
+    for window in windows(run):
+        backward_window(run, window)
+        if all(torch.isfinite(p.grad).all() for p in run.model.parameters() if p.grad is not None):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def scaled_and_skips_often(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for i, window in enumerate(windows(run)):
+        backward_window(run, window)
+        if i % 2:
+            for p in run.model.parameters():
+                p.grad.fill_(torch.inf)
+        scaler.scale(torch.zeros(()))  # a scaler that scales nothing refuses to step
+        scaler.step(run.optimizer)
+        scaler.update(2.0**16)
+        run.optimizer.zero_grad()
+
+
+def test_a_gradient_scaler_may_skip_windows_that_are_not_finite_and_no_others():
+    assert battery(scaled).violation is None
+    assert battery(skips_by_hand).violation.diagnosis == "skipped-non-finite"
+    assert battery(scaled_and_skips_often).violation.kind == "step-count"
+
+
+def test_a_loop_may_assume_finite_gradients():
+    assert battery(skips_by_hand, assumes={"finite-gradients"}).violation is None
+    assert verify(training_loop(assumes=("finite-gradients",))(skips_by_hand), examples=20).holds
+
+
+# What is left out, and what is searched for
+
+
+def test_a_probe_that_would_exceed_the_time_limit_is_left_out_and_reported():
+    found = battery(BUILT_IN["zero_"], time_limit_s=1e-3)
+    assert found.violation is None or found.violation.diagnosis == "timed-out"
+    if found.violation is None:
+        assert "micro-batches was left out: it would take this loop" in found.skipped[0]
+
+
+def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
+    result = verify(LONG["keyed modulo 32"][0])
+    assert (result.cases, result.found_after, result.holds) == (0, None, False)
+
+
+def test_slopes_are_read_as_they_are_written():
+    slopes = [1.0, 2.0**40, 2.0**-200, float("inf"), 0.5]
+    assert slopes_text(slopes) == "1 2**40 2**-200 inf 2**-1"
+    assert read_slopes(slopes_text(slopes), 7) == [*slopes, 1.0, 2.0**40]
