@@ -94,8 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         error, status = raised, 1
         _print_own_traceback(raised)
     result = audited.close(error)
-    sys.stdout.flush()
-    print("\n".join(result_lines(result)), file=sys.stderr, flush=True)
     about = environment.environment()
     if arguments.json is not None:
         write_json(arguments.json, results_to_json([result], about))
@@ -103,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         from gradcheck_suite.records.store import append_record
 
         append_record(arguments.reports, "audit", result.to_json(), environment=about)
+    sys.stdout.flush()
+    print("\n".join(result_lines(result)), file=sys.stderr, flush=True)
     if result.violations:
         return exit_status.VIOLATED
     if status:
