@@ -6,7 +6,7 @@ the tables below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -28,6 +28,8 @@ from gradcheck_suite.catalogue import (
     recurrent,
     reshaping,
     routing,
+    scaling,
+    second_input,
     sequence_pooling,
     tied_weights,
     transformer,
@@ -73,6 +75,8 @@ LAYERS: Mapping[str, LayerDefinition] = _table(
     dropout.KINDS,
     weight_norm.KINDS,
     embedding_bag.KINDS,
+    scaling.KINDS,
+    second_input.KINDS,
     composites.KINDS,
     weight_probe.LAYERS,
 )
@@ -131,6 +135,8 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
     if kind.wraps is not None:
         if not layer.layers:
             raise UsageError(f"layer {layer.kind!r}: expected at least one inner layer, got none")
+        if kind.parallel:
+            return _joined_signal(layer, signal)
         inner = chain_signal(layer.layers, signal)
         if inner != signal:
             raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
@@ -142,6 +148,25 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
     if out.form == "tokens":
         raise UsageError(f"layer {layer.kind!r}: expected floating values, got {signal}: embed tokens first")
     return out
+
+
+def _joined_signal(layer: Layer, signal: Signal) -> Signal:
+    """Return the output signal of branches that join."""
+    outs = [out_signal(branch, signal) for branch in layer.layers]
+    joined = outs[0].with_features(sum(out.features for out in outs)) if layer.kind == "concat" else outs[0]
+    for out in outs[1:]:
+        alike = outs[0].with_features(out.features) if layer.kind == "concat" else outs[0]
+        if out != alike:
+            raise UsageError(f"layer {layer.kind!r}: branches must have outputs that join, got {outs[0]} and {out}")
+    return joined
+
+
+def with_signals(layers: Iterable[Layer], signal: Signal, *, parallel: bool = False) -> Iterator[tuple[Layer, Signal]]:
+    """Yield layers with their input signals: of a chain, or of branches that all receive the first one's."""
+    for layer in layers:
+        yield layer, signal
+        if not parallel:
+            signal = out_signal(layer, signal)
 
 
 def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:

@@ -67,7 +67,8 @@ class LayerDefinition:
         uses_mask: whether the layer takes the padding mask of a padded signal, as `mask`.
         trainable: whether every variant has a parameter that receives a gradient from every item.
         wraps: for layers made of other layers: `"residual"` adds the input to their output, `"shared"` applies them
-            twice. Such a definition has no implementation of its own.
+            twice; `"sum"` and `"concat"` hand their input to each of them and join the outputs, by addition or along
+            the features. Such a definition has no implementation of its own.
     """
 
     name: str
@@ -79,7 +80,12 @@ class LayerDefinition:
     extras: Callable[[Signal, Options, np.random.Generator, int], Arrays] = no_extras
     uses_mask: bool = False
     trainable: bool = False
-    wraps: Literal["residual", "shared"] | None = None
+    wraps: Literal["residual", "shared", "sum", "concat"] | None = None
+
+    @property
+    def parallel(self) -> bool:
+        """Whether its inner layers are branches with the same input, rather than a chain."""
+        return self.wraps in ("sum", "concat")
 
 
 @dataclass(frozen=True)

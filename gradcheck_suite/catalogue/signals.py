@@ -45,6 +45,11 @@ class Signal:
         return Signal(self.form, size, self.padded)
 
 
+def feature_axis(signal: Signal) -> int:
+    """Return the axis of a batch that holds the features: 1 for images, the last one otherwise."""
+    return 1 if signal.form == "image" else -1
+
+
 def vector(size: int) -> Signal:
     """Return the signal of vectors with `size` features."""
     return Signal("vector", (size,))

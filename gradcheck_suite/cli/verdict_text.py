@@ -78,10 +78,9 @@ def result_lines(
     if stored is not None:
         further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
         further += "" if options.autocast is None else f" --autocast {options.autocast}"
-        not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
         lines += [
             f"    stored  {stored.case}",
-            f"    script  python {shlex.quote(str(stored.script))}{not_so}",
+            f"    script  python {shlex.quote(str(stored.script))}",
             f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}",
         ]
     return lines

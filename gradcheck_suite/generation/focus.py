@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -26,11 +27,14 @@ class Focus:
         layer: a layer kind, the first of the model; None for any.
         sparse: whether that layer has sparse gradients.
         loss: a loss kind; None for any.
+        graph: `"module"` or `"parameter"`, for one under two names, or `"many"`, for more than a dozen parameters; None
+            for neither.
     """
 
     layer: str | None = None
     sparse: bool = False
     loss: str | None = None
+    graph: Literal["module", "parameter", "many"] | None = None
 
     def fits(self, options: Options) -> bool:
         """Return whether a variant of the layer has what the focus asks for."""
@@ -42,12 +46,18 @@ NO_FOCUS = Focus()
 
 @cache
 def hosts(focus: Focus) -> Mapping[str, tuple[Options, ...]]:
-    """Return the inputs that the layer of a focus accepts, with their variants; empty for a focus on no layer."""
-    if focus.layer is None:
+    """Return the inputs that the layer or graph of a focus accepts, with their variants; empty where any will do."""
+    if focus.layer is None and focus.graph is None:
         return {}
-    accepted = LAYERS[focus.layer].variants
+    # graphs are made of linear layers; a parameter is also shared by an embedding and the layer of the output
+    accepted = LAYERS[focus.layer or "linear"].variants
     found = {
-        kind.name: tuple(o for o in kind.variants if any(map(focus.fits, accepted(kind.signal(o)))))
+        kind.name: tuple(
+            o
+            for o in kind.variants
+            if any(map(focus.fits, accepted(kind.signal(o))))
+            or (focus.graph == "parameter" and kind.signal(o).form == "tokens")
+        )
         for kind in INPUTS.values()
         if kind.drawn
     }
@@ -58,7 +68,8 @@ def _foci() -> tuple[Focus, ...]:
     layers = [Focus(layer=name) for name in LAYERS if hosts(Focus(layer=name))]
     sparse = [focus for f in layers if hosts(focus := Focus(layer=f.layer, sparse=True))]
     losses = [Focus(loss=kind.name) for kind in LOSSES.values() if kind.drawn]
-    chosen = [*layers, *sparse, *losses]
+    graphs = [Focus(graph="module"), Focus(graph="parameter"), Focus(graph="many")] * 2
+    chosen = [*layers, *sparse, *losses, *graphs]
     return (NO_FOCUS,) * round(FREE_SHARE * len(chosen) / (1 - FREE_SHARE)) + tuple(chosen)
 
 

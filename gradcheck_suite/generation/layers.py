@@ -110,7 +110,7 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
         variants = options_of([o for o in kind.variants(signal) if focus.fits(o)])
     inner: list[Layer] = []
     if kind.wraps:
-        count = draw(integers(1, MAX_INNER_LAYERS))
+        count = draw(integers(1, MAX_INNER_LAYERS)) + kind.parallel
         inner = [draw(layer_strategy(signal, _inside(limits))) for _ in range(count)]
     return Layer(kind.name, *inner, **draw(variants))
 
@@ -134,5 +134,6 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
         within = replace(_inside(limits), trainable=True, sparse=False)
         fitting = [Layer(k.name, **o) for k in LAYERS.values() for o in within.variants(k, signal)]
         inner = [fitting[number % len(fitting)]] if fitting else [Layer("tanh")]
+        inner += [Layer("tanh")] * kind.parallel
     variants = [o for o in kind.variants(signal) if focus.fits(o)]
     return Layer(kind.name, *inner, **variants[number % len(variants)])

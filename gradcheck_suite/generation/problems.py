@@ -23,6 +23,7 @@ from gradcheck_suite.catalogue.definitions import LossDefinition
 from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, vector
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.focus import FOCUS, NO_FOCUS, Focus, hosts
+from gradcheck_suite.generation.graphs import Frame, frame_of
 from gradcheck_suite.generation.layers import (
     Choices,
     Limits,
@@ -153,8 +154,8 @@ def _loss(draw: st.DrawFn, focus: Focus, signal: Signal, *, uniform: bool) -> tu
 
 def _chain(
     draw: st.DrawFn, signal: Signal, counted: tuple[int, int], limits: Limits, focus: Focus, number: int
-) -> list[Layer]:
-    """Draw layers, the last one trainable. One that is not, and that the focus asks for, comes before them.
+) -> tuple[list[Layer], Frame]:
+    """Draw layers, the last of them trainable, and put those around them that the focus asks for.
 
     Args:
         draw: draws from a strategy.
@@ -162,26 +163,31 @@ def _chain(
         counted: how many layers, and how many at most.
         limits: of all layers.
         focus: what the problem must contain.
-        number: picks the options of a layer that comes before the others.
+        number: picks the options of layers that are not drawn.
+
+    Returns:
+        The layers, and the frame that is part of them.
     """
     count, most = counted
-    layers: list[Layer] = []
-    first = focus
+    frame = frame_of(focus, signal, limits, number)
     if focus.layer is not None and not LAYERS[focus.layer].trainable:
-        first, count = NO_FOCUS, min(count, most - 1)
-        if count:
-            layers = [picked_layer(focus, signal, limits, number)]
-            signal = out_signal(layers[0], signal)
-    count = max(count, 1)
+        # it cannot be the last layer
+        frame, focus = Frame((picked_layer(focus, signal, limits, number),)), NO_FOCUS
+    room = most - len(frame.first) - len(frame.last)
+    if room < 1:
+        frame, room = Frame(), most
+    layers = list(frame.first)
+    signal = chain_signal(layers, signal)
+    count = min(count, room)
+    keeps_shape = focus.loss is not None or focus.graph is not None
     for i in range(count):
         last = i == count - 1
-        # before the last layer, the loss of the focus stays within reach
-        here = (
-            replace(limits, trainable=True, loss=focus.loss) if last else replace(limits, keeps_shape=bool(focus.loss))
-        )
-        layers.append(draw(layer_strategy(signal, here, first if i == 0 else NO_FOCUS)))
+        # so that the loss of the focus stays within reach, or the layer after the chain fits
+        here = replace(limits, trainable=last, keeps_shape=keeps_shape and (not last or focus.loss is None))
+        here = replace(here, loss=focus.loss) if last else here
+        layers.append(draw(layer_strategy(signal, here, focus if i == 0 else NO_FOCUS)))
         signal = out_signal(layers[-1], signal)
-    return layers
+    return [*layers, *frame.last], frame
 
 
 @st.composite
@@ -197,7 +203,7 @@ def _problems(
     name, options = _drawn(draw, _inputs(limits.excluded), "no input", _hosts(focus, limits.excluded))
     source = Input(name, **options)
     counted = draw(counts(min_layers, max_layers)), max_layers
-    layers = _chain(draw, input_signal(source), counted, limits, focus, number)
+    layers, frame = _chain(draw, input_signal(source), counted, limits, focus, number)
     signal = chain_signal(layers, input_signal(source))
     reductions = sampled(reductions_within(chosen))
     if not accumulable and (signal.form != "vector" or draw(_BOOLEANS)):
@@ -208,7 +214,8 @@ def _problems(
         kind = draw(sampled(tuple(CROSS_SAMPLE_LOSSES)))
         return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
     loss, options = _loss(draw, focus, signal, uniform=bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS}))
-    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)))
+    ties = frame.ties(len(layers)) if accumulable else ()
+    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)), ties)
 
 
 def problems(

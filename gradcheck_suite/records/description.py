@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gradcheck_suite.catalogue import chain_signal, input_signal, out_signal
+from gradcheck_suite.catalogue import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.schema.case import Case
@@ -61,6 +61,7 @@ def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
     signal = input_signal(problem.input)
     lines = [("input", f"{_signal(signal)}  {_options(problem.input.o)}".rstrip())]
     lines += _layers(problem.layers, signal, "")
+    lines += [("tied", f"{name} is {original}") for name, original in problem.ties]
     out = chain_signal(problem.layers, signal)
     lines.append(("loss", _loss(problem.loss, out)))
     return lines
@@ -103,14 +104,12 @@ def example_text(case: Case) -> str:
     return f"@example({case!r})"
 
 
-def _layers(layers: Iterable[Layer], signal: Signal, path: str) -> Iterator[tuple[str, str]]:
-    for i, layer in enumerate(layers):
-        out = out_signal(layer, signal)
-        shapes = f"{_shape(signal)} -> {_shape(out)}"
+def _layers(layers: Iterable[Layer], signal: Signal, path: str, *, parallel: bool = False) -> Iterator[tuple[str, str]]:
+    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
+        shapes = f"{_shape(given)} -> {_shape(out_signal(layer, given))}"
         options = _options(layer.o)
         yield f"{path}{i}", f"{layer.kind:<12} {shapes}  {options}".rstrip()
-        yield from _layers(layer.layers, signal, f"{path}{i}.")
-        signal = out
+        yield from _layers(layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel)
 
 
 def _loss(loss: Loss, out: Signal) -> str:

@@ -7,43 +7,56 @@ reference differ, and for a sample of the cases in the properties.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, loss_definition, out_signal
-from gradcheck_suite.catalogue.build import extra_keys
+from gradcheck_suite.catalogue.build import extra_keys, value_names
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.signals import Signal, feature_axis
 from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
 from gradcheck_suite.references.programs import PROGRAMS
-from gradcheck_suite.schema.spec import Layer, ProblemSpec
+from gradcheck_suite.schema.spec import Layer, ProblemSpec, Tie
+
+
+class _Given(NamedTuple):
+    values: Arguments
+    batch: Arguments
+    ties: Sequence[Tie]
 
 
 def _apply(
-    layers: Iterable[Layer], signal: Signal, values: Arguments, x: jax.Array, batch: Arguments, path: str = ""
+    layers: Iterable[Layer],
+    signal: Signal,
+    given: _Given,
+    x: jax.Array,
+    path: str = "",
+    start: int = 0,
 ) -> jax.Array:
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(layers, start):
         kind, name = layer_definition(layer), f"{path}{i}"
-        if kind.wraps == "residual":
-            x = x + _apply(layer.layers, signal, values, x, batch, f"{name}.")
+        if kind.parallel:
+            outs = [_apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)]
+            x = sum(outs[1:], outs[0]) if kind.wraps == "sum" else jnp.concatenate(outs, feature_axis(signal))
+        elif kind.wraps == "residual":
+            x = x + _apply(layer.layers, signal, given, x, f"{name}.")
         elif kind.wraps == "shared":
             for _ in range(2):
-                x = _apply(layer.layers, signal, values, x, batch, f"{name}.")
+                x = _apply(layer.layers, signal, given, x, f"{name}.")
         else:
             assert kind.jax_apply is not None
-            prefix = f"{name}."
-            params = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
-            extras = {k: batch[key] for k, key in extra_keys(layer, signal, name).items()}
-            x = kind.jax_apply(layer.o, params, x, extras)
+            names = value_names(name, given.values, given.ties)
+            extras = {k: given.batch[key] for k, key in extra_keys(layer, signal, name).items()}
+            x = kind.jax_apply(layer.o, {own: given.values[n] for own, n in names.items()}, x, extras)
         signal = out_signal(layer, signal)
     return x
 
 
 def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
-    return _apply(problem.layers, input_signal(problem.input), values, batch["x"], batch)
+    return _apply(problem.layers, input_signal(problem.input), _Given(values, batch, problem.ties), batch["x"])
 
 
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, loss_definition, out_signal
-from gradcheck_suite.catalogue.build import extra_keys
+from gradcheck_suite.catalogue.build import extra_keys, value_names
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.signals import Signal, feature_axis
 from gradcheck_suite.references.programs import PROGRAMS, Request, to_numpy
-from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec, Tie
 
 ROWS = {None: 48, 1: 144, 0: 256}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
@@ -96,12 +96,12 @@ class _Windows:
 class _Leaf:
     """One layer at its place in the model."""
 
-    def __init__(self, layer: Layer, signal: Signal, path: str) -> None:
+    def __init__(self, layer: Layer, signal: Signal, path: str, ties: Sequence[Tie]) -> None:
         self.kind = layer_definition(layer)
         self.size_in, self.size_out = signal.size, out_signal(layer, signal).size
         self.dtype = np.dtype(np.int64 if signal.form == "tokens" else np.float64)
         self.keys = extra_keys(layer, signal, path)
-        self.prefix = f"{path}."
+        self.path, self.ties = path, ties
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
         self._requests: dict[Any, tuple[Request, npt.NDArray[Any]]] = {}
@@ -122,28 +122,31 @@ class _Leaf:
         params, x, extras = saved
         if not params or len(windows.spans) == 1:
             into_params, into_x = to_numpy(self._run(saved, cotangent)[1:])
-            self._add(into_params, windows.gradients[0])
+            self._add(into_params, windows, windows.gradients[0])
             return self._unfold(into_x, len(x), self.size_in)
         whole = np.zeros((len(x), *self.size_in), x.dtype)
         for span, gradient in zip(windows.spans, windows.gradients, strict=True):
             rows = padded_rows(span.stop - span.start)
             part = params, pad_rows(x[span], rows), {name: pad_rows(a[span], rows) for name, a in extras.items()}
             into_params, into_x = to_numpy(self._run(part, _pad_zeros(cotangent[span], rows))[1:])
-            self._add(into_params, gradient)
+            self._add(into_params, windows, gradient)
             whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
         return whole
 
     def _params(self, windows: _Windows) -> Arrays:
-        prefix = self.prefix
-        return {n.removeprefix(prefix): v for n, v in windows.values.items() if n.startswith(prefix)}
+        return {own: windows.values[name] for own, name in self._names(windows).items()}
+
+    def _names(self, windows: _Windows) -> dict[str, str]:
+        return value_names(self.path, windows.values, self.ties)
 
     def _extras(self, windows: _Windows) -> Arrays:
         return {name: windows.batch[key] for name, key in self.keys.items()}
 
-    def _add(self, into_params: Arrays, gradient: Arrays) -> None:
-        for name, value in into_params.items():
+    def _add(self, into_params: Arrays, windows: _Windows, gradient: Arrays) -> None:
+        names = self._names(windows)
+        for own, value in into_params.items():
             if value.dtype.kind == "f":
-                name = self.prefix + name
+                name = names[own]
                 gradient[name] = gradient[name] + value if name in gradient else value
 
     def _run(self, saved: Any, cotangent: npt.NDArray[Any] | None) -> Any:
@@ -215,17 +218,41 @@ class _Shared:
         return self.inner.backward(windows, first, self.inner.backward(windows, second, cotangent))
 
 
+class _Branches:
+    """Branches that receive the same input and join, by addition or along an axis."""
+
+    def __init__(self, branches: list[_Walk], axis: int | None) -> None:
+        self.inner, self.axis = branches, axis
+
+    def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        outs, saved = zip(*(branch.forward(windows, x) for branch in self.inner), strict=True)
+        return sum(outs[1:], outs[0]) if self.axis is None else np.concatenate(outs, self.axis), saved
+
+    def backward(self, windows: _Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        parts = [cotangent] * len(self.inner)
+        if self.axis is not None:
+            ends = np.cumsum([branch.size_out[self.axis - 1 if self.axis > 0 else -1] for branch in self.inner])
+            parts = np.split(cotangent, ends[:-1], self.axis)
+        into_x = [b.backward(windows, tape, part) for b, tape, part in zip(self.inner, saved, parts, strict=True)]
+        return sum(into_x[1:], into_x[0])
+
+
 class _Walk:
     """A chain of layers: forward for the output, backward for the gradient."""
 
-    def __init__(self, layers: Iterable[Layer], signal: Signal, path: str = "") -> None:
-        self.nodes: list[_Leaf | _Residual | _Shared] = []
-        for i, layer in enumerate(layers):
+    def __init__(
+        self, layers: Iterable[Layer], signal: Signal, path: str = "", ties: Sequence[Tie] = (), start: int = 0
+    ) -> None:
+        self.nodes: list[_Leaf | _Residual | _Shared | _Branches] = []
+        for i, layer in enumerate(layers, start):
             kind = layer_definition(layer)
             if kind.wraps is None:
-                self.nodes.append(_Leaf(layer, signal, f"{path}{i}"))
+                self.nodes.append(_Leaf(layer, signal, f"{path}{i}", ties))
+            elif kind.parallel:
+                branches = [_Walk([branch], signal, f"{path}{i}.", ties, b) for b, branch in enumerate(layer.layers)]
+                self.nodes.append(_Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None))
             else:
-                inner = _Walk(layer.layers, signal, f"{path}{i}.")
+                inner = _Walk(layer.layers, signal, f"{path}{i}.", ties)
                 self.nodes.append(_Residual(inner) if kind.wraps == "residual" else _Shared(inner))
             signal = out_signal(layer, signal)
         self.size_out = signal.size
@@ -236,7 +263,8 @@ class _Walk:
             if isinstance(node, _Leaf):
                 yield node
             else:
-                yield from node.inner.leaves()
+                for inner in node.inner if isinstance(node, _Branches) else [node.inner]:
+                    yield from inner.leaves()
 
     def forward(self, windows: _Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:
         tape = []
@@ -317,7 +345,7 @@ class _Objective:
 
 @lru_cache(maxsize=512)
 def _walk(problem: ProblemSpec) -> tuple[_Walk, _Objective]:
-    return _Walk(problem.layers, input_signal(problem.input)), _Objective(problem.loss)
+    return _Walk(problem.layers, input_signal(problem.input), ties=problem.ties), _Objective(problem.loss)
 
 
 def large_batch_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:

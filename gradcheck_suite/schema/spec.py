@@ -98,7 +98,10 @@ class Layer(_Spec):
         return {**super().to_json(), **inner}
 
 
-@dataclass(frozen=True)
+Tie = tuple[str, str]
+
+
+@dataclass(frozen=True, repr=False)
 class ProblemSpec:
     """A generated problem.
 
@@ -106,14 +109,18 @@ class ProblemSpec:
         input: the source of items.
         layers: the model: a chain of layers.
         loss: the loss of the model's output.
+        ties: modules or parameters under a second name: pairs of that name and the first one, such as
+            `("2.weight", "0.weight")`; the first one is of an earlier layer.
     """
 
     input: Input
     layers: tuple[Layer, ...]
     loss: Loss
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "ties", tuple(map(_checked_tie, self.ties)))
         if not isinstance(self.input, Input) or not isinstance(self.loss, Loss):
             raise UsageError("ProblemSpec: expected an Input, a sequence of Layer and a Loss")
         for layer in self.layers:
@@ -131,13 +138,29 @@ class ProblemSpec:
 
         return list(walk(self.layers))
 
+    def __repr__(self) -> str:
+        ties = f", ties={self.ties!r}" if self.ties else ""
+        return f"ProblemSpec(input={self.input!r}, layers={self.layers!r}, loss={self.loss!r}{ties})"
+
     def to_json(self) -> dict[str, Any]:
-        """Return the problem as JSON-ready data."""
+        """Return the problem as JSON-ready data; without ties where there are none, so that digests stay."""
         return {
             "input": self.input.to_json(),
             "layers": [layer.to_json() for layer in self.layers],
             "loss": self.loss.to_json(),
+            **({"ties": [list(tie) for tie in self.ties]} if self.ties else {}),
         }
+
+
+def _checked_tie(tie: Any) -> Tie:
+    """Return a tie as a tuple of two names, the second of them of an earlier layer."""
+    try:
+        name, original = tie
+        if int(name.partition(".")[0]) > int(original.partition(".")[0]):
+            return name, original
+    except (AttributeError, TypeError, ValueError):
+        pass
+    raise UsageError(f"ProblemSpec: ties must be pairs of a name and one of an earlier layer, got {tie!r}")
 
 
 def _kind_and_options(data: Any, where: str) -> tuple[str, dict[str, Any]]:
@@ -164,8 +187,12 @@ def problem_from_json(data: Any) -> ProblemSpec:
     loss_kind, loss_options = _kind_and_options(data["loss"], "loss")
     if not isinstance(data["layers"], Sequence) or isinstance(data["layers"], str):
         raise UsageError(f"problem: 'layers' must be a list, got {data['layers']!r}")
+    ties = data.get("ties", [])
+    if not isinstance(ties, list) or not all(isinstance(tie, list) for tie in ties):
+        raise UsageError(f"problem: 'ties' must be a list of pairs, got {ties!r}")
     return ProblemSpec(
         input=Input(input_kind, **input_options),
         layers=tuple(map(layer_from_json, data["layers"])),
         loss=Loss(loss_kind, **loss_options),
+        ties=tuple(map(tuple, ties)),
     )

@@ -15,6 +15,7 @@ from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 VECTOR = Input("vector", size=2)
 SEQUENCE = Input("sequence", length=3, padded=True, size=2)
+IMAGE = Input("image", channels=2, height=4, width=5)
 LINEAR = Layer("linear", bias=True, features=2)
 TANH = Layer("tanh")
 MODELS = {
@@ -29,6 +30,11 @@ MODELS = {
     "frozen in shared": (VECTOR, (Layer("shared", Layer("part_frozen_linear", features=2, frozen="weight")),)),
     "routed in residual": (VECTOR, (Layer("residual", Layer("branch", features=2)), LINEAR)),
     "routed in shared": (VECTOR, (Layer("shared", Layer("mixture", experts=2, features=2)), LINEAR)),
+    "sum": (VECTOR, (Layer("sum", LINEAR, TANH, Layer("scale")), LINEAR)),
+    "concatenation": (VECTOR, (Layer("concat", LINEAR, Layer("second_input")), LINEAR)),
+    "concatenated sequences": (SEQUENCE, (Layer("concat", TANH, LINEAR), LINEAR)),
+    "concatenated images": (IMAGE, (Layer("concat", Layer("scale"), TANH, Layer("relu")), Layer("scale"))),
+    "residual in sum in shared": (VECTOR, (Layer("shared", Layer("sum", Layer("residual", LINEAR), TANH)), LINEAR)),
     "masked attention in both": (
         SEQUENCE,
         (Layer("residual", Layer("shared", Layer("attention", causal=False, heads=2))), LINEAR),
@@ -90,11 +96,18 @@ def _forget_the_first_use(self, windows, saved, cotangent):
     return self.inner.backward(windows, first, self.inner.backward(aside, second, cotangent))
 
 
+def _forget_all_branches_but_one(self, windows, saved, cotangent):
+    parts = [cotangent] * 2 if self.axis is None else np.split(cotangent, 2, self.axis)
+    return self.inner[0].backward(windows, saved[0], parts[0])
+
+
 @pytest.mark.parametrize(
     ("node", "fault", "model"),
     [
         ("_Residual", _forget_the_shortcut, (LINEAR, Layer("residual", LINEAR, TANH), LINEAR)),
         ("_Shared", _forget_the_first_use, (Layer("shared", LINEAR, TANH),)),
+        ("_Branches", _forget_all_branches_but_one, (LINEAR, Layer("sum", LINEAR, TANH), LINEAR)),
+        ("_Branches", _forget_all_branches_but_one, (LINEAR, Layer("concat", LINEAR, TANH), LINEAR)),
     ],
 )
 def test_fault_in_the_chain_rule_of_a_composite_is_found(monkeypatch, node, fault, model):

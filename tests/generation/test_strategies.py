@@ -98,6 +98,10 @@ FEATURES = {
     "unused parameters": (0.03, _any_layer(lambda layer: layer.kind == "unused")),
     "parameters that some items reach": (0.05, _any_layer(lambda layer: layer.kind in ("branch", "mixture"))),
     "sparse gradients": (0.02, _any_layer(lambda layer: bool(layer.o.get("sparse")))),
+    "branches that join": (0.02, _any_layer(lambda layer: layer.kind in ("sum", "concat"))),
+    "a parameter without dimensions": (0.01, _any_layer(lambda layer: layer.kind == "scale")),
+    "a layer that differs in eval mode": (0.01, _any_layer(lambda layer: layer.kind == "train_scale")),
+    "several inputs": (0.01, _any_layer(lambda layer: layer.kind == "second_input")),
     "residual connections": (0.01, _any_layer(lambda layer: layer.kind == "residual")),
     "one layer": (0.1, lambda case: len(case.problem.layers) == 1),
     "five layers": (0.05, lambda case: len(case.problem.layers) == 5),
@@ -138,6 +142,17 @@ def test_every_run_reaches_every_layer_kind_and_loss(number):
     assert {case.problem.loss.kind for case in run} == set(LOSSES) - {"identity"}
 
 
+@pytest.mark.parametrize("number", range(RUNS))
+def test_every_run_reaches_every_graph(number):
+    """A module and a parameter under two names, embeddings with sparse gradients, more than a dozen parameters."""
+    run = [case.problem for case in _one_run(number)]
+    tied = [problem for problem in run if problem.ties]
+    assert any("." not in name for problem in tied for name, _ in problem.ties), "no module under two names"
+    assert any("." in name for problem in tied for name, _ in problem.ties), "no parameter under two names"
+    assert any(problem.layers[0].kind == "sum" and len(problem.layers[0].layers) >= 7 for problem in run)
+    assert any(layer.kind == "embedding" and layer.o["sparse"] for p in run for layer in p.layers)
+
+
 def test_cases_reach_kinds_that_no_input_leads_to():
     assert {kind for case in _drawn() for kind in case.problem.layer_kinds} >= NEVER_FIRST
 
@@ -156,7 +171,7 @@ def test_every_drawn_problem_fits_together():
     for case in _drawn():
         layers = case.problem.layers
         assert 1 <= len(layers) <= 5
-        assert layer_definition(layers[-1]).trainable
+        assert any(layer_definition(layer).trainable for layer in _walk(layers[-1:]))
         out = output_signal(case.problem)
         options = {name: value for name, value in case.problem.loss.options if name != "reduction"}
         assert options in [dict(v) for v in loss_definition(case.problem.loss).variants(out)]

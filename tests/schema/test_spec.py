@@ -102,3 +102,20 @@ def test_bad_json_is_refused(data, message):
 def test_a_layer_of_json_needs_a_kind():
     with pytest.raises(UsageError, match="layer: expected an object with a string 'kind', got None"):
         layer_from_json(None)
+
+
+LINEAR_2 = Layer("linear", features=2, bias=True)
+TIED = ProblemSpec(Input("vector", size=2), (LINEAR_2, LINEAR_2), Loss("mse"), ties=(("1.weight", "0.weight"),))
+
+
+def test_ties_are_written_and_read_where_there_are_any():
+    assert problem_from_json(json.loads(json.dumps(TIED.to_json()))) == TIED
+    assert eval(repr(TIED)) == TIED
+    assert "ties" not in SPEC.to_json()
+    assert "ties" not in repr(SPEC)
+
+
+@pytest.mark.parametrize("ties", [(("0", "1"),), (("1",),), ((1, 0),), (("1", "0", "0"),), (("a", "0"),)])
+def test_tie_that_is_no_pair_of_a_later_and_an_earlier_name_is_refused(ties):
+    with pytest.raises(UsageError, match="ties must be pairs of a name and one of an earlier layer"):
+        ProblemSpec(TIED.input, TIED.layers, TIED.loss, ties)

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from gradcheck_suite.catalogue import input_signal, layer_definition, out_signal
 from gradcheck_suite.catalogue.build import extra_keys, needs_batch
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.signals import Signal, feature_axis
 from gradcheck_suite.report.scripts.copied_source import PACKAGE, CopiedSource
 from gradcheck_suite.schema.spec import Layer, ProblemSpec
 
@@ -26,7 +26,7 @@ class Model(torch.nn.Sequential):
         super().__init__(
 {calls}
         )
-
+{ties}
     def forward(self, {argument}):
 {forward}
         return x"""
@@ -48,11 +48,19 @@ def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSour
         calls=textwrap.indent(calls, " " * 12),
         argument="batch" if whole else "x",
         forward=textwrap.indent(forward, " " * 8),
+        ties="".join(f"        {_place(name)} = {_place(original)}\n" for name, original in problem.ties),
     )
 
 
+def _place(name: str) -> str:
+    """Return the expression for a module or a parameter by its name, such as `self[2].weight`."""
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+
+
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSource) -> Iterator[str]:
-    for layer, module in zip(layers, chain.children(), strict=True):
+    # not `children()`, which leaves out a module's second place
+    for layer, module in zip(layers, chain._modules.values(), strict=True):
+        assert module is not None
         if layer_definition(layer).wraps:
             yield "torch.nn.Sequential("
             yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
@@ -61,17 +69,24 @@ def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSourc
             yield f"{constructor_call(module, sources)},"
 
 
-def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...]) -> Iterator[str]:
+def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], start: int = 0) -> Iterator[str]:
     """Yield the statements that apply layers to `x`; `place` is their index path in the model, such as `(1, 0)`."""
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(layers, start):
         path = ".".join(map(str, (*place, i)))
-        wraps = layer_definition(layer).wraps
-        if wraps == "residual":
-            shortcut = f"shortcut_{path.replace('.', '_')}"
-            yield f"{shortcut} = x"
+        kind, suffix = layer_definition(layer), path.replace(".", "_")
+        if kind.parallel:
+            yield f"input_{suffix}, outputs_{suffix} = x, []"
+            for b, branch in enumerate(layer.layers):
+                yield f"x = input_{suffix}"
+                yield from _forward([branch], signal, (*place, i), b)
+                yield f"outputs_{suffix}.append(x)"
+            axis = feature_axis(signal)
+            yield f"x = sum(outputs_{suffix})" if kind.wraps == "sum" else f"x = torch.cat(outputs_{suffix}, {axis})"
+        elif kind.wraps == "residual":
+            yield f"shortcut_{suffix} = x"
             yield from _forward(layer.layers, signal, (*place, i))
-            yield f"x = {shortcut} + x"
-        elif wraps == "shared":
+            yield f"x = shortcut_{suffix} + x"
+        elif kind.wraps == "shared":
             yield "for _ in range(2):  # the same weights twice"
             yield from (f"    {line}" for line in _forward(layer.layers, signal, (*place, i)))
         else:

@@ -57,8 +57,10 @@ def layer_problems(name: str) -> Iterator[ProblemSpec]:
     A layer behind a trainable one hands its gradient on; the loss is one that every output takes.
     """
     kind = LAYERS[name]
-    inner = {"residual": (Layer("tanh"), Layer("dropout", p=0.5)), "shared": (Layer("tanh"), Layer("softplus",
-             beta=2.0, threshold=1.0))}.get(name, ())  # fmt: skip
+    pair = (Layer("tanh"), Layer("dropout", p=0.5))
+    inner = {"shared": (Layer("tanh"), Layer("softplus", beta=2.0, threshold=1.0))}.get(
+        name, pair if kind.wraps else ()
+    )
     seen = set()
     for signal, (source, before) in _sources().items():
         for options in kind.variants(signal):

@@ -19,6 +19,7 @@ from gradcheck_suite.report.scripts import model_code, script_text, writer
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification.check import check
 from tests.report.scripts.problems import layer_problems, load, loss_problems, status
 
@@ -72,6 +73,14 @@ def assert_texts_mean_the_same(specs):
 def test_every_variant_means_what_the_catalogue_means(what, name):
     scripts = assert_texts_mean_the_same(problems(what, name))
     assert scripts[0].main() == 0, "the objective is a sum over items"
+
+
+@pytest.mark.parametrize("tie", [("2", "0"), ("2.0", "0.0"), ("2.0.weight", "0.0.weight")])
+def test_ties_mean_what_the_catalogue_means(tie):
+    block = Layer("residual", Layer("linear", features=2, bias=True), Layer("tanh"))
+    problem = ProblemSpec(Input("vector", size=2), (block, Layer("tanh"), block), Loss("mse", reduction="mean"), (tie,))
+    text = assert_text_means_the_same(Case(problem, PLAN, seed=1))
+    assert len(list(text.Model().parameters())) == (3 if tie[0].endswith("weight") else 2)
 
 
 @settings(max_examples=10)

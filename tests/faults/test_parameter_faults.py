@@ -1,0 +1,113 @@
+"""Loops that are wrong for some parameters or some models only: a few hundred drawn cases hold one that shows it.
+
+Every loop divides the accumulated gradient of the summed loss by the window's count, parameter by parameter, or is the
+same loop with one fault. Only the cases that the fault concerns are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from gradcheck_suite import Case, cases, check
+from gradcheck_suite.generation.drawing import draw_cases
+
+EXAMPLES = 200
+Parameters = Callable[[torch.nn.Module], list[torch.nn.Parameter]]
+
+
+def _every(model):
+    return list(model.parameters())
+
+
+def _once_for_each_name(model):
+    return [p for _, p in model.named_parameters(remove_duplicate=False)]
+
+
+def _with_dimensions(model):
+    return [p for p in model.parameters() if p.ndim]
+
+
+def _of_matrices_and_vectors(model):
+    return [p for p in model.parameters() if p.ndim <= 2]
+
+
+def _the_first_twelve(model):
+    return list(model.parameters())[:12]
+
+
+def _dense(model):
+    return [p for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
+
+
+def loop_that_divides(parameters: Parameters, *, training: bool = True, keys: frozenset[str] | None = None):
+    """Return the loop with the parameters that it divides, the mode it trains in, and the keys it keeps of a batch."""
+
+    def loop(run):
+        run.model.train(training)
+        for _ in range(run.epochs):
+            batches = list(run.loader)
+            for start in range(0, len(batches), run.accumulation_steps):
+                total = 0.0
+                for batch in batches[start : start + run.accumulation_steps]:
+                    if not (count := float(run.count(batch))):
+                        continue
+                    if keys is not None:
+                        batch = {k: v if k in keys else torch.zeros_like(v) for k, v in batch.items()}
+                    total += count
+                    loss = run.loss(run.model, batch)
+                    (loss * count if run.reduction == "mean" else loss).backward()
+                if run.reduction == "mean":
+                    for p in parameters(run.model):
+                        if p.grad is not None:
+                            p.grad /= total
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    return loop
+
+
+def _has_tie(case: Case) -> bool:
+    return bool(case.problem.ties)
+
+
+def _has(*kinds: str) -> Callable[[Case], bool]:
+    return lambda case: not set(kinds).isdisjoint(case.problem.layer_kinds)
+
+
+def _has_many(case: Case) -> bool:
+    return case.problem.layer_kinds.count("linear") > 6
+
+
+def _is_sparse(case: Case) -> bool:
+    return any(layer.kind == "embedding" and layer.o["sparse"] for layer in case.problem.layers)
+
+
+FAULTS = {
+    "divides a tied parameter once for each name": (loop_that_divides(_once_for_each_name), _has_tie),
+    "skips parameters without dimensions": (loop_that_divides(_with_dimensions), _has("scale")),
+    "skips parameters of more than two axes": (loop_that_divides(_of_matrices_and_vectors), _has("conv1d", "conv2d")),
+    "divides the first twelve parameters only": (loop_that_divides(_the_first_twelve), _has_many),
+    "skips sparse gradients": (loop_that_divides(_dense), _is_sparse),
+    "trains in eval mode": (loop_that_divides(_every, training=False), _has("train_scale")),
+    "drops the second input": (loop_that_divides(_every, keys=frozenset({"x", "target"})), _has("second_input")),
+}
+
+
+@cache
+def _run(number: int) -> tuple[Case, ...]:
+    return tuple(draw_cases(cases(), examples=EXAMPLES, seed_value=number))
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 6))])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_cases_of_one_run_show_the_fault(fault, number):
+    loop, concerned = FAULTS[fault]
+    chosen = [case for case in _run(number) if concerned(case)]
+    assert any(check(loop, case, shrinking=True).violation for case in chosen), f"none of {len(chosen)} cases shows it"
+    for case in chosen[:3]:
+        verdict = check(loop_that_divides(_every), case)
+        assert verdict.holds, verdict
