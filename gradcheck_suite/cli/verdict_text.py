@@ -112,6 +112,8 @@ def _found(result: Result) -> str:
         return f"found on {first}, before any case was drawn"
     if result.found_after is None:
         return f"found on {first}; none of {_cases(result.cases)} drawn shows it"
+    if result.shrinking:
+        return f"found after {_cases(result.found_after)}; {result.shrinking}"
     return f"found after {_cases(result.found_after)}, then shrunk to this one"
 
 

@@ -13,6 +13,7 @@ from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.records.description import counted
 from gradcheck_suite.schema.plan import Plan
 
 Steps = list[Vector]
@@ -31,10 +32,10 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
         runner: of the loop.
     """
     plan, taken = instance.case.plan, len(outcome.observations)
-    times = f"{taken} or more times" if outcome.endless else f"{taken} times"
+    times = f"{taken} or more times" if outcome.endless else counted(taken, "time")
     asked = (
-        f"optimizer.step() was called {times}, where {plan.epochs} epoch(s) of {len(plan.windows)} window(s) "
-        f"ask for {plan.steps}"
+        f"optimizer.step() was called {times}, expected {plan.steps} "
+        f"({counted(plan.epochs, 'epoch')} of {counted(len(plan.windows), 'window')})"
     )
     if outcome.endless:
         return Diagnosis("endless", f"{asked}; the loop was stopped there")

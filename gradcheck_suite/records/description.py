@@ -42,11 +42,11 @@ def describe_plan(plan: Plan) -> list[str]:
 
     A field of the plan that is not in the split is stated by its name where it differs from its default.
     """
-    windows = _counted(len(plan.windows), "window")
+    windows = counted(len(plan.windows), "window")
     short = ", the last one short" if plan.has_short_window else ""
     lines = [
         f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
-        f"{_counted(plan.epochs, 'epoch')}"
+        f"{counted(plan.epochs, 'epoch')}"
         + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in ALWAYS_WRITTEN)
     ]
     if plan.masked:
@@ -131,5 +131,6 @@ def _options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 window` or `2 windows`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -128,6 +128,7 @@ class Result:
     autocast: str | None = None
     windows: int = 0
     windows_skipped: dict[str, int] = field(default_factory=dict)
+    shrinking: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -151,6 +152,7 @@ class Result:
             "windows": self.windows,
             "windows_skipped": dict(self.windows_skipped),
             "interrupted": self.interrupted,
+            "shrinking": self.shrinking,
             "violation": self.violation and self.violation.to_json(self.found_after),
         }
 

@@ -93,6 +93,8 @@ class Search:
         self._other: Violation | None = None
         self._first_pass = True
         self._final = False
+        self.stopped: str | None = None
+        """Why shrinking ended before it had tried every smaller case, in words, or None."""
 
     @property
     def violation(self) -> Violation | None:
@@ -155,6 +157,7 @@ class Search:
         """Check a case; raise `_ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
         if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
+            self.stopped = f"shrinking stopped after {SHRINK_SECONDS:g} s, so a smaller case may exist"
             return
         try:
             verdict = self._check(case, shrinking=shrinking)
@@ -195,6 +198,12 @@ class Search:
         if self._settled is None or size_of(best.case) < size_of(self._settled.case):
             self._settled = best
         self._trail, self._first_pass = [], False
+
+    def settle_interrupted(self) -> None:
+        """Diagnose the smallest case so far, after Ctrl-C. A second Ctrl-C keeps the first case."""
+        if self._trail:
+            self.stopped = "shrinking was interrupted, so a smaller case may exist"
+            self.settle()
 
     def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
         problem = None if case.spec else self._problem

@@ -38,7 +38,8 @@ class SecondOpinion:
         answered: number of windows with a gradient from JAX.
         shapes: number of sets of shapes that these windows have.
         findings: windows on which JAX's gradient differs from torch's by more than rounding, one line each.
-        refusal: why the bridge cannot translate the problem, or None.
+        refused: number of windows that the bridge cannot translate.
+        refusal: why it cannot translate the first of them, or None.
     """
 
     budget_s: float = SECOND_OPINION_S
@@ -46,17 +47,20 @@ class SecondOpinion:
     answered: int = 0
     shapes: int = 0
     findings: list[str] = field(default_factory=list)
+    refused: int = 0
     refusal: str | None = None
 
     def summary(self) -> str:
         """Return a sentence about the windows that JAX computed."""
-        if self.refusal is not None:
+        if self.refusal is not None and not self.answered:
             return f"JAX gives no second opinion on the problem: {self.refusal}"
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
         text = f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
         if not self.findings:
             text += ", and agrees with torch"
-        if self.answered < self.windows:
+        if self.refusal is not None:
+            text += f"; {self.refused} cannot be translated: {self.refusal}"
+        if self.answered + self.refused < self.windows:
             text += f"; for the others the {self.budget_s:g} s that this may take did not suffice"
         return text
 
@@ -76,19 +80,23 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
             opinion.windows += 1
     for group in sorted(groups.values(), key=len, reverse=True):
         lowered: Lowered | None = None
+        before = opinion.answered
         for reference, window in group:
-            if time.perf_counter() - started > budget_s and opinion.answered:
+            if time.perf_counter() - started > budget_s and (opinion.answered or opinion.refused):
                 return opinion
             try:
                 lowered = lowered or _lowered(reference, window)
                 finding = _compare(reference, window, lowered)
             except BridgeError as error:
-                opinion.refusal = " ".join(str(error).split())
-                return opinion
+                # other shapes may be translated all the same
+                opinion.refusal = opinion.refusal or " ".join(str(error).split())
+                opinion.refused += len(group) - (opinion.answered - before)
+                break
             opinion.answered += 1
             if finding:
                 opinion.findings.append(finding)
-        opinion.shapes += 1
+        else:
+            opinion.shapes += 1
     return opinion
 
 

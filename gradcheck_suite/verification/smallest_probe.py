@@ -76,9 +76,9 @@ def _with_steps(plan: Plan, steps: int) -> Plan:
 
 
 NUMBERS = (
-    _Number("{} epoch(s)", lambda plan: plan.epochs, lambda plan, n: replace(plan, epochs=n)),
+    _Number("epochs = {}", lambda plan: plan.epochs, lambda plan, n: replace(plan, epochs=n)),
     _Number(
-        "{} micro-batch(es) in an epoch",
+        "micro-batches in an epoch = {}",
         lambda plan: len(plan.micro_batches),
         lambda plan, n: replace(plan, micro_batches=plan.micro_batches[:n]),
     ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from hypothesis import strategies as st
@@ -90,7 +91,7 @@ def verify(
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
-        with _threads(problem):
+        with _threads(problem), _settled(search):
             _search(search, options, chosen, None if problem is None else problem_name, plan)
         opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
@@ -113,7 +114,19 @@ def verify(
         windows=search.windows,
         windows_skipped=dict(search.windows_skipped),
         second_opinion=None if opinion is None else opinion.summary(),
+        shrinking=search.stopped,
     )
+
+
+@contextmanager
+def _settled(search: Search) -> Iterator[None]:
+    """Keep the smallest case that was found before an interrupt; a second interrupt keeps the first case."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt, UsageError):
+            search.settle_interrupted()
+        raise
 
 
 def _search(

@@ -100,7 +100,7 @@ def changes_the_run(run):
         (exits, "raised", "raised", "SystemExit: 3"),
         (takes_no_argument, "raised", "raised", "TypeError"),
         (changes_the_run, "raised", "raised", "a TrainingRun cannot be changed"),
-        (never_steps, "step-count", "never-stepped", "was called 0 times, where 2 epoch(s) of 2 window(s) ask for 4"),
+        (never_steps, "step-count", "never-stepped", "was called 0 times, expected 4 (2 epochs of 2 windows)"),
         (returns_at_once, "step-count", "never-stepped", "was called 0 times"),
         (steps_for_ever, "step-count", "endless", "was called 16 or more times"),
         (swallows_and_steps_for_ever, "step-count", "endless", "was called 16 or more times"),

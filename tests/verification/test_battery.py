@@ -95,7 +95,7 @@ def test_what_is_right_just_below_is_said():
     found = battery(LONG["keyed modulo 32"][0]).violation
     assert "the loop is right with accumulation_steps = 32, all else alike" in found.details
     found = battery(LONG["fourth epoch is scaled"][0]).violation
-    assert "the loop is right with 3 epoch(s), all else alike" in found.details
+    assert "the loop is right with epochs = 3, all else alike" in found.details
 
 
 def test_a_fault_of_size_is_said_beside_a_fault_of_the_weights():

@@ -90,6 +90,20 @@ def test_a_problem_that_cannot_be_carried_over_is_judged_by_torch_alone():
     assert "JAX gives no second opinion on the problem" in (result.second_opinion or "")
 
 
+def test_shapes_that_cannot_be_carried_over_leave_the_opinion_on_the_others():
+    def for_small_batches(m: nn.Module, b: Any) -> torch.Tensor:
+        out = m(b[0]).pow(2).mean()
+        # data decides, but only in batches of more than two items
+        return out if len(b[0]) < 3 or b[0].sum() > -1e9 else 2 * out
+
+    small = CASE.replace(plan=Plan((1, 1, 2), 2))
+    opinion = second_opinion([CASE, small], Problem(model, batch, for_small_batches))
+    assert (opinion.windows, opinion.answered, opinion.refused, opinion.shapes) == (4, 2, 2, 1)
+    assert opinion.summary().startswith(
+        "JAX gave a second opinion on 2 of 4 windows, of 1 shape, and agrees with torch; 2 cannot be translated: "
+    )
+
+
 def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
     opinion = second_opinion([CASE, CASE.replace(plan=Plan((1, 1), 1))], PROBLEM, budget_s=0.0)
     assert (opinion.windows, opinion.answered) == (4, 1)
