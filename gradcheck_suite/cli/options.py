@@ -78,7 +78,7 @@ OPTIONS = (
         "--optimizer",
         "NAME",
         f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)} "
-        "(default: one whose step changes nothing)",
+        "(default: one whose step changes nothing, in some cases normalized)",
         parsers.one_of(OPTIMIZER_NAMES),
     ),
     Option(

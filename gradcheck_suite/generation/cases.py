@@ -28,6 +28,11 @@ from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import ProblemSpec
 
 SMALL_MICRO_BATCHES = 3
+MOVING_STEPS = range(2, 7)
+"""Numbers of steps of a case whose optimizer may be drawn: at one step nothing has moved, many are expensive."""
+SOMETIMES_MOVING: st.SearchStrategy[str | None] = st.sampled_from((*[None] * 5, "normalized"))
+"""The optimizer where no other is asked for. It moves parameters in some cases, so that gradients of earlier parameters
+are found."""
 _PLACES = {
     name: place
     for kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES)
@@ -78,6 +83,7 @@ def _cases(
     plan: st.SearchStrategy[Plan] | None,
     assumes: str | tuple[str, ...],
     small: bool,
+    optimizer: st.SearchStrategy[str | None] | None,
     fixed: Mapping[str, Any],
 ) -> Case:
     _check(problem, plan, fixed["dtype"], fixed["device"])
@@ -93,7 +99,10 @@ def _cases(
         maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
         plan = _plans(assumes, maskable, small)
     seed = draw(integers(0, MAX_SEED))
-    return Case(drawn, draw(plan), seed=seed, **fixed)
+    case = Case(drawn, draw(plan), seed=seed, **fixed)
+    if optimizer is not None and case.plan.steps in MOVING_STEPS:
+        return case.replace(optimizer=draw(optimizer))
+    return case
 
 
 def cases(
@@ -102,7 +111,7 @@ def cases(
     plan: st.SearchStrategy[Plan] | None = None,
     dtype: str = "float64",
     device: str = "cpu",
-    optimizer: str | None = None,
+    optimizer: str | st.SearchStrategy[str | None] | None = None,
     assumes: Iterable[str] = (),
     small: bool = False,
 ) -> st.SearchStrategy[Case]:
@@ -113,14 +122,17 @@ def cases(
         plan: a strategy of plans; `plans()` if None.
         dtype: dtype of every case, one of `DTYPES`.
         device: device of every case, `"cpu"` or `"cuda"`.
-        optimizer: optimizer of every case; None for one whose step changes nothing.
+        optimizer: optimizer of every case; None for one whose step changes nothing. It may be a strategy of optimizers
+            that take sparse gradients, such as `SOMETIMES_MOVING`.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
         small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches.
 
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    return _cases(problem, plan, hashable(assumes), small, {"dtype": dtype, "device": device, "optimizer": optimizer})
+    drawn, same = (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
+    fixed = {"dtype": dtype, "device": device, "optimizer": same}
+    return _cases(problem, plan, hashable(assumes), small, drawn, fixed)
 
 
 def size_of(case: Case) -> tuple[int, ...]:

@@ -57,9 +57,13 @@ class Window:
         """Whether this is at parameters that a real optimizer has moved."""
         return self._parameters is not None
 
+    @cached_property
+    def _model64(self) -> torch.nn.Module:
+        return self.reference.model(torch.float64, self._parameters)
+
     def model(self, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         """Return a model in `dtype` at the window's parameters."""
-        return self.reference.model(dtype, self._parameters)
+        return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self._parameters)
 
     @property
     def arrays(self) -> Arrays:

@@ -26,7 +26,7 @@ class VerifyOptions:
         seed: seed of the drawn cases; the same seed and versions draw the same cases.
         dtype: dtype of parameters and data, one of `DTYPES`.
         device: `"cpu"` or `"cuda"`.
-        optimizer: one of `OPTIMIZER_NAMES`, or None for an optimizer whose step changes nothing.
+        optimizer: one of `OPTIMIZER_NAMES`, or None for one whose step changes nothing, in some cases `normalized`.
         assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
         autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
             for what the loop declares.

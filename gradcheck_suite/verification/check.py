@@ -31,7 +31,7 @@ from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.batch_dependence import batch_dependence
-from gradcheck_suite.verification.parameters import Trajectory
+from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.separability import objective_fault
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
@@ -230,7 +230,7 @@ def _judge_steps(
                 judged, ratio = judged + 1, max(ratio, found)
         if violation := trajectory.at(step):
             return Verdict(case, violation, ratio=ratio)
-    unjudged = None if judged else next(iter(skipped))
+    unjudged = None if judged else next(iter(skipped), "a gradient scaler skipped every step")
     return Verdict(case, trajectory.end(), ratio=ratio, skipped=unjudged, windows=judged, windows_skipped=dict(skipped))
 
 
@@ -244,7 +244,7 @@ def _judge_gradients(
 ) -> float | str | Violation:
     """Return error over allowed of the gradients that a step used, or why they cannot be judged, or the violation."""
     case = reference.instance.case
-    moved = case.optimizer is not None
+    moved = case.optimizer is not None and not _is_start(evaluation, outcome)
     if moved and _diverged(evaluation):
         return DIVERGED
     epoch, index = divmod(step, len(case.plan.windows))
@@ -263,6 +263,8 @@ def _judge_gradients(
     if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
         return Violation("not-accumulable", "not-accumulable", fault, case)
     known = undeclared_autocast(window, evaluation, outcome.compute)
+    if known is None and moved and runner:
+        known = stale_parameters(window, outcome, evaluation, autocast)
     return _gradient_violation(window, evaluation, comparison, epoch, runner, known)
 
 
@@ -279,6 +281,11 @@ def _diverged(evaluation: Evaluation) -> bool:
     """
     values = evaluation.parameters.values()
     return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+
+
+def _is_start(evaluation: Evaluation, outcome: Outcome) -> bool:
+    """Whether no parameter has moved yet, so that the window is one of those that are kept."""
+    return all(value is outcome.start[name] for name, value in evaluation.parameters.items())
 
 
 def _is_far(reference: Reference, evaluation: Evaluation) -> bool:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.execution.autocast import Compute
+from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.execution.replay import ParameterFault, at_start, fault_before, fault_between, fault_of_step
 from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.results import Violation
+
+
+def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else None."""
+    reference = window.reference
+    seen = reference.flat(evaluation.gradients)
+    step = next(k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations))
+    for k in reversed(range(step)):
+        parameters = outcome.observations[k].evaluations[0].parameters
+        if all(parameters[name] is value for name, value in evaluation.parameters.items()):
+            continue
+        try:
+            if reference.window(window.index, parameters, autocast).compare(seen).ratio > 1:
+                continue
+        except CannotJudgeError:
+            continue
+        when = "initial parameters" if k == 0 else f"parameters before the step {step - k} steps earlier"
+        return Diagnosis(
+            "stale-parameters",
+            f"the gradient is right at the {when} and wrong at those that the step changes: look for a copy of the "
+            "model that is not updated, and for a forward that runs before the previous step",
+        )
+    return None
 
 
 class Trajectory:

@@ -72,7 +72,10 @@ class Search:
         progress: Progress | None,
         autocast: str | None = None,
         assumes: frozenset[str] = frozenset(),
+        *,
+        moves_by_chance: bool = False,
     ) -> None:
+        self._moves_by_chance = moves_by_chance
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
         self._autocast, self._finite_only = autocast, FINITE_GRADIENTS in assumes
         self.cases = 0
@@ -161,6 +164,10 @@ class Search:
             return
         try:
             verdict = self._check(case, shrinking=shrinking)
+            if self._moves_by_chance and case.optimizer and verdict.violation:
+                # the simpler case, if it shows a fault too
+                still = self._check(case.replace(optimizer=None), shrinking=shrinking)
+                verdict = still if still.violation else verdict
         except UsageError as error:
             raise StopError(error) from None
         if not shrinking and self._first_pass:

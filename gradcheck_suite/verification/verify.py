@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
-from gradcheck_suite.generation.cases import cases
+from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.generation.problems import expect_layers_left
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
@@ -87,7 +87,8 @@ def verify(
     if problem is not None:
         expect_within(problem, chosen, name=problem_name)
     expect_layers_left(chosen)
-    search = Search(loop, problem, options.time_limit_s, progress, autocast, chosen)
+    by_chance = options.optimizer is None
+    search = Search(loop, problem, options.time_limit_s, progress, autocast, chosen, moves_by_chance=by_chance)
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
@@ -143,7 +144,7 @@ def _search(
             plan=plan,
             dtype=options.dtype,
             device=options.device,
-            optimizer=options.optimizer,
+            optimizer=options.optimizer or SOMETIMES_MOVING,
             assumes=tuple(sorted(assumes)),
             small=few,
         )

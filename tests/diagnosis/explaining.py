@@ -68,7 +68,7 @@ def explained(
     reference, outcome = Reference(instance), run_loop(loop, instance)
     assert outcome.raised is None
     observation = outcome.observations[epoch * len(plan.windows) + window]
-    right = reference.window(window, observation.parameters or None)
+    right = reference.window(window, observation.parameters if optimizer else None)
     seen = reference.flat(observation.gradients)
     comparison = Comparison(reference.layout, right.expected, seen, share(right.expected, 1e-9))
     assert comparison.ratio > 1000

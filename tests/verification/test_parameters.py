@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 
 SPEC = ProblemSpec(
@@ -203,37 +204,27 @@ def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, optimizer
 # gradients that are not those of the parameters at the step
 
 
-def _on_a_stale_copy(run):
-    stale = copy.deepcopy(run.model)
-    for window in windows(run):
-        total = window_count(run, window)
-        stale.zero_grad()
-        for batch in window:
-            part = run.loss(stale, batch)
-            (part * (run.count(batch) / total)).backward()
-        for p, old in zip(run.model.parameters(), stale.parameters(), strict=True):
-            p.grad = old.grad
-        run.optimizer.step()
-
-
-def _forward_before_the_last_step(run):
-    pending = []
-    for window in windows(run):
-        total = window_count(run, window)
-        copies = [copy.deepcopy(run.model)]  # the values that the next window's forward will have seen
-        pending.append((window, total, copies[0]))
-        if len(pending) > 1:
-            _step_with(run, *pending[-2][:2], pending[-2][2] if len(pending) == 2 else pending[-3][2])
-    _step_with(run, *pending[-1][:2], pending[-2][2])
-
-
-def _step_with(run, window, total, model):
+def _step_with(run, window, model):
     model.zero_grad()
-    for batch in window:
-        (run.loss(model, batch) * (run.count(batch) / total)).backward()
+    backward_window(dataclasses.replace(run, model=model), window)
     for p, old in zip(run.model.parameters(), model.parameters(), strict=True):
         p.grad = old.grad
     run.optimizer.step()
+
+
+def _on_a_stale_copy(run):
+    stale = copy.deepcopy(run.model)
+    for window in windows(run):
+        _step_with(run, window, stale)
+
+
+def _forward_before_the_last_step(run):
+    """Compute each gradient at the parameters before the previous step, as a pipeline that is filled too early does."""
+    earlier = copy.deepcopy(run.model)
+    for window in windows(run):
+        now = copy.deepcopy(run.model)
+        _step_with(run, window, earlier)
+        earlier = now
 
 
 def _perturbed_while_accumulating(run):
@@ -251,7 +242,16 @@ def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
     assert check(loop, CASE).holds
     for dtype in ("float64", "float32"):
         violation = check(loop, CASE.replace(dtype=dtype, optimizer="normalized")).violation
-        assert violation.kind == "gradient"
+        assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
+        assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
+
+
+@pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
+def test_gradients_of_earlier_parameters_are_found_by_default(loop):
+    violation = verify(loop, examples=60).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
+    assert violation.case.optimizer == "normalized"
+    assert violation.case.plan.steps == 2
 
 
 @pytest.mark.parametrize("optimizer", [None, "normalized"])
