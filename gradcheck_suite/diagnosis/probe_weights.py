@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
@@ -124,6 +125,15 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
         yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
     if reduction == "mean" and empty:
         yield WeightProbe(plan, reduction, count)
+
+
+def may_be_non_finite(expected: Vector) -> npt.NDArray[np.bool_]:
+    """Return which elements of a step's gradient may be infinite or NaN, (total items,).
+
+    Where one is rightly so, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers call to log the norm,
+    multiplies by infinity over infinity. The optimizer's step diverges anyway.
+    """
+    return np.full(len(expected), not np.isfinite(expected).all())
 
 
 def diagnose_weights(probe: WeightProbe, items: Vector, step: int) -> Diagnosis:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from gradcheck_suite.catalogue import chain_signal, input_signal, layer_definition, out_signal, with_signals
@@ -13,6 +14,8 @@ from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
+MOST_SHOWN = 24
+"""Micro-batches of an epoch that are shown one by one."""
 SURE_VIOLATION = 100
 """Error over bound from which on the digits of the bound decide nothing: one of them is printed."""
 
@@ -32,9 +35,28 @@ def error_text(error: float, allowed: float) -> str:
 
 
 def split_text(plan: Plan) -> str:
-    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets."""
+    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
+
+    In a plan of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
+    """
     shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
-    return f"[{' | '.join(' '.join(shown[j] for j in window) for window in plan.windows)}]"
+    windows = [[shown[j] for j in window] for window in plan.windows]
+    if len(shown) <= MOST_SHOWN:
+        return f"[{' | '.join(map(' '.join, windows))}]"
+    texts = [" ".join(_runs(window, 6)) for window in windows]
+    return f"[{' | '.join(_runs(texts, 3))}]"
+
+
+def _runs(texts: Iterable[str], least: int) -> list[str]:
+    """Return texts with equal neighbours, if there are at least so many, written once with their number."""
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return [
+        part
+        for text, times in runs
+        for part in (
+            [f"{times} x ({text})" if " " in text else f"{times} x {text}"] if times >= least else [text] * times
+        )
+    ]
 
 
 def describe_plan(plan: Plan) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
@@ -10,6 +12,7 @@ from gradcheck_suite.diagnosis.probe_weights import (
     expected_gradients,
     gradients_of_steps,
     held_by,
+    may_be_non_finite,
     ranges_text,
 )
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
@@ -24,7 +27,7 @@ from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.weight_probe import PARAMETER
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 
-MOST_STEPS = 12
+MOST_STEPS = 6
 """Steps whose micro-batches are listed."""
 
 
@@ -67,8 +70,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
         unit = coarsest(case.dtype, autocast)
         assert unit is not None
         allowed = accumulation_bound(np.abs(expected), terms, unit)
-    # infinity times 0 is NaN: which of them comes out depends on the order of products
-    compared = np.where(np.isfinite(seen) | np.isfinite(expected), seen, expected)
+    compared = np.where(may_be_non_finite(expected) & ~np.isfinite(seen), expected, seen)
     layout = Layout((PARAMETER,), ((case.plan.total_items,),))
     return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
 
@@ -80,14 +82,18 @@ def _step_violation(instance: Instance, outcome: Outcome, runner: LoopRunner | N
     else:
         named = explain_skips(case, outcome, runner) or explain_steps(instance, outcome, runner)
         if named.name == "wrong-step-count":
-            named = other_windows(case, gradients_of_steps(outcome)) or named
-    return Violation("step-count", named.name, named.sentence, case, details=(*named.details, *_held(case, outcome)))
+            named = other_windows(case, gradients_of_steps(outcome)) or replace(named, details=_held(case, outcome))
+    return Violation("step-count", named.name, named.sentence, case, details=named.details)
 
 
 def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
-    """Return a line for each of the first steps: the micro-batches that its gradient holds."""
-    steps = gradients_of_steps(outcome)[:MOST_STEPS]
-    lines = [f"  step {s}: {ranges_text(held_by(case.plan, items)) or 'none'}" for s, items in enumerate(steps)]
+    """Return a line for each step around the first that holds other micro-batches than its window."""
+    plan = case.plan
+    held = [held_by(plan, items) for items in gradients_of_steps(outcome)]
+    right = list(plan.windows) * plan.epochs
+    first = next((s for s, step in enumerate(held) if s >= len(right) or tuple(step) != right[s]), len(held))
+    shown = range(max(0, first - 1), min(len(held), first + MOST_STEPS - 1))
+    lines = [f"  step {step}: {ranges_text(held[step]) or 'none'}" for step in shown]
     return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
 
 

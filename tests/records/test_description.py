@@ -131,3 +131,10 @@ def test_the_example_evaluates_to_the_case():
     case = Case(SPEC, Plan((1, 2), 2))
     names = {name: getattr(gradcheck_suite, name) for name in gradcheck_suite.__all__}
     assert eval(example_text(case).removeprefix("@example"), names) == case
+
+
+def test_a_long_plan_is_written_by_its_runs():
+    assert split_text(Plan((1,) * 33, 33)) == "[33 x 1]"
+    assert split_text(Plan((1,) * 257, 3)) == "[85 x (1 1 1) | 1 1]"
+    assert split_text(Plan((*(1, 1, 2) * 30, 4), 3)) == "[30 x (1 1 2) | 4]"
+    assert split_text(Plan((2, 2, 1, 1), 2)) == "[2 2 | 1 1]"

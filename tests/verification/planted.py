@@ -100,10 +100,6 @@ SIZES = {
         "clipped",
     ),
     "clip micro-batches at 1000": (clips_micro_batches, "clipped"),
-    "clip with an infinite bound": (
-        _before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), float("inf"))),
-        "spread-non-finite",
-    ),
     "flush below 1e-6": (_each(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), "flushed-to-zero"),
     "flush below 1e-30": (_each(lambda g: torch.where(g.abs() < 1e-30, 0.0, g)), "flushed-to-zero"),
     "halve above 100": (
