@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from gradcheck_suite.generation.cases import cases
     from gradcheck_suite.generation.plans import plans
     from gradcheck_suite.generation.problems import problems
+    from gradcheck_suite.live.context import audit, objective
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "audit": "live.context",
     "cases": "generation.cases",
     "check": "verification.check",
+    "objective": "live.context",
     "plans": "generation.plans",
     "problems": "generation.problems",
     "verify": "verification.verify",
@@ -50,10 +53,12 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Violation",
+    "audit",
     "case_from_json",
     "cases",
     "check",
     "environment",
+    "objective",
     "plans",
     "problems",
     "training_loop",

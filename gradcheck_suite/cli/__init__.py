@@ -22,6 +22,7 @@ PROGRAM = "gradcheck-suite"
 COMMANDS = {
     "verify": "verify loops on random cases; without one, every built-in reset mode",
     "replay": "run one stored case again",
+    "audit": "run a training script as it is, and judge every optimizer step of it",
     "zoo": "run the known bugs and print which are found, after how many cases",
     "calibrate": "count false alarms on sound loops, and how small a planted error is found",
     "claims": "put the claims about gradient zeroing to the test",
@@ -44,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
             module = import_module(f"gradcheck_suite.cli.{command}")
             parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.EPILOG)
             module.add_arguments(parser)
-            arguments = parser.parse_intermixed_args(rest)
+            # what follows a script that is run belongs to the script
+            arguments = parser.parse_args(rest) if command == "audit" else parser.parse_intermixed_args(rest)
             parsed = True
             with noted_interrupts():
                 status: int = module.run(arguments)

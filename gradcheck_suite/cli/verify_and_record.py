@@ -97,6 +97,12 @@ def record(
             subject.loop, subject.name, violation, problem=subject.problem, time_limit_s=options.time_limit_s
         )
 
+    def run_script(path: Path) -> str | None:
+        from gradcheck_suite.report.scripts import unrepeatable
+
+        assert violation is not None
+        return unrepeatable(path, violation, options.time_limit_s)
+
     return record_verification(
         reports,
         verified.result,
@@ -105,4 +111,5 @@ def record(
         reached=verified.reached,
         environment=environment,
         script=script if subject.importable else None,
+        run_script=run_script,
     )

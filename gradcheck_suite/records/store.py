@@ -19,7 +19,7 @@ from gradcheck_suite.records.files import append_line, read_lines
 
 SCHEMA = 1
 FOLDER = "records"
-KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer")
+KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer", "audit")
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ class Counterexample:
     Attributes:
         case: the JSON file that `gradcheck-suite replay` takes.
         script: the stand-alone script, None where none was written.
+        unrepeatable: why the script, run in a process of its own, does not show the fault; None where it does.
     """
 
     case: Path
     script: Path | None
+    unrepeatable: str | None = None
 
 
 def record_verification(
@@ -36,6 +38,7 @@ def record_verification(
     reached: Mapping[str, Mapping[str, int]],
     environment: Mapping[str, Any],
     script: Callable[[], str] | None,
+    run_script: Callable[[Path], str | None],
 ) -> Counterexample | None:
     """Append the record of one verification, and store the counterexample of a violation.
 
@@ -47,6 +50,7 @@ def record_verification(
         reached: how many judged cases had each layer, loss and kind of split.
         environment: of the run, as `environment.environment()` returns it.
         script: returns the text of the script of a violation; None where no script can name the loop.
+        run_script: runs a script and returns why it does not show the fault, or None.
 
     Returns:
         The files of the counterexample, None where the loop holds.
@@ -57,15 +61,18 @@ def record_verification(
     stored = None
     if result.violation is not None:
         case = store_counterexample(reports, result, environment)
-        stored = Counterexample(case, None if script is None else case.with_suffix(".py"))
+        stored = Counterexample(case, None)
         if script is not None:
-            write_text(case.with_suffix(".py"), script())
+            path = case.with_suffix(".py")
+            write_text(path, script())
+            stored = Counterexample(case, path, run_script(path))
     data = {
         **asdict(options),
         **result.to_json(),
         "problem": problem,
         "reached": reached,
         "stored": None if stored is None else stored.case.name,
+        "unrepeatable": None if stored is None else stored.unrepeatable,
     }
     append_record(reports, "verify", data, environment=environment)
     return stored

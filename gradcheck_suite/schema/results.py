@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradcheck_suite.schema.case import SCHEMA, Case
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gradcheck_suite.numerics.comparison import Comparison
+    from gradcheck_suite.schema.live_results import LiveResult
 
 ViolationKind = Literal[
     "gradient", "step-count", "none-pattern", "non-finite", "parameters", "not-accumulable", "raised"
@@ -157,8 +160,8 @@ class Result:
         }
 
 
-def results_to_json(results: list[Result], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the document that `verify --json` writes."""
+def results_to_json(results: Sequence[Result | LiveResult], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the document that `verify --json` and `audit --json` write."""
     return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
 
 

@@ -78,7 +78,7 @@ def check(
     try:
         reference, fault = _reference(case, problem)
         if reference is None:
-            return Verdict(case, Violation("not-accumulable", "not-accumulable", str(fault), case))
+            return Verdict(case, fault)
         if not shrinking and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)
         outcome = run_loop(loop, reference.instance, time_limit_s=time_limit_s)
@@ -102,26 +102,33 @@ def has_finite_gradients(case: Case, problem: Problem | None) -> bool:
     return all(_is_finite(reference, window) for window in range(len(case.plan.windows)))
 
 
-def _gradient_fault(reference: Reference, window: Window) -> str | None:
+def _not_accumulable(case: Case, explanation: str | None) -> Violation | None:
+    return Violation("not-accumulable", "not-accumulable", explanation, case) if explanation else None
+
+
+def _gradient_fault(reference: Reference, window: Window) -> Violation | None:
     """Return why a problem that passes the forward-only check is not accumulable, or None where it is.
 
     The forward-only check compares one value, with a tolerance for float32 inside a model. So before a loop is blamed,
     torch's own accumulation in float64 must give the large batch's gradient.
     """
-    difference = window.compare(window.accumulated()).worst
+    comparison = window.compare(window.accumulated())
+    difference = comparison.worst
     if difference.ratio <= 1:
         return None
     parameter, _ = reference.layout.place(difference.index)
     instance = reference.instance
-    return (
+    explanation = (
         "the objective is not a sum over items, so no accumulation can equal the large batch and no loop is to blame: "
         f"{batch_dependence(instance, window.model())}. The gradients of {parameter} in window "
         f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
         f"{error_text(difference.error, difference.allowed)}"
     )
+    found = Violation("not-accumulable", "not-accumulable", explanation, instance.case)
+    return replace(found, parameter=parameter, epoch=0, window=window.index, evidence=comparison)
 
 
-def _cross_sample(case: Case) -> tuple[Reference | None, str | None]:
+def _cross_sample(case: Case) -> tuple[Reference | None, Violation | None]:
     """Return what `_reference` does, for a generated problem with a kind that is not separable over samples."""
     try:
         fault = objective_fault(generated_instance(case))
@@ -129,16 +136,16 @@ def _cross_sample(case: Case) -> tuple[Reference | None, str | None]:
         # batch normalisation refuses an epoch of one item, or one without valid targets
         raise CannotJudgeError(f"the plain large batch fails: {error}") from error
     if fault:
-        return None, fault
+        return None, _not_accumulable(case, fault)
     reference = REFERENCES.get(case, None)
     for index in range(len(case.plan.windows)):
-        if fault := _gradient_fault(reference, reference.window(index)):
-            return None, fault
+        if found := _gradient_fault(reference, reference.window(index)):
+            return None, found
     # on this case's items it makes no difference, and a loop can be judged
     return reference, None
 
 
-def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, str | None]:
+def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, Violation | None]:
     """Return the case's reference, and why the problem is not accumulable, where that is so."""
     if problem is None:
         if case.spec is not None and not is_accumulable(case.spec):
@@ -146,7 +153,7 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
         return REFERENCES.get(case, problem), None
     try:
         instance = user_instance(case, problem)
-        if fault := objective_fault(instance):
+        if fault := _not_accumulable(case, objective_fault(instance)):
             return None, fault
         reference = REFERENCES.get(case, problem)
         for window in range(len(case.plan.windows)):
@@ -156,7 +163,8 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, s
     except (Exception, SystemExit) as error:
         # a user's own code, which may raise anything
         fewest, most = min(case.plan.micro_batches), case.plan.total_items
-        batches = f"batches of {fewest} to {most} items" if fewest < most else f"one batch of {most} item(s)"
+        items = f"{most} item{'s' * (most > 1)}"
+        batches = f"batches of {fewest} to {items}" if fewest < most else f"one batch of {items}"
         raise UsageError(
             f"the problem {case.problem} failed before any loop ran, on {batches}: "
             f"{type(error).__name__}: {error} ({users_line(error)})"
@@ -261,7 +269,7 @@ def _judge_gradients(
     if comparison.ratio <= 1:
         return comparison.ratio
     if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
-        return Violation("not-accumulable", "not-accumulable", fault, case)
+        return fault
     known = undeclared_autocast(window, evaluation, outcome.compute)
     if known is None and moved and runner:
         known = stale_parameters(window, outcome, evaluation, autocast)

@@ -46,6 +46,13 @@ def no_reset(run):
 def raises(run):
     raise ValueError("two\\nlines")
 
+CALLS = []
+
+def tires(run):
+    "In a process of its own, this loop is sound for a while."
+    CALLS.append(run)
+    (no_reset if len(CALLS) > 5 else sound)(run)
+
 def needs_more(run):
     import nowhere_to_be_found
 

@@ -6,6 +6,7 @@ are not run here; the numbers come from the violation's evidence.
 
 from __future__ import annotations
 
+from gradcheck_suite.report.scripts.repeat import unrepeatable
 from gradcheck_suite.report.scripts.writer import script_text
 
-__all__ = ["script_text"]
+__all__ = ["script_text", "unrepeatable"]

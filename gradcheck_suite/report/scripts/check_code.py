@@ -36,7 +36,7 @@ def main():
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())'''
+    raise SystemExit(exit_status(main))'''
 RUN = """\
 loop, model, loader, pairs = load_loop(), make_model(), loader_over(DATA, MICRO_BATCHES), Pairs(loss)
 optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -56,6 +56,14 @@ run = TrainingRun(
 )
 observer = Observer(model, optimizer, limit={plan.step_limit})
 torch.manual_seed({seed})"""
+
+
+def allowed_text(violation: Violation) -> str:
+    """Return the table `ALLOWED` of the parameter with the largest error."""
+    evidence = violation.evidence
+    assert evidence is not None
+    name = violation.parameter or ""
+    return table("ALLOWED", {name: _short(evidence.layout.part(evidence.allowed, name))})
 
 
 def has_literal(violation: Violation) -> bool:
@@ -109,11 +117,14 @@ def main_text(violation: Violation, reduction: str, time_limit_s: float | None, 
         body = _objective(violation, reduction, sources)
     else:
         sources.copy(loader_over, Pairs, Observer, runtime.completes)
-        case, limit = violation.case, ""
+        case, further = violation.case, ""
         if violation.diagnosis in HANGS and time_limit_s:
-            limit = f", seconds={time_limit_s:g}"
+            further = f", seconds={time_limit_s:g}"
+        elif violation.kind == "raised":
+            further = ", may_raise=True"
         run = RUN.format(plan=case.plan, reduction=reduction, seed=case.seed)
-        body = [run, *_check(violation, f"right = completes(loop, run, observer{limit})", sources)]
+        body = [run, *_check(violation, f"right = completes(loop, run, observer{further})", sources)]
+    sources.copy(runtime.exit_status)
     return MAIN.format(body=textwrap.indent("\n".join(body), "    "))
 
 
@@ -163,11 +174,19 @@ def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:
 
 
 def _objective(violation: Violation, reduction: str, sources: CopiedSource) -> list[str]:
-    sources.copy(runtime.is_sum_over_items, to_dtype)
+    sources.copy(to_dtype)
+    plan, counted = violation.case.plan, "count" if reduction == "mean" else None
+    items, members, window = range(plan.total_items), range(len(plan.micro_batches)), violation.window
+    if window is None:
+        sources.copy(runtime.is_sum_over_items)
+        right = f"is_sum_over_items(model, loss, {counted}, whole, parts)"
+    else:
+        sources.copy(runtime.gradient_accumulates)
+        items, members = plan.window_items(window), range(plan.windows[window][0], plan.windows[window][-1] + 1)
+        right = f"gradient_accumulates(model, loss, {counted}, whole, parts, ALLOWED)"
     return [
         "model = make_model().double()",
-        f"whole = to_dtype(batch_of({range(violation.case.plan.total_items)}), torch.float64)",
-        "parts = [to_dtype(batch_of(items), torch.float64) for items in MICRO_BATCHES]",
-        f"count_or_none = {'count' if reduction == 'mean' else None}",
-        "right = is_sum_over_items(model, loss, count_or_none, whole, parts)",
+        f"whole = to_dtype(batch_of({items}), torch.float64)",
+        f"parts = [to_dtype(batch_of(MICRO_BATCHES[j]), torch.float64) for j in {members}]",
+        f"right = {right}",
     ]

@@ -1,8 +1,8 @@
 """Functions that only scripts run: they load a loop by its name, run it, and print how its gradients compare.
 
 Each is copied into scripts word for word, together with the functions of the suite that it calls. Copied code needs
-Python and torch alone. Messages go to standard output; where a file or module cannot be imported, they go to standard
-error and the exit status is 2.
+Python and torch alone. Messages go to standard output. Where a file or module cannot be imported, or the script fails
+otherwise than by the fault that it shows, they go to standard error and the exit status is 2.
 """
 
 from __future__ import annotations
@@ -58,7 +58,19 @@ def load(place: str, name: str, folder: str) -> Any:
         raise SystemExit(2) from None
 
 
-def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float | None = None) -> bool:
+def exit_status(main: Callable[[], int]) -> int:
+    """Return what a script's check returns, and 2 where the check itself fails: Python's own status for that is 1."""
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        print("This is another failure than the fault that the script shows.", file=sys.stderr)
+        return 2
+
+
+def completes(
+    loop: Loop, run: TrainingRun, observer: Observer, seconds: float | None = None, *, may_raise: bool = False
+) -> bool:
     """Run the loop; return whether it returns, without an exception and without far too many steps.
 
     Args:
@@ -66,6 +78,7 @@ def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float |
         run: its argument.
         observer: of its steps, which stops the loop where they are too many.
         seconds: after which the script ends with status 1, where the loop has not returned; None for no limit.
+        may_raise: whether an exception is the fault that the script shows; another one is passed on.
     """
     if seconds is not None:
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -75,7 +88,9 @@ def completes(loop: Loop, run: TrainingRun, observer: Observer, seconds: float |
         raise
     except TooManySteps:
         pass
-    except BaseException:
+    except BaseException as error:
+        if not may_raise:
+            raise RuntimeError("the loop raised an exception, which is not the fault that the script shows") from error
         traceback.print_exc(file=sys.stdout)
         print("the loop raised this exception")
         return False
@@ -187,8 +202,12 @@ def is_sum_over_items(
     """
     weigh = count or (lambda batch: 1.0)
     counts = [float(weigh(part)) for part in parts]
-    large = float(weigh(whole)) * loss(model, whole)
-    terms = [n * loss(model, part) for n, part in zip(counts, parts, strict=True) if n]
+    try:
+        large = float(weigh(whole)) * loss(model, whole)
+        terms = [n * loss(model, part) for n, part in zip(counts, parts, strict=True) if n]
+    except (RuntimeError, ValueError) as refusal:
+        print(f"the model refuses one of the batches: {type(refusal).__name__}: {refusal}")
+        return False
     summed = [float(term.detach()) for term in terms]
     print(f"count * loss of all items {large:.12g}, summed over the micro-batches {sum(summed):.12g}")
     right = adds_up(float(large.detach()), summed)
@@ -200,3 +219,30 @@ def is_sum_over_items(
     error, size = largest_difference(one, other), max(largest_difference(g, dict.fromkeys(g)) for g in gradients)
     print(f"the gradients of the two differ by at most {error:.3g}, the largest element is {size:.3g}")
     return right and error <= TOLERANCE * size
+
+
+def gradient_accumulates(
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, Batch], torch.Tensor],
+    count: Callable[[Batch], Any] | None,
+    whole: Batch,
+    parts: Sequence[Batch],
+    allowed: Mapping[str, Any],
+) -> bool:
+    """Return whether the gradient of a window in one batch is the sum of its micro-batches', weighted by their counts.
+
+    Args:
+        model: in float64.
+        loss: (model, batch) -> a scalar.
+        count: batch -> what its mean divides by; None where the loss is a sum.
+        whole: the window's items in one batch.
+        parts: its micro-batches.
+        allowed: parameter name -> the bound on the difference, for each element or for all of them.
+    """
+    weigh = count or (lambda batch: 1.0)
+    total = float(weigh(whole))
+    large = parameter_gradients(loss(model, whole), model)
+    shares = [float(weigh(part)) / total for part in parts]
+    terms = [parameter_gradients(n * loss(model, part), model) for n, part in zip(shares, parts, strict=True) if n]
+    summed = {name: sum(broadcast(*(term[name] for term in terms))) for name in large}
+    return gradient_is_right(summed, large, allowed)

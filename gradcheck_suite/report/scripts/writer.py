@@ -10,7 +10,13 @@ import torch
 
 from gradcheck_suite.execution.instance import instance_of
 from gradcheck_suite.records.description import describe_case, error_text, violation_title
-from gradcheck_suite.report.scripts.check_code import AT_A_STEP, large_batch_text, main_text, numbers_text
+from gradcheck_suite.report.scripts.check_code import (
+    AT_A_STEP,
+    allowed_text,
+    large_batch_text,
+    main_text,
+    numbers_text,
+)
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
 from gradcheck_suite.report.scripts.training_code import (
     data_text,
@@ -87,6 +93,8 @@ def _sections(
     if violation.kind in AT_A_STEP:
         yield "The gradient: expected, observed, and the error that rounding allows", [numbers_text(violation)]
         yield "The expected gradient, computed by torch", [large_batch_text(violation, sources)]
+    elif violation.evidence is not None:
+        yield "The error that rounding allows", [allowed_text(violation)]
     yield "The check", [main_text(violation, instance.problem.reduction, time_limit_s, sources)]
 
 
@@ -113,7 +121,7 @@ def _docstring(name: str, violation: Violation) -> str:
         needs += f", and {violation.case.problem}, which imports gradcheck_suite for its Problem"
     use = (
         f"Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where something "
-        f"cannot be imported. {needs}."
+        f"cannot be imported or fails otherwise. {needs}."
     )
     lines = [
         f"{name}: {kind}.",

@@ -221,6 +221,7 @@ def problem(**changes):
 
 
 PROBLEMS = """
+import torch
 from tests.report.scripts.test_violations import problem
 PROBLEM = problem()
 COUNTED = problem(count=lambda batch: len(batch["x"]))
@@ -230,6 +231,23 @@ def same_value(m, b):
     error, means = m(b["x"]) - b["y"][0], m(b["x"]).mean()
     return (error ** 2).mean() + (means - means.detach()) * means.detach()  # adds 0
 SAME_VALUE = problem(loss=same_value)
+def slightly(m, b):
+    out = m(b["x"])
+    return ((out - b["y"][0]) ** 2).mean() + 1e-8 * out.mean() ** 2  # adds a product of means
+SLIGHTLY = problem(loss=slightly)
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (2 if len(gradient) == 3 else 1)  # depends on the batch
+BACKWARD = problem(loss=lambda m, b: torch.nn.functional.mse_loss(Doubles.apply(m(b["x"])), b["y"][0]))
+MISCOUNTED = problem(count=lambda batch: len(batch["x"]) ** 2)
+def normalised(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))  # in train mode
+NORMALISED = problem(model=normalised)
 def make():
     return problem()
 """
@@ -258,11 +276,20 @@ def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
 
 @pytest.mark.parametrize(
     ("name", "faulty", "mended"),
-    [("CENTRED", ".std(correction=0)", ".abs().mean()"), ("SAME_VALUE", "means.detach()  #", "0  #")],
+    [
+        ("CENTRED", ".std(correction=0)", ".abs().mean()"),
+        ("SAME_VALUE", "means.detach()  #", "0  #"),
+        ("SLIGHTLY", "1e-8", "0.0"),
+        ("BACKWARD", "(2 if", "(1 if"),
+        ("MISCOUNTED", "** 2)\ndef", ")\ndef"),
+        ("NORMALISED", "torch.nn.BatchNorm1d(1)", "torch.nn.Tanh()"),
+    ],
 )
 def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file, executed):
-    violation = violation_of(plain, Case(f"{users_file}:{name}", Plan((2, 3), 2)), named(name))
+    plan = Plan((1, 2), 2) if name == "NORMALISED" else Plan((2, 3), 2)
+    violation = violation_of(plain, Case(f"{users_file}:{name}", plan), named(name))
     assert violation.kind == "not-accumulable"
+    assert PROBLEMS.count(faulty) == 1
     text = script_text(plain, NAME, violation, problem=named(name))
     assert_copied(text, executed)
     assert load(text).main() == 1

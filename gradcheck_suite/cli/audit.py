@@ -1,0 +1,143 @@
+"""Run a training script as it is, and judge every optimizer step of it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gradcheck_suite.cli import exit_status, output_paths, parsers
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.files import write_json
+from gradcheck_suite.schema.results import results_to_json
+
+INSTRUMENTS = ("weights", "sums", "batch")
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments; what follows the script belongs to the script."""
+    parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
+    add = parser.add_argument
+    add("--steps", type=parsers.positive_integer, metavar="N", help="judge N steps, then let the script run on unseen")
+    add(
+        "--every",
+        type=parsers.positive_integer,
+        default=10,
+        metavar="M",
+        help="compute the window again in one batch every M steps (default %(default)s)",
+    )
+    add(
+        "--accumulation-steps",
+        type=parsers.positive_integer,
+        metavar="K",
+        help="micro-batches per window; without it, read off the run",
+    )
+    add("--accept", action="append", default=[], metavar="DIAGNOSIS", help="a fault to live with; repeatable")
+    add(
+        "--without",
+        action="append",
+        default=[],
+        type=parsers.one_of(INSTRUMENTS),
+        metavar="INSTRUMENT",
+        help=f"switch off one of {', '.join(INSTRUMENTS)}; repeatable",
+    )
+    add("--stop-on-violation", action="store_true", help="end the script at its first violation")
+    add("--json", type=Path, metavar="PATH", help="write the result here as JSON")
+    add("--reports", type=Path, metavar="DIR", help="append the result to the records under DIR")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
+    add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script under an audit; print and store the result."""
+    if arguments.json is not None or arguments.reports is not None:
+        output_paths.expect_writable(arguments.reports or Path("."), json=arguments.json)
+    from gradcheck_suite.live.script import module_runner, script_runner
+
+    runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
+    from gradcheck_suite.live.context import StoppedOnViolation, audit
+    from gradcheck_suite.live.text import result_lines
+
+    # the script's warnings are the script's
+    warnings.resetwarnings()
+    warnings.filters[:] = _python_filters()  # type: ignore[index]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    name = f"-m {arguments.script}" if arguments.module else arguments.script
+    audited = audit(
+        steps=arguments.steps,
+        every=arguments.every,
+        accept=tuple(arguments.accept),
+        accumulation_steps=arguments.accumulation_steps,
+        without=tuple(arguments.without),
+        stop_on_violation=arguments.stop_on_violation,
+        name=name,
+        quiet=False,
+    ).open(scan=False)
+    error: BaseException | None = None
+    status = 0
+    try:
+        runner()
+    except StoppedOnViolation as stop:
+        error = stop
+    except SystemExit as stop:
+        error, status = stop, _status(stop)
+    except KeyboardInterrupt as stop:
+        error, status = stop, exit_status.INTERRUPTED
+    except BaseException as raised:
+        error, status = raised, 1
+        _print_own_traceback(raised)
+    result = audited.close(error)
+    about = environment.environment()
+    if arguments.json is not None:
+        write_json(arguments.json, results_to_json([result], about))
+    if arguments.reports is not None:
+        from gradcheck_suite.records.store import append_record
+
+        append_record(arguments.reports, "audit", result.to_json(), environment=about)
+    sys.stdout.flush()
+    print("\n".join(result_lines(result)), file=sys.stderr, flush=True)
+    if result.violations:
+        return exit_status.VIOLATED
+    if status:
+        return status
+    if result.unjudged is not None:
+        raise UsageError(f"{name}: unjudged: {result.unjudged}")
+    return exit_status.HOLDS
+
+
+def _python_filters() -> list[Any]:
+    """Return the filters that a fresh interpreter has."""
+    kept: list[Any] = [
+        ("default", None, DeprecationWarning, "__main__", 0),
+        ("ignore", None, DeprecationWarning, None, 0),
+        ("ignore", None, PendingDeprecationWarning, None, 0),
+        ("ignore", None, ImportWarning, None, 0),
+        ("ignore", None, ResourceWarning, None, 0),
+    ]
+    return kept
+
+
+def _status(stop: SystemExit) -> int:
+    """Return the status of `sys.exit`, and print its message as Python does."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _print_own_traceback(error: BaseException) -> None:
+    """Print the traceback from the script's first frame on, as `python SCRIPT` does."""
+    own: TracebackType | None = error.__traceback__
+    while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith("gradcheck_suite"):
+        own = own.tb_next
+    sys.stdout.flush()
+    traceback.print_exception(type(error), error, own)

@@ -1,0 +1,278 @@
+"""`with gradcheck_suite.audit() as audit:`, and `gradcheck_suite.objective`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.live.calls import DECLARED, Call
+from gradcheck_suite.live.judge import DECLARE, Judged, Memory, judge
+from gradcheck_suite.live.losses import Counted
+from gradcheck_suite.live.options import AuditOptions
+from gradcheck_suite.live.passes import Watched
+from gradcheck_suite.live.patches import Patches
+from gradcheck_suite.live.places import Place, here
+from gradcheck_suite.live.recorder import Recorder
+from gradcheck_suite.live.words import SENTENCES
+from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
+
+UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
+_open: list[audit] = []
+
+
+class StoppedOnViolation(BaseException):
+    """Ends a run at its first violation. No `Exception`, so that a program that catches those ends all the same."""
+
+    gradcheck_suite_passes = True
+
+
+class audit:  # noqa: N801 - it is used as a function, as `open` is
+    """Judge every optimizer step of the code that runs while it is open, unchanged.
+
+        with gradcheck_suite.audit(steps=20) as audit:
+            trainer.train()
+        audit.result
+
+    Args:
+        steps: number of optimizer steps to judge; all by default.
+        every: the window is computed again in one batch every so many steps.
+        accept: diagnoses that the project lives with, such as `"mean-of-means"`.
+        accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
+        without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
+        stop_on_violation: whether the first violation raises `StoppedOnViolation` in `optimizer.step()`.
+        name: of the run in the result.
+        quiet: whether the first violation is not printed on standard error when it is found.
+
+    Raises:
+        UsageError: an option is wrong, or another audit is open.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        every: int = 10,
+        accept: tuple[str, ...] = (),
+        accumulation_steps: int | None = None,
+        without: tuple[str, ...] = (),
+        stop_on_violation: bool = False,
+        name: str | None = None,
+        quiet: bool = True,
+    ) -> None:
+        self.options = AuditOptions(steps, every, accept, accumulation_steps, without, stop_on_violation)
+        self._name, self._quiet = name or here().line, quiet
+        self._memories: dict[int, Memory] = {}
+        self._violations: dict[str, LiveViolation] = {}
+        self._findings: Counter[str] = Counter()
+        self._windows = 0
+        self._weights_judged = 0
+        self._result: LiveResult | None = None
+        self._opened = False
+        self._observing = False
+        self._process = os.getpid()
+        self._recorder = Recorder(
+            self._judge, weights="weights" not in self.options.without, sums="sums" not in self.options.without
+        )
+        self._patches = Patches(self._recorder)
+
+    def __enter__(self) -> audit:
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
+
+    def open(self, *, scan: bool = True) -> audit:
+        """Begin to observe.
+
+        Args:
+            scan: whether to look for optimizers that exist already.
+
+        Raises:
+            UsageError: this audit was open before, or another one is.
+        """
+        if self._opened:
+            raise UsageError("audit: this audit was closed; make a new one with gradcheck_suite.audit()")
+        if _open:
+            raise UsageError("audit: another audit is open in this process; close it first")
+        self._opened = self._observing = True
+        _open.append(self)
+        self._start = time.perf_counter()
+        self._patches.install()
+        self._recorder.open(scan=scan)
+        return self
+
+    def _detach(self) -> None:
+        if self._observing:
+            self._observing = False
+            self._patches.remove()
+            self._recorder.close()
+
+    def close(self, error: BaseException | None = None) -> LiveResult:
+        """Stop observing and return the result; a second call returns the same.
+
+        Args:
+            error: the exception that ended the run, if any.
+        """
+        if self._result is not None:
+            return self._result
+        if not self._opened:
+            raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
+        complete = self._observing and error is None
+        self._detach()
+        if self in _open:
+            _open.remove(self)
+        if complete:
+            self._at_the_end()
+        self._result = self._finished(error)
+        return self._result
+
+    @property
+    def result(self) -> LiveResult:
+        """The result so far, or the final one where the audit is closed."""
+        return self._result if self._result is not None else self._finished(None)
+
+    @property
+    def observing(self) -> bool:
+        """Whether steps are still judged in this process."""
+        return self._observing and self._process == os.getpid()
+
+    def declare(self, loss: torch.Tensor, count: float | torch.Tensor, reduction: str, place: Place) -> None:
+        """Note a loss that `objective` declares."""
+        with self._recorder.guarded("a declared loss"):
+            if loss.requires_grad and self.options.without != ("weights",):
+                items = float(count) if not isinstance(count, torch.Tensor) else count.detach()
+                number = int(items) if not isinstance(items, torch.Tensor) else 1
+                counted = Counted(reduction, items, number, number)
+                self._recorder.declare(loss, Call(DECLARED, place, counted, None))
+
+    # Judging
+
+    def _judge(self, state: Watched, place: Place) -> None:
+        if self._process != os.getpid():
+            return
+        memory = self._memories.setdefault(id(state), Memory())
+        judged = judge(
+            state,
+            place,
+            self._recorder.steps_seen - 1,
+            memory,
+            given=self.options.accumulation_steps,
+            weights=self._recorder.weights,
+            sums=self._recorder.sums,
+        )
+        self._note(judged)
+        if self.options.steps is not None and self._windows >= self.options.steps:
+            self._detach()
+
+    def _note(self, judged: Judged) -> None:
+        self._findings.update(judged.findings)
+        if judged.weights or judged.violation is not None or (judged.sums and not self._recorder.weights):
+            self._windows += 1
+        self._weights_judged += judged.weights
+        if judged.violation is not None:
+            self._violate(judged.violation)
+
+    def _violate(self, violation: LiveViolation) -> None:
+        known = self._violations.get(violation.diagnosis)
+        self._violations[violation.diagnosis] = violation if known is None else known.again()
+        if known is None and violation.diagnosis not in self.options.accept:
+            if not self._quiet:
+                from gradcheck_suite.live.text import violation_lines
+
+                print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
+            if self.options.stop_on_violation:
+                raise StoppedOnViolation
+
+    def _at_the_end(self) -> None:
+        """Judge what is left when the run is over: micro-batches without a step, and what stayed unclear."""
+        for state in self._recorder.watched:
+            memory = self._memories.get(id(state), Memory())
+            if memory.unclear is not None and "not-linear" not in self._violations:
+                self._findings[UNCLEAR] += 1
+            left = [p for p in state.pending if p.accumulates and not p.consumers and p.received]
+            whole = memory.steps(self.options.accumulation_steps)
+            lines = {p.place.line for p in left}
+            if left and whole is not None and whole > 1 and len(left) < whole and state.steps:
+                self._violate(
+                    LiveViolation(
+                        "step-count",
+                        "tail-dropped",
+                        SENTENCES["tail-dropped"].format(lost=len(left)).replace("reset without", "left without"),
+                        where=left[-1].received[-1].call.place.line,
+                        backward=min(lines),
+                    )
+                )
+
+    def _finished(self, error: BaseException | None) -> LiveResult:
+        accepted = tuple(v for name, v in self._violations.items() if name in self.options.accept)
+        violations = tuple(v for name, v in self._violations.items() if name not in self.options.accept)
+        findings = self._findings + self._recorder.findings
+        ended = error if isinstance(error, Exception) else None
+        if isinstance(error, SystemExit | StoppedOnViolation | KeyboardInterrupt):
+            ended = None
+        return LiveResult(
+            script=self._name,
+            windows=self._windows,
+            steps=self._recorder.steps_seen,
+            seconds=time.perf_counter() - self._start if self._opened else 0.0,
+            violations=violations,
+            accepted=accepted,
+            findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
+            unjudged=self._unjudged() if not violations and not accepted else None,
+            interrupted=isinstance(error, KeyboardInterrupt),
+            raised=None if ended is None else f"{type(ended).__name__}: {ended}",
+        )
+
+    def _unjudged(self) -> str | None:
+        """Return why nothing could be judged, or None where something was."""
+        recorder = self._recorder
+        if not recorder.weights and not recorder.sums:
+            return "every instrument was switched off"
+        if not recorder.steps_seen:
+            return (
+                "no optimizer.step() was seen in this process: the script trains nothing here, in another process, or "
+                "without a torch.optim optimizer"
+            )
+        if self._windows:
+            return None
+        if recorder.weights and not recorder.losses_seen:
+            return f"no loss of torch.nn.functional was recognised: {DECLARE}"
+        reasons = [*self._findings, *recorder.findings][:2] or ["no loss went backward"]
+        return f"no step could be judged: {'; '.join(reasons)}"
+
+
+def objective(
+    loss: torch.Tensor, *, count: float | torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
+) -> torch.Tensor:
+    """Declare what a loss is a mean of, where it is no loss function of torch; return the loss.
+
+    Without an open audit this does nothing.
+
+    Args:
+        loss: a scalar tensor.
+        count: what its mean divides by; for `"sum"`, the number of items.
+        reduction: `"mean"` or `"sum"`.
+
+    Raises:
+        UsageError: `reduction` is neither, or `loss` is no scalar tensor.
+    """
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"objective: reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UsageError("objective: expected a scalar tensor, the loss of one micro-batch")
+    if _open and _open[-1].observing and not torch.compiler.is_compiling():
+        _open[-1].declare(loss, count, reduction, here())
+    return loss
+
+
+def close_all(error: Any = None) -> None:
+    """Close the open audit, if any."""
+    for one in list(_open):
+        one.close(error)

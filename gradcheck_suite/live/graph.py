@@ -1,0 +1,56 @@
+"""The scalar end of an autograd graph: which recognised losses a tensor is made of, and what else."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+SCALAR_NODES = {
+    f"{name}Backward{version}"
+    for version in (0, 1)
+    for name in (
+        *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Mean", "Sum", "Dot", "Pow", "Exp", "Cumsum", "ClampMin"),
+        *("Stack", "Cat", "Where", "Index", "MaskedSelect", "MaskedFill", "Select", "Slice", "Split", "Unbind"),
+        *("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze", "Permute", "T"),
+        *("Transpose", "Alias", "NanToNum"),
+    )
+}
+"""Arithmetic between the results of losses and what goes backward."""
+OPAQUE = ("torch::autograd::AccumulateGrad", "CheckpointFunctionBackward")
+"""Nodes that say nothing about a loss: parameters, and regions that are computed again in backward."""
+MAX_NODES = 2000
+
+
+KEY = "gradcheck_suite call"
+"""The entry of a node's metadata that refers to the call that made it, weakly: a reference from the call to the node
+would be a cycle through C++ that keeps the graph of a loss that never goes backward."""
+
+
+def mark(node: Any, call: Any) -> None:
+    """Note which call made the result that a node belongs to."""
+    node.metadata[KEY] = weakref.ref(call)
+
+
+def reached(node: Any) -> tuple[list[Any], str | None]:
+    """Return the calls of losses that a node is made of by arithmetic, and the name of the first node that is neither.
+
+    Args:
+        node: of the tensor that goes backward.
+    """
+    found: list[Any] = []
+    other: str | None = None
+    queue: list[Any] = [node]
+    seen: set[Any] = set()
+    while queue and len(seen) < MAX_NODES:
+        current = queue.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        call = current.metadata.get(KEY)
+        if call is not None:
+            found.append(call())
+        elif current.name() in SCALAR_NODES:
+            queue.extend(child for child, _ in current.next_functions)
+        elif current.name() not in OPAQUE:
+            other = other or current.name()
+    return found, other

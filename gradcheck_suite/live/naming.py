@@ -1,0 +1,79 @@
+"""The name and the words of a fault in the weights of a window's items."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradcheck_suite.diagnosis.weights import Weights, diagnose
+from gradcheck_suite.live.objectives import Reading, Term
+from gradcheck_suite.schema.live_results import MAX_ROWS, LiveViolation, WeightRow
+
+
+def _snapped(values: np.ndarray, tolerance: float) -> np.ndarray:
+    """Return values that are equal up to rounding made exactly equal, so that exact rules see what is meant."""
+    mean = values.mean()
+    return np.full_like(values, mean) if np.abs(values - mean).max() <= tolerance * abs(mean) else values
+
+
+def _observed(terms: list[Term], tolerance: float, simple: list[float]) -> np.ndarray:
+    """Return the weights without their rounding errors, where they are the same for each item or for each mean."""
+    weights, counts = np.array([t.weight for t in terms]), np.array([t.count for t in terms])
+    means = _snapped(weights * counts, tolerance)
+    if (means == means[0]).all():
+        share = next((s for s in simple if abs(means[0] - s) <= tolerance * s), float(means[0]))
+        return share / counts
+    return _snapped(weights, tolerance)
+
+
+def table(reading: Reading) -> tuple[WeightRow, ...]:
+    """Return what each call of an objective gave its items."""
+    expected = 1.0 / reading.count if reading.count else 0.0
+    rows = [WeightRow(t.micro_batch, t.line, t.count, expected, t.weight) for t in reading.terms]
+    return tuple(rows[:MAX_ROWS])
+
+
+def largest_error(reading: Reading) -> float:
+    """Return the largest relative error of a weight."""
+    return max((abs(t.weight * reading.count - 1) for t in reading.terms if t.count), default=0.0)
+
+
+def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
+    """Return the violation that a faulty reading is, without its place in the run."""
+    counted = [t for t in reading.terms if t.count]
+    tolerance = max(t.tolerance for t in counted)
+    error = largest_error(reading)
+    where = counted[0].line
+    if reading.status == "scale":
+        name = "wrong-scale"
+        sentence = f"every item of the window weighs {reading.factor:.6g} times what it should, which is {reading.note}"
+        if len({t.micro_batch for t in reading.terms}) > len({t.micro_batch for t in counted}):
+            name = "mean-of-means"
+        if steps is not None and reading.length > steps and abs(reading.factor * steps / reading.length - 1) < 1e-3:
+            name = "tail-leak"
+            sentence += (
+                "; the gradient of micro-batches that belong to the window before is still in it: "
+                "step after an epoch's last micro-batch too, and reset after it"
+            )
+    else:
+        length, k = reading.length, steps or reading.length
+        weights = Weights(
+            observed=_observed(counted, tolerance, [1 / length, 1 / k, 1.0]),
+            counts=tuple(t.count for t in counted),
+            window=tuple(range(len(counted))),
+            accumulation_steps=k,
+            epoch=0,
+            reduction="mean",
+            items=() if len({t.rows for t in counted}) == 1 else tuple(t.rows for t in counted),
+        )
+        found = diagnose(weights)
+        name, sentence = found.name, found.sentence.replace("run.count(batch)", "the batch's count")
+    share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
+    return LiveViolation(
+        kind="gradient",
+        diagnosis=name,
+        explanation=f"{sentence} (weights are off by up to {share})",
+        where=where,
+        error=error,
+        allowed=tolerance,
+        weights=table(reading),
+    )

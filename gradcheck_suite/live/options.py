@@ -1,0 +1,53 @@
+"""The options of an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+INSTRUMENTS = ("weights", "sums", "batch")
+"""What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """How a run is audited.
+
+    Attributes:
+        steps: number of optimizer steps to judge; None for all.
+        every: the window is computed again in one batch every so many steps.
+        accept: diagnoses that the user lives with.
+        accumulation_steps: K, where the user states it.
+        without: instruments that are switched off.
+        stop_on_violation: whether the first violation ends the run.
+    """
+
+    steps: int | None = None
+    every: int = 10
+    accept: tuple[str, ...] = ()
+    accumulation_steps: int | None = None
+    without: tuple[str, ...] = ()
+    stop_on_violation: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "every", "accumulation_steps"):
+            value = getattr(self, name)
+            if value is None and name != "every":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"audit: {name} must be a positive integer, got {value!r}")
+        for name in ("accept", "without"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        if wrong := sorted(set(self.without) - set(INSTRUMENTS)):
+            raise UsageError(f"audit: without takes {', '.join(INSTRUMENTS)}; got {wrong[0]!r}")
+
+
+def _names(option: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise UsageError(f"audit: {option} takes names, got {given!r}")
+    return tuple(str(name) for name in given)

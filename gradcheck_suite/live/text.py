@@ -1,0 +1,45 @@
+"""The words of a live run's result."""
+
+from __future__ import annotations
+
+from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
+
+SHOWN_ROWS = 8
+
+
+def violation_lines(violation: LiveViolation) -> list[str]:
+    """Return a violation in words: kind, diagnosis, explanation, places, weights."""
+    kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
+    at = "" if violation.step is None else f" at step {violation.step}"
+    again = "" if violation.occurrences == 1 else f", and at {violation.occurrences - 1} more"
+    pairs = [
+        ("loss", violation.where),
+        ("backward", violation.backward),
+        ("step", violation.stepped),
+        ("parameter", violation.parameter),
+    ]
+    lines = [f"{kind}{at}{again}", violation.explanation]
+    lines += aligned((name, value) for name, value in pairs if value)
+    if violation.weights:
+        lines.append("weight of each item, by micro-batch (index, count, expected, observed):")
+        for row in violation.weights[:SHOWN_ROWS]:
+            lines.append(f"  {row.micro_batch:>3} {row.count:>8.6g} {row.expected:>12.6g} {row.observed:>12.6g}")
+        if len(violation.weights) > SHOWN_ROWS:
+            lines.append(f"  and {len(violation.weights) - SHOWN_ROWS} more")
+    return lines
+
+
+def result_lines(result: LiveResult) -> list[str]:
+    """Return the result of a run in words."""
+    verdict = "VIOLATED" if result.violations else result.verdict
+    if result.interrupted and result.holds:
+        verdict = "holds so far (interrupted)"
+    steps = "1 step" if result.windows == 1 else f"{result.windows} steps"
+    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}  {result.seconds:.1f} s"]
+    for violation in result.violations:
+        lines += [f"    {line}" for line in violation_lines(violation)]
+    for violation in result.accepted:
+        lines += [f"    accepted: {violation.diagnosis}, {violation.explanation}"]
+    lines += [f"    finding: {finding}" for finding in result.findings]
+    return lines

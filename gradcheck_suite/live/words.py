@@ -1,0 +1,27 @@
+"""What a live run says of each fault of the sum, and what to do."""
+
+from __future__ import annotations
+
+SENTENCES = {
+    "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
+    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step",
+    "reset-inside-window": "only the last backward passes of the window are in the gradient: "
+    "reset once per window, not per micro-batch",
+    "first-only": "only the window's first backward pass is in the gradient",
+    "dropped-micro-batch": "some backward passes of the window are not in the gradient",
+    "repeated-micro-batch": "a backward pass of the window is in the gradient twice",
+    "running-loss": "earlier backward passes are in the gradient several times, as when the running sum of the losses "
+    "goes backward each time: send each loss through once",
+    "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
+    "unrecognised-weights": "the backward passes of the window are not in the gradient once each",
+    "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
+    "(clipping per micro-batch, noise, a shared buffer)",
+    "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
+    "elements (clipping, noise, normalisation): do it once, to `.grad`, before the step",
+    "foreign": "the gradient has in it what a backward pass left there that another optimizer has stepped on since: "
+    "reset the gradients of this optimizer before its own backward passes",
+    "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
+    "look for what resets or replaces its `.grad`",
+    "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "
+    "step after an epoch's last micro-batch too",
+}

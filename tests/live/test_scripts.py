@@ -1,0 +1,89 @@
+"""Sound scripts are not blamed and faulty ones are named, in every dtype; the parameters are what they are without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.live.running import SCRIPTS, audited, trained
+
+SOUND = sorted(path.stem for path in SCRIPTS.glob("sound_*.py"))
+FAULTY = {
+    "faulty_checkpointed": "mean-of-means",
+    "faulty_clipped_per_micro_batch": "not-linear",
+    "faulty_closure": "mean-of-means",
+    "faulty_divided_twice": "wrong-scale",
+    "faulty_gan_leaks": "stale-window",
+    "faulty_hook_clamps": "not-linear",
+    "faulty_mean_of_means": "mean-of-means",
+    "faulty_mean_of_means_auxiliary": "mean-of-means",
+    "faulty_mean_of_means_chunked": "unrecognised-weights",
+    "faulty_mean_of_means_class_weights": "mean-of-means",
+    "faulty_mean_of_means_declared": "mean-of-means",
+    "faulty_mean_of_means_ignored": "mean-of-means",
+    "faulty_mean_of_means_masked": "mean-of-means",
+    "faulty_mean_of_means_one_backward": "mean-of-means",
+    "faulty_mean_of_means_unreduced": "mean-of-means",
+    "faulty_miscounted": "wrong-scale",
+    "faulty_never_reset": "stale-window",
+    "faulty_noise_per_micro_batch": "not-linear",
+    "faulty_one_parameter_lost": "reset-inside-window",
+    "faulty_overwritten": "reset-inside-window",
+    "faulty_reset_before_step": "no-gradient",
+    "faulty_reset_of_a_part": "stale-window",
+    "faulty_reset_per_micro_batch": "reset-inside-window",
+    "faulty_running_loss": "running-loss",
+    "faulty_scaled_accumulator": "rescaled-accumulator",
+    "faulty_short_window": "wrong-scale",
+    "faulty_sparse": "stale-window",
+    "faulty_sum_of_means": "wrong-scale",
+    "faulty_sum_of_means_scaler": "wrong-scale",
+    "faulty_tail_dropped": "tail-dropped",
+    "faulty_tail_leaks": "tail-leak",
+    "faulty_tail_unstepped": "tail-dropped",
+    "faulty_values_clipped_per_micro_batch": "not-linear",
+}
+"""Each script with a fault -> its diagnosis."""
+ALSO = {"faulty_tail_leaks": ["tail-dropped"]}
+"""Further diagnoses of a script: what leaks at the end of an epoch is dropped at the end of the run."""
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_script_is_not_blamed(name):
+    for dtype in DTYPES:
+        result, _ = audited(SCRIPTS / f"{name}.py", dtype)
+        assert result.verdict == "holds", (dtype, result)
+        assert result.windows >= result.steps - 1, (dtype, result)
+
+
+def test_every_faulty_script_has_a_diagnosis():
+    assert sorted(FAULTY) == sorted(path.stem for path in SCRIPTS.glob("faulty_*.py"))
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_script_is_named(name):
+    for dtype in DTYPES:
+        result, _ = audited(SCRIPTS / f"{name}.py", dtype)
+        assert result.violation is not None, (dtype, result)
+        named = [violation.diagnosis for violation in result.violations]
+        assert named == [FAULTY[name], *ALSO.get(name, [])], (dtype, result)
+        assert f"{name}.py:" in result.violation.where
+
+
+def _parameters(names):
+    found = [module for module in names.values() if isinstance(module, torch.nn.Module)]
+    return [p.detach().clone() for module in found for p in module.parameters()]
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_parameters_are_equal_to_the_bit_with_and_without(name):
+    torch.manual_seed(0)
+    without = _parameters(trained(SCRIPTS / f"{name}.py"))
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    under = _parameters(audited(SCRIPTS / f"{name}.py")[1])
+    assert without
+    for a, b in zip(without, under, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(state, torch.get_rng_state())
