@@ -16,6 +16,7 @@ from typing import Any
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import append_line, read_lines
+from gradcheck_suite.records.sources import judge_digest
 
 SCHEMA = 1
 FOLDER = "records"
@@ -33,6 +34,8 @@ class Record:
         command: the command that made the record.
         time: of writing, ISO 8601 in UTC.
         commit: of the repository in the working directory; empty where there is none.
+        clean: whether that repository had no uncommitted change outside of the reports folder; None if unknown.
+        judge: digest of the code that judges, as `judge_digest()` returns it; empty where it is unknown.
     """
 
     kind: str
@@ -41,6 +44,8 @@ class Record:
     command: str = ""
     time: str = ""
     commit: str = ""
+    clean: bool | None = None
+    judge: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON-ready data."""
@@ -50,6 +55,8 @@ class Record:
             "time": self.time,
             "command": self.command,
             "commit": self.commit,
+            "clean": self.clean,
+            "judge": self.judge,
             "environment": dict(self.environment),
             "data": dict(self.data),
         }
@@ -79,7 +86,16 @@ def append_record(
     """
     path = records_path(reports, kind)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    record = Record(kind, data, environment, this_command() if command is None else command, now, this_commit())
+    record = Record(
+        kind,
+        data,
+        environment,
+        this_command() if command is None else command,
+        now,
+        this_commit(),
+        is_clean(reports),
+        judge_digest(),
+    )
     append_line(path, record.to_json())
     return path
 
@@ -111,6 +127,8 @@ def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
                     str(found.get("command", "")),
                     str(found.get("time", "")),
                     str(found.get("commit", "")),
+                    found.get("clean"),
+                    str(found.get("judge", "")),
                 )
             )
     return records, problems
@@ -127,8 +145,29 @@ def this_command() -> str:
 @cache
 def this_commit() -> str:
     """Return the commit of the repository in the working directory at the first call, empty where there is none."""
+    return _git("rev-parse", "HEAD") or ""
+
+
+@cache
+def is_clean(reports: Path) -> bool | None:
+    """Return whether the repository had no uncommitted change at the first call; None where there is none.
+
+    Args:
+        reports: the folder of all records, whose changes do not count.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None:
+        return None
+    folder = reports.resolve()
+    others = [f":(exclude,top){folder.relative_to(top)}"] if folder.is_relative_to(top) and folder != Path(top) else []
+    changes = _git("status", "--porcelain", "--", ":/", *others)
+    return None if changes is None else not changes
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints in the working directory, None where it fails."""
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Section, Table, commands_of
+from gradcheck_suite.report.content import Section, Table, commands_of, standing
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE = "bridge", "Models of one's own in JAX"
@@ -21,7 +21,8 @@ def bridge(records: Sequence[Record]) -> Section:
             missing="No architecture has been carried over yet: run "
             "`pytest tests/bridge/test_architectures.py --bridge-records reports`, which needs transformers.",
         )
-    newest = [r.data for r in latest(records, lambda d: (d["architecture"], d["version"], d["widened"]))]
+    current = latest(records, lambda d: (d["architecture"], d["version"], d["widened"]))
+    newest = [record.data for record in current]
     wide = {(d["architecture"], d["version"]): d for d in newest if d["widened"]}
     rows = []
     for data in (d for d in newest if not d["widened"]):
@@ -47,6 +48,7 @@ def bridge(records: Sequence[Record]) -> Section:
             "A user's loss is exported by torch and carried over to JAX operation by operation; JAX alone takes its "
             f"derivative. On {len(rows)} architectures of transformers and torch.nn, small, with random weights, in "
             "float64, every gradient agrees with torch's within the bound given.",
+            *standing(current),
         ),
         (
             Table(

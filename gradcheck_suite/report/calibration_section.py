@@ -19,7 +19,7 @@ from gradcheck_suite.evidence.calibration.tally import spread_from_json
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, standing
 
 PLOTTED = "everywhere"
 KEY, TITLE = "calibration", "How far the verdicts can be trusted"
@@ -46,6 +46,7 @@ def calibration(records: Sequence[Record]) -> Section:
             f"cases: the table has the smallest s that is found in at least {percent()} of them, together with all "
             f"larger ones. "
             + ("; ".join(worse) if worse else "No rule that never blames a sound loop finds smaller ones."),
+            *standing(records[-1:]),
         ),
         (_alarms(data), _detection(data), _skipped(data), _ratios(data)),
         _figures(data["curves"]),

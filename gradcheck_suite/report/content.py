@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradcheck_suite.records.sources import judge_digest
 from gradcheck_suite.records.store import Record
 
 Cell = str | int | float | None
@@ -123,3 +124,22 @@ def to_json(report: Report) -> dict[str, Any]:
 def commands_of(records: Iterable[Record]) -> tuple[str, ...]:
     """Return the commands that made some records, each once, in order."""
     return tuple(dict.fromkeys(record.command for record in records if record.command))
+
+
+def standing(records: Iterable[Record]) -> tuple[str, ...]:
+    """Return a paragraph on the records behind some verdicts that another judge made, or an unclean working tree."""
+    records = list(records)
+    older = [record for record in records if record.judge != judge_digest()]
+    unclean = sum(record.clean is False for record in records)
+    sentences = []
+    if older:
+        commits = dict.fromkeys(f"commit {r.commit[:9]}" if r.commit else "an unknown commit" for r in older)
+        sentences.append(
+            f"Older than the judge: {len(older)} of the {len(records)} records behind these figures were made by "
+            f"another version of the code that judges ({', '.join(commits)})."
+        )
+    if unclean:
+        sentences.append(
+            f"Unclean: {unclean} of the {len(records)} records were made with uncommitted changes in the working tree."
+        )
+    return (" ".join(sentences),) if sentences else ()

@@ -9,7 +9,7 @@ from typing import Any
 from gradcheck_suite.records.description import violation_title
 from gradcheck_suite.records.step_times import answer
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
 from gradcheck_suite.report.records_view import latest
 
 CLAIM_COLUMNS = (
@@ -54,7 +54,9 @@ def verification(records: Sequence[Record]) -> Section:
         "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
         "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
     )
-    return Section("verified", "What was verified", text, tuple(tables), commands=commands_of(newest))
+    return Section(
+        "verified", "What was verified", (*text, *standing(newest)), tuple(tables), commands=commands_of(newest)
+    )
 
 
 def _verdict_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
@@ -130,7 +132,13 @@ def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -
         "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
         "`conditional`: true under the condition.",
     )
-    return Section("claims", "The claims", text, tuple(tables), commands=commands_of([*claimed, *loops]))
+    return Section(
+        "claims",
+        "The claims",
+        (*text, *standing([*claimed, *loops])),
+        tuple(tables),
+        commands=commands_of([*claimed, *loops]),
+    )
 
 
 def _claim_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
 from gradcheck_suite.report.records_view import latest
 from gradcheck_suite.trainers.console_table import cut_text
 from gradcheck_suite.trainers.questions import MODEL
@@ -18,7 +18,8 @@ def trainers(records: Sequence[Record]) -> Section:
     """Return a table of trainers and questions, and one of transformers' models."""
     if not records:
         return Section(KEY, TITLE, missing="No trainer has been asked yet: run `gradcheck-suite trainers`.")
-    newest = [r.data for r in latest(records, lambda d: (d["trainer"], d["version"], d["question"]))]
+    current = latest(records, lambda d: (d["trainer"], d["version"], d["question"]))
+    newest = [record.data for record in current]
     models = [data for data in newest if data["question"].startswith(MODEL)]
     answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for data in newest:
@@ -30,7 +31,7 @@ def trainers(records: Sequence[Record]) -> Section:
         "optimizer a gradient that differs from the large batch's for some question.",
     )
     tables = (_questions(answers), _models(models)) if models else (_questions(answers),)
-    return Section(KEY, TITLE, text, tables, commands=commands_of(records))
+    return Section(KEY, TITLE, (*text, *standing(current)), tables, commands=commands_of(records))
 
 
 def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradcheck_suite.evidence.zoo import NOT_EXPRESSED
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of
+from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
 from gradcheck_suite.report.records_view import latest
 
 ZOO_COLUMNS = (
@@ -61,6 +61,7 @@ def zoo(records: Sequence[Record]) -> Section:
             f"{data['seeds']} runs, {sum(b['rightly_named'] for b in bugs)} of {sum(b['runs'] for b in bugs)} runs "
             f"with a right diagnosis. The sound loops beside them were blamed in "
             f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
+            *standing((records[-1], *coarser)),
         ),
         (
             Table("Known bugs", ZOO_COLUMNS, rows),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.records.store import append_record, read_records, records_path
+from gradcheck_suite.records.sources import judge_digest, sources_digest
+from gradcheck_suite.records.store import append_record, is_clean, read_records, records_path
 
 
 def _append(reports, value):
@@ -29,6 +32,39 @@ def test_records_come_back_in_order(tmp_path):
     assert records[0].command == "gradcheck-suite claims"
     assert records[0].environment == {"python": "3.11"}
     assert records[0].time.endswith("+00:00")
+
+
+def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    def made(reports):
+        is_clean.cache_clear()
+        _append(reports, 1)
+        return read_records(reports, "claim")[0][-1]
+
+    monkeypatch.chdir(tmp_path)
+    assert made(tmp_path / "reports").clean is None
+    (tmp_path / "loop.py").write_text("pass")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "All")
+    # the records themselves do not make the tree unclean
+    records = [made(tmp_path / "reports"), made(tmp_path / "reports")]
+    assert [record.clean for record in records] == [True, True]
+    (tmp_path / "loop.py").write_text("changed")
+    assert made(tmp_path / "reports").clean is False
+    is_clean.cache_clear()
+    assert {record.judge for record in records} == {judge_digest()}
+
+
+def test_the_digest_of_the_judge_is_that_of_its_statements(monkeypatch):
+    digests, read = [], Path.read_text
+    for extra in ("", "# a comment\n", "import math\n", "X = 1\n", "X = 2\n"):
+        monkeypatch.setattr(Path, "read_text", lambda self, extra=extra: read(self) + extra)
+        digests.append(sources_digest(("numerics",)))
+    assert digests[0] == digests[1] == digests[2]
+    assert len(set(digests)) == 3
 
 
 def test_a_missing_file_has_no_records(tmp_path):

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gradcheck_suite.cli import run
-from gradcheck_suite.records.store import append_record
+from gradcheck_suite.records.store import append_record, records_path
 from gradcheck_suite.report import html, markdown
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.content import Figure, Report, Section, Table, shown, to_json
@@ -361,3 +361,25 @@ def test_memory_is_shown_in_mebibytes(tmp_path):
     cpu, gpu = _section(build(tmp_path), "memory").tables[0].rows
     assert cpu == ("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None, None, None, None)
     assert gpu == ("cuda", 10, "float32", 1, "zero_", 1.0, 3.0, None, 2.0, 4.0, 8.0, 12.0, 0, 3)
+
+
+def test_figures_older_than_the_judge_are_flagged(tmp_path):
+    _verdict(tmp_path, "zero_")
+    (text,) = [s.text for s in build(tmp_path).sections if s.key == "verified"]
+    assert not any("Older than the judge" in paragraph for paragraph in text)
+    path = records_path(tmp_path, "verify")
+    record = {**json.loads(path.read_text()), "clean": True}
+    path.write_text(json.dumps(record) + "\n")
+    older = {**record, "judge": "0" * 16, "commit": "1234567890ab", "clean": False}
+    path.write_text(json.dumps({**older, "data": {**record["data"], "loop": "plain"}}) + "\n" + path.read_text())
+    (text,) = [s.text for s in build(tmp_path).sections if s.key == "verified"]
+    assert text[-1] == (
+        "Older than the judge: 1 of the 2 records behind these figures were made by another version of the code that "
+        "judges (commit 123456789). Unclean: 1 of the 2 records were made with uncommitted changes in the working tree."
+    )
+    # a record of an earlier version has neither
+    del older["judge"], older["clean"], older["commit"]
+    path.write_text(json.dumps(older) + "\n")
+    (text,) = [s.text for s in build(tmp_path).sections if s.key == "verified"]
+    assert "1 of the 1 records" in text[-1]
+    assert "(an unknown commit)" in text[-1]

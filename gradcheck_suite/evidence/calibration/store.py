@@ -6,7 +6,6 @@ the versions of torch, JAX and Hypothesis.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.records.files import append_line, read_lines
+from gradcheck_suite.records.sources import sources_digest
 
 FILE = "calibration-chunks.jsonl"
 DECIDING = (
@@ -47,33 +47,10 @@ def made_by(also: tuple[str, ...] = ()) -> str:
     Args:
         also: further modules, beside `DECIDING`.
     """
-    package = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for name in (*DECIDING, *also):
-        paths = sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]
-        for path in paths:
-            digest.update(_essence(path.read_text()).encode())
+    digest = hashlib.sha256(sources_digest((*DECIDING, *also)).encode())
     for name in ("torch", "jax", "hypothesis", "numpy"):
         digest.update(f"{name} {version(name)}".encode())
     return digest.hexdigest()[:16]
-
-
-def _essence(source: str) -> str:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            node.returns = None
-            for argument in ast.walk(node.args):
-                if isinstance(argument, ast.arg):
-                    argument.annotation = None
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [n for n in node.body if not _is_text(n)]
-    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return ast.unparse(tree)
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 class Store:
