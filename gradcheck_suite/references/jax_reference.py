@@ -368,13 +368,35 @@ def large_batch_gradients(
         For each window the loss, and for every name in `values` an array of its shape; those of buffers have no
         meaning.
     """
-    found: list[tuple[float, Arrays]] = []
-    for group in _groups(windows):
-        first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
-        batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
-        spans = [slice(window.start - first, window.stop - first) for window in group]
-        found += _side_by_side(problem, _Windows(values, batch, spans))
-    return found
+    return StartedGradients(problem, values, data, windows).result()
+
+
+class StartedGradients:
+    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until `result`."""
+
+    def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
+        """Start; the arguments are those of `large_batch_gradients`."""
+        self._walk, self._objective = _walk(problem)
+        self._groups: list[_Windows] = []
+        for group in _groups(windows):
+            first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
+            batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
+            spans = [slice(window.start - first, window.stop - first) for window in group]
+            self._groups.append(_Windows(values, batch, spans))
+        for side_by_side in self._groups:
+            requests = [leaf.request(side_by_side) for leaf in self._walk.leaves()]
+            PROGRAMS.prepare([*requests, self._objective.request(side_by_side, self._walk.size_out)])
+
+    def result(self) -> list[tuple[float, Arrays]]:
+        """Return what `large_batch_gradients` returns; only once."""
+        found: list[tuple[float, Arrays]] = []
+        for windows in self._groups:
+            out, tape = self._walk.forward(windows, windows.batch["x"])
+            losses, cotangent = self._objective.gradients(windows, out)
+            self._walk.backward(windows, tape, cotangent)
+            for value, gradient in zip(losses, windows.gradients, strict=True):
+                found.append((value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}))
+        return found
 
 
 def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
@@ -386,14 +408,3 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
             group = []
         group.append(window)
     yield group
-
-
-def _side_by_side(problem: ProblemSpec, windows: _Windows) -> Iterator[tuple[float, Arrays]]:
-    walk, objective = _walk(problem)
-    requests = [leaf.request(windows) for leaf in walk.leaves()]
-    PROGRAMS.prepare([*requests, objective.request(windows, walk.size_out)])
-    out, tape = walk.forward(windows, windows.batch["x"])
-    losses, cotangent = objective.gradients(windows, out)
-    walk.backward(windows, tape, cotangent)
-    for value, gradient in zip(losses, windows.gradients, strict=True):
-        yield value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
@@ -112,6 +113,7 @@ class Programs:
         self._platform = platform
         self._programs: OrderedDict[Hashable, Callable[..., Any] | Future[Any]] = OrderedDict()
         self._maximum = maximum
+        self._counting = Lock()
         self.compiled = 0
         self.loaded = 0
 
@@ -132,7 +134,7 @@ class Programs:
         program = self._programs.get(request.key)
         if program is None:
             path = self._path(request.key) if store else None
-            program = self._load(path) or self._lowered(request, path, once=not store)()
+            program = self._found(request, path, once=not store)
             self._keep(request.key, program)
         else:
             self._programs.move_to_end(request.key)
@@ -141,20 +143,21 @@ class Programs:
         return program(*arguments)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Start to compile the programs that are neither in memory nor on disk, with one thread for each core.
+        """Start to load or compile the programs that are not in memory, with one thread for each core.
 
-        XLA releases Python's lock while it compiles, so this thread can trace the next program. `call` waits for the
-        result.
+        XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute with torch. `run`
+        waits for the result.
         """
         pool: ThreadPoolExecutor | None = None
         for request in requests:
             if request.key in self._programs:
                 continue
             path = self._path(request.key)
-            program: Callable[..., Any] | Future[Any] | None = self._load(path)
-            if program is None:
-                # a new pool each time: the threads of a pool that is kept do not survive a fork
-                pool = pool or ThreadPoolExecutor(os.cpu_count())
+            # a new pool each time: the threads of a pool that is kept do not survive a fork
+            pool = pool or ThreadPoolExecutor(os.cpu_count())
+            if path is not None and path.exists():
+                program = pool.submit(self._found, request, path)
+            else:
                 program = pool.submit(self._lowered(request, path))
             self._keep(request.key, program)
         if pool is not None:
@@ -170,6 +173,11 @@ class Programs:
         directory = cache_directory() if self._platform == "cpu" else None
         return directory and directory / _environment_key()[:16] / hashlib.sha256(repr(key).encode()).hexdigest()
 
+    def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
+        """Return a program from disk, or compile it where there is none."""
+        program: Callable[..., Any] = self._load(path) or self._lowered(request, path, once)()
+        return program
+
     def _load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
         if path is None or not path.exists():
@@ -179,7 +187,8 @@ class Programs:
         except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None
-        self.loaded += 1
+        with self._counting:
+            self.loaded += 1
         return program
 
     def _lowered(self, request: Request, path: Path | None, once: bool = False) -> Any:
@@ -190,7 +199,8 @@ class Programs:
         if self._platform == "cpu":
             small = once or sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) <= SMALL_PROGRAM
             options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if small else {})}
-        self.compiled += 1
+        with self._counting:
+            self.compiled += 1
         return partial(_compile, jax.jit(request.function).lower(*shapes), options, path)
 
 

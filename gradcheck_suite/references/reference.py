@@ -14,7 +14,7 @@ from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.instance import Instance, instance_of
 from gradcheck_suite.numerics.comparison import Layout, Vector
 from gradcheck_suite.references.agreement import disagreement
-from gradcheck_suite.references.jax_reference import large_batch_gradients
+from gradcheck_suite.references.jax_reference import StartedGradients, large_batch_gradients
 from gradcheck_suite.references.torch_reference import Gradients
 from gradcheck_suite.references.window import Parameters, Window, float_values
 from gradcheck_suite.schema.case import Case
@@ -33,6 +33,7 @@ class Reference:
         self.layout = Layout(tuple(trainable), tuple(tuple(p.shape) for p in trainable.values()))
         self.values64 = float_values(self._model64)
         self._windows: dict[tuple[int, Compute], Window] = {}
+        self._started: StartedGradients | None = None
 
     def window(self, index: int, parameters: Parameters | None = None, compute: Compute = None) -> Window:
         """Return a window's reference.
@@ -61,11 +62,26 @@ class Reference:
         """Return numpy gradients as one vector (P,)."""
         return np.concatenate([arrays[name].reshape(-1) for name in self.layout.names])
 
+    def start(self) -> None:
+        """Compute every window's gradient by torch, while other threads load or compile the programs of `jax`."""
+        spec, arrays = self.instance.accumulable_spec, self.instance.arrays
+        if spec is not None and arrays is not None and "jax" not in vars(self):
+            self._started = StartedGradients(spec, self.values64, arrays, self._items)
+        for index in range(len(self.instance.case.plan.windows)):
+            self.window(index)
+
+    @property
+    def _items(self) -> list[range]:
+        plan = self.instance.case.plan
+        return [plan.window_items(w) for w in range(len(plan.windows))]
+
     @cached_property
     def jax(self) -> list[Vector]:
         """Each window's gradient by JAX, for a generated problem that is separable over samples."""
-        plan = self.instance.case.plan
-        return self.by_jax(self.values64, [plan.window_items(w) for w in range(len(plan.windows))])
+        if self._started is None:
+            return self.by_jax(self.values64, self._items)
+        started, self._started = self._started, None
+        return [self.join(gradient) for _, gradient in started.result()]
 
     def by_jax(self, values: Arrays, windows: Sequence[range]) -> list[Vector]:
         """Return each window's gradient by JAX at the given parameters and floating buffers."""

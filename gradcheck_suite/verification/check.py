@@ -79,9 +79,12 @@ def check(
         reference, fault = _reference(case, problem)
         if reference is None:
             return Verdict(case, fault)
-        if not shrinking and not is_probe(case) and reference.finding:
-            return Verdict(case, finding=reference.finding)
+        asked = not shrinking and not is_probe(case)
+        if asked:
+            reference.start()
         outcome = run_loop(loop, reference.instance, time_limit_s=time_limit_s)
+        if asked and reference.finding:
+            return Verdict(case, finding=reference.finding)
         if outcome.refused and problem is not None:
             # the user's problem is the same in every case
             raise CannotRunHere(outcome.refused)
