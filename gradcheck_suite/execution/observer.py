@@ -49,7 +49,8 @@ class Observation:
         groups: names of the trainable parameters in each parameter group.
         state: name -> a copy of the optimizer's state for this parameter before the step.
         state_after: the same after the step.
-        eager: whether the code that called the closure is torch's own, and not a compiled version of it.
+        repeatable: whether the step has the same bits when it is computed again: torch's own code called the closure,
+            not a compiled version of it, and no gradient is sparse on a GPU, which adds its entries in any order.
     """
 
     evaluations: tuple[Evaluation, ...]
@@ -58,7 +59,7 @@ class Observation:
     groups: list[list[str]]
     state: dict[str, Any] = field(default_factory=dict)
     state_after: dict[str, Any] = field(default_factory=dict)
-    eager: bool = True
+    repeatable: bool = True
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -121,12 +122,17 @@ class Observer:
 
         def run() -> Any:
             loss = None if closure is None else closure()
-            self._evaluate(optimizer, loss, eager=sys._getframe(1).f_code is own)
+            self._evaluate(optimizer, loss, is_own=sys._getframe(1).f_code is own)
             return loss
 
         return run
 
-    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, eager: bool = True) -> None:
+    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
+        sparse = {
+            name: p.grad.detach().clone()
+            for name, p in self.parameters.items()
+            if p.grad is not None and p.grad.layout is not torch.strided
+        }
         if not self._evaluations:
             self._before = {
                 "settings": [
@@ -138,14 +144,9 @@ class Observer:
                     for group in optimizer.param_groups
                 ],
                 "state": self._state(optimizer),
-                "eager": eager,
+                "repeatable": is_own and all(gradient.device.type == "cpu" for gradient in sparse.values()),
             }
         gradients = self._gradients()
-        sparse = {
-            name: p.grad.detach().clone()
-            for name, p in self.parameters.items()
-            if p.grad is not None and p.grad.layout is not torch.strided
-        }
         self._evaluations.append(Evaluation(gradients, self.values(), sparse, copied(loss)))
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
@@ -163,7 +164,7 @@ class Observer:
             self._evaluate(optimizer)
             self._evaluations = [replace(self._evaluations[0], parameters=known)]
             self._before["state"] = self._state_after
-        elif not self._before["eager"] and not all(
+        elif not self._before["repeatable"] and not all(
             map(same_tree, self._gradients().values(), self._evaluations[-1].gradients.values())
         ):
             # another hook has put a closure around this one, and edited gradients when this one had returned

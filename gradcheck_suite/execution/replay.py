@@ -123,7 +123,7 @@ def fault_of_step(
     if not differing:
         return None
     allowed = dict.fromkeys(differing, 0.0)
-    if make_optimizer is not None and not observation.eager:
+    if make_optimizer is not None and not observation.repeatable:
         allowed = rounding(make_optimizer, observation, previous.state_after)
     for name in differing:
         error = largest_error(after[name], expected[name])

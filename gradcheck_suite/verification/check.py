@@ -44,6 +44,8 @@ DIVERGED = "the parameters have diverged under the optimizer"
 """Why gradients are not judged whose finiteness depends on the order of operations."""
 FAR = 16.0
 """Factor of the largest initial value from which on a gradient may overflow in one order of operations alone."""
+SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite"
+"""Why a step of the plan was not taken, where it need not be."""
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 UNNAMED = Diagnosis("", "")
@@ -178,6 +180,9 @@ def _reference(case: Case, problem: Problem | None) -> tuple[Reference | None, V
 def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
     """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
     case = reference.instance.case
+    if _ended_in_divergence(case, outcome):
+        taken = [*range(len(outcome.observations))]
+        return _judge_steps(reference, outcome, taken, runner, autocast, missing=DIVERGED)
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
         if not is_probe(case):
@@ -214,7 +219,13 @@ def _is_finite(reference: Reference, window: int) -> bool:
 
 
 def _judge_steps(
-    reference: Reference, outcome: Outcome, places: list[int], runner: LoopRunner | None, autocast: Compute
+    reference: Reference,
+    outcome: Outcome,
+    places: list[int],
+    runner: LoopRunner | None,
+    autocast: Compute,
+    *,
+    missing: str = SCALER_SKIPPED,
 ) -> Verdict:
     """Judge step by step: the parameters before a step, then its gradients, then the parameters after it.
 
@@ -224,10 +235,11 @@ def _judge_steps(
         places: for each step of the loop its index in the plan.
         runner: runs the loop again for a diagnosis; None while shrinking.
         autocast: dtype in which the loop declares that it computes its losses, or None.
+        missing: why the loop did not take the other steps of the plan.
     """
     case = reference.instance.case
     trajectory, ratio = Trajectory(case, outcome), 0.0
-    judged, skipped = 0, Counter[str]()
+    judged, skipped = 0, Counter({missing: case.plan.steps - len(places)})
     for step, observation in enumerate(outcome.observations):
         if violation := trajectory.before(step):
             return Verdict(case, violation, ratio=ratio)
@@ -241,7 +253,8 @@ def _judge_steps(
                 judged, ratio = judged + 1, max(ratio, found)
         if violation := trajectory.at(step):
             return Verdict(case, violation, ratio=ratio)
-    unjudged = None if judged else next(iter(skipped), "a gradient scaler skipped every step")
+    skipped = +skipped  # without zeros
+    unjudged = None if judged else next(iter(skipped))
     return Verdict(case, trajectory.end(), ratio=ratio, skipped=unjudged, windows=judged, windows_skipped=dict(skipped))
 
 
@@ -292,6 +305,18 @@ def _diverged(evaluation: Evaluation) -> bool:
     """
     values = evaluation.parameters.values()
     return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+
+
+def _ended_in_divergence(case: Case, outcome: Outcome) -> bool:
+    """Whether a loop raised, or took too few steps, at parameters that have diverged under a real optimizer.
+
+    A check of the loss and a gradient scaler then do what they are for. The steps that were taken are judged.
+    """
+    stopped = outcome.raised is not None and not outcome.timed_out
+    if case.optimizer is None or outcome.structure or not (stopped or len(outcome.observations) < case.plan.steps):
+        return False
+    last = outcome.observations[-1].after if outcome.observations else outcome.parameters
+    return _diverged(Evaluation({}, last))
 
 
 def _is_start(evaluation: Evaluation, outcome: Outcome) -> bool:

@@ -18,7 +18,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def _trained(make, dtype, steps=4, closure=False):
     """Return the observer of some steps on drawn gradients, one parameter's None at first."""
     drawn = torch.Generator().manual_seed(1)
-    model = torch.nn.Linear(5, 7).to(dtype)
+    model = torch.nn.Linear(11, 13).to(dtype)
+    for p in model.parameters():
+        p.data = torch.rand(p.shape, generator=drawn).to(dtype)
     optimizer = make(list(model.parameters()))
     observer = Observer(model, optimizer, limit=steps)
     for step in range(steps):
@@ -53,7 +55,7 @@ def test_every_optimizers_steps_have_the_same_bits_again(name):
 
             observer = _trained(of, dtype)
             assert first_fault(make, _start(observer), observer.observations, observer.values()) is None
-            assert all(observation.eager for observation in observer.observations)
+            assert all(observation.repeatable for observation in observer.observations)
 
 
 def test_a_step_of_l_bfgs_has_the_same_bits_again_at_each_call_of_its_closure():
@@ -104,7 +106,7 @@ def test_a_step_in_another_implementation_gets_what_rounding_explains(name):
         allowed = rounding(make, last, before.state_after)["weight"]
         unit = torch.finfo(dtype).eps / 2
         assert 2 * unit * float(last.after["weight"].abs().max()) <= allowed <= 1000 * unit
-        compiled = replace(last, eager=False)
+        compiled = replace(last, repeatable=False)
         for factor, found in ((0.8, False), (1.3, True), (-1.3, True)):
             fault = fault_of_step(make, before, _moved_by(compiled, "weight", factor * allowed))
             assert (fault is not None) is found, (dtype, factor)
@@ -124,9 +126,9 @@ def test_a_step_that_another_order_of_operations_computes_is_within_its_rounding
     square = 0.999 * state["exp_avg_sq"] + 0.001 * gradient * gradient
     by_hand = last.parameters["weight"] - 0.01 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
     assert not torch.equal(by_hand, last.after["weight"])
-    other = replace(last, eager=False, after={**last.after, "weight": by_hand})
+    other = replace(last, repeatable=False, after={**last.after, "weight": by_hand})
     assert fault_of_step(make, before, other) is None
-    assert fault_of_step(make, before, replace(other, eager=True)).diagnosis == "wrong-update"
+    assert fault_of_step(make, before, replace(other, repeatable=True)).diagnosis == "wrong-update"
 
 
 def test_a_step_that_changes_nothing_is_named():

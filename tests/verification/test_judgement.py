@@ -214,6 +214,40 @@ def _stay(run):
     run.optimizer.param_groups[0]["lr"] = 0.0
 
 
+def _checks_parameters(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+        if not run.model.weight.isfinite():
+            raise ArithmeticError("training has diverged")
+
+
+def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
+    def leap(run):
+        run.optimizer.param_groups[0]["lr"] = -math.inf
+        _checks_parameters(run)
+
+    verdict = check(leap, OWN.replace(optimizer="sgd"), problem=_slopes())
+    assert verdict.holds
+    assert (verdict.windows, verdict.windows_skipped) == (1, {DIVERGED: 3})
+
+    def no_leap(run):
+        backward_window(run, next(windows(run)))
+        raise ArithmeticError("training has not diverged")
+
+    assert check(no_leap, OWN.replace(optimizer="sgd"), problem=_slopes()).violation.kind == "raised"
+
+    # what the optimizer does not explain is found all the same
+    def spoils(run):
+        run.model.weight.data.fill_(math.nan)
+        _checks_parameters(run)
+
+    violation = check(spoils, OWN.replace(optimizer="sgd"), problem=_slopes()).violation
+    assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
+    assert check(spoils, OWN, problem=_slopes()).violation.kind == "raised"
+
+
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_large_initial_parameters_have_not_diverged(optimizer):
     wrong = _at_step(0, _each_gradient(lambda g: g.mul_(3)))

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 
 SPEC = ProblemSpec(
@@ -199,6 +200,39 @@ def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, optimizer
     for dtype in DTYPES:
         violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+
+
+def _with_closure_for(reset):
+    """Return a loop for L-BFGS, which calls its closure several times a step."""
+
+    def loop(run):
+        for window in windows(run):
+            run.optimizer.zero_grad()
+
+            def closure(window=window):
+                if reset:
+                    run.optimizer.zero_grad()
+                total = window_count(run, window)
+                parts = [part_of_window(run, batch, total) for batch in window]
+                for part in parts:
+                    part.backward()
+                return torch.stack([part.detach() for part in parts]).sum()
+
+            run.optimizer.step(closure)
+
+    return loop
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_call_of_a_closure_is_judged(dtype, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lbfgs", lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))
+    case = CASE.replace(dtype=dtype, optimizer="lbfgs")
+    verdict = check(_with_closure_for(True), case)
+    assert verdict.holds
+    assert verdict.windows > 2 * CASE.plan.steps
+    # the first call is right, later ones add to it
+    violation = check(_with_closure_for(False), case).violation
+    assert (violation.kind, violation.epoch, violation.window) == ("gradient", 0, 0)
 
 
 # gradients that are not those of the parameters at the step
