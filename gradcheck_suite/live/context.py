@@ -20,7 +20,7 @@ from gradcheck_suite.live.passes import Watched
 from gradcheck_suite.live.patches import Patches
 from gradcheck_suite.live.places import Place, here
 from gradcheck_suite.live.recorder import Recorder
-from gradcheck_suite.live.words import SENTENCES
+from gradcheck_suite.live.words import KNOWN, SENTENCES
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
 UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
@@ -67,6 +67,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         quiet: bool = True,
     ) -> None:
         self.options = AuditOptions(steps, every, accept, accumulation_steps, without, stop_on_violation)
+        if wrong := sorted(set(self.options.accept) - KNOWN):
+            raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet
         self._memories: dict[int, Memory] = {}
         self._violations: dict[str, LiveViolation] = {}
@@ -242,8 +244,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if self._windows:
             return None
-        if recorder.weights and not recorder.losses_seen:
-            return f"no loss of torch.nn.functional was recognised: {DECLARE}"
+        for line, node in recorder.unrecognised.items():
+            made = "was computed inside torch.compile" if node.startswith("Compiled") else f"comes from {node}"
+            return f"the loss that goes backward at {line} {made} and was not recognised: {DECLARE}"
         reasons = [*self._findings, *recorder.findings][:2] or ["no loss went backward"]
         return f"no step could be judged: {'; '.join(reasons)}"
 

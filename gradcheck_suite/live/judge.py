@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
+import torch
 
 from gradcheck_suite.live import naming, objectives
 from gradcheck_suite.live.names import parameter_name
@@ -48,11 +48,13 @@ class Memory:
         histories: of each objective.
         lengths: how often each number of micro-batches made a window.
         unclear: a fault of the sum that may be an edit after the last backward; the next window tells.
+        singles: number of windows of one micro-batch in a row.
     """
 
     histories: Histories = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
     unclear: LiveViolation | None = None
+    singles: int = 0
 
     def steps(self, given: int | None) -> int | None:
         """Return the number of micro-batches in a whole window: as given, else the most frequent one so far."""
@@ -95,7 +97,7 @@ def judge(
         if result.violation is not None:
             return result
     if weights and result.violation is None:
-        _judge_weights(passes, found, place, number, memory, given, result)
+        _judge_weights(state, passes, found, place, number, memory, given, result)
     return result
 
 
@@ -176,7 +178,8 @@ def _judge_sum(
             found = edited
     if found.name and (excuse := _excuse(state, passes, found, memory, given)):
         result.findings.append(excuse)
-        return None
+        # what is left in the gradient is a window of its own
+        return None if found.name == "not-linear" else replace(found, name="")
     if not found.name:
         result.sums = True
         if _foreign(passes, found, sums.optional):
@@ -319,7 +322,14 @@ def _clip_factor(passes: Sequence[Pass]) -> float:
     return factor
 
 
+def _pending_scale(state: Watched) -> float:
+    """Return the factor by which a fused optimizer divides its gradients inside its step, as GradScaler asks it to."""
+    scale = getattr(state.optimizer(), "grad_scale", None)
+    return float(scale) if isinstance(scale, torch.Tensor) else 1.0
+
+
 def _judge_weights(
+    state: Watched,
     passes: list[Pass],
     found: Explanation | None,
     place: Place,
@@ -328,7 +338,7 @@ def _judge_weights(
     given: int | None,
     result: Judged,
 ) -> None:
-    factor = 1.0 if found is None else found.factor / _clip_factor(passes)
+    factor = 1.0 if found is None else found.factor / _clip_factor(passes) / _pending_scale(state)
     coefficients = [1.0] * len(passes) if found is None else [c * factor for c in found.coefficients]
     if found is None:
         # without sums: what another optimizer has stepped on is not this one's
@@ -354,6 +364,7 @@ def _judge_weights(
     length = len({t.micro_batch for t in terms})
     readings = objectives.readings(terms, steps if steps is not None and steps > 1 else None, memory.histories)
     memory.lengths[length] += 1
+    memory.singles = memory.singles + 1 if length == 1 else 0
     for reading in readings:
         if reading.status == "unknown":
             line = reading.terms[0].line
@@ -366,15 +377,18 @@ def _judge_weights(
     if faulty is not None:
         violation = naming.weight_violation(faulty, steps)
         result.violation = replace(violation, step=number, backward=_line(passes[-1].place), stepped=place.line)
+    elif given is not None and given > 1 and memory.singles == SINGLES:
+        result.violation = replace(
+            _violation("step-per-micro-batch", passes, place, number),
+            kind="step-count",
+            explanation=SENTENCES["step-per-micro-batch"].format(steps=given),
+        )
 
 
+SINGLES = 3
+"""Windows of one micro-batch in a row that are no short last windows, where more micro-batches are asked for."""
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
 def _line(place: Place) -> str | None:
     return None if place is NOWHERE else place.line
-
-
-def unrecognised(passes: Sequence[Pass]) -> Any:
-    """Return the name of a node that went backward without a recognised loss, and the place, or None."""
-    return next(((p.unknown, p.place) for p in passes if p.unknown), None)

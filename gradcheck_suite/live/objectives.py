@@ -13,7 +13,7 @@ readings.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from gradcheck_suite.live.calls import Received
@@ -144,10 +144,10 @@ def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float
     """Return what a wrong factor is in terms of the window; empty where it is none of these."""
     names: list[tuple[float, str]] = []
     if length > 1:
-        names += [
-            (length, f"{length}, the number of the window's micro-batches: no mean over them is taken"),
-            (1 / length, f"1/{length}: the mean over the window's micro-batches is taken twice"),
-        ]
+        names.append((length, f"{length}, the number of the window's micro-batches: no mean over them is taken"))
+    if length > 2:
+        # with two micro-batches it may as well be the coefficient of `0.5 * loss`
+        names.append((1 / length, f"1/{length}: the mean over the window's micro-batches is taken twice"))
     if steps is not None and steps != length:
         names += [
             (length / steps, f"{length}/{steps}: divided by {steps}, where the window has {length} micro-batch(es)"),
@@ -289,17 +289,34 @@ def readings(terms: Sequence[Term], steps: int | None, histories: dict[Hashable,
     if any(r.status == "right" and r.length > 1 for r in result):
         # another objective of the same window shows that the loop scales as it should
         result = [
-            Reading("coefficient", r.terms, r.count, r.factor, r.length, f"a coefficient of {r.factor:.6g}")
-            if r.status == "scale"
-            else r
+            replace(r, status="coefficient", note=f"a coefficient of {r.factor:.6g}") if r.status == "scale" else r
             for r in result
         ]
+    result = _averaged_objectives(result)
     for (key, _), reading in zip(found, result, strict=True):
         if reading.status in ("right", "coefficient") and reading.terms:
             weight = next((t.weight for t in reading.terms if t.count), 0.0)
             count = sum(t.count for t in reading.terms)
             histories.setdefault(key, History()).seen.append((count, reading.length, weight * count, weight))
     return result
+
+
+def _averaged_objectives(found: list[Reading]) -> list[Reading]:
+    """Judge the common factor of m objectives together: `(a + b) / 2` gives each a factor of 1/2, which is no fault."""
+    shared = [reading for reading in found if reading.status in ("scale", "coefficient") and reading.length > 1]
+    m = len(shared)
+    if m < 2 or m < len(found):
+        return found
+    first, length = shared[0], shared[0].length
+    tolerance = max(t.tolerance for reading in shared for t in reading.terms)
+    if not all(_near(r.factor, first.factor, tolerance) and r.length == length for r in shared):
+        return found
+    if _near(first.factor, 1 / m, tolerance):
+        return [replace(r, status="coefficient", note=f"a coefficient of {r.factor:.6g}") for r in found]
+    if _near(first.factor, length / m, tolerance):
+        note = f"{length}/{m}: no mean over the window's {length} micro-batches is taken of the mean of {m} losses"
+        return [replace(r, status="scale", note=note) for r in found]
+    return found
 
 
 def _refined(

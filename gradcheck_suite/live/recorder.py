@@ -47,12 +47,13 @@ class Recorder:
     Attributes:
         findings: what could not be seen or judged -> how often.
         watched: the optimizers, in the order in which they were found.
-        unconsumed: whether any recognised loss went backward.
+        unrecognised: `file:line` of a call of backward -> name of an autograd node there that is no recognised loss.
     """
 
     def __init__(self, judge: Judge, *, weights: bool = True, sums: bool = True) -> None:
         self.findings: Counter[str] = Counter()
         self.watched: list[Watched] = []
+        self.unrecognised: dict[str, str] = {}
         self.losses_seen = 0
         self.passes_seen = 0
         self.steps_seen = 0
@@ -206,7 +207,10 @@ class Recorder:
         for root in tensors:
             node = getattr(root, "grad_fn", None)
             if node is not None:
-                backward.unknown = reached(node)[1] or backward.unknown
+                name = reached(node)[1]
+                if name is not None:
+                    backward.unknown = name
+                    self.unrecognised.setdefault(backward.place.line, name)
 
     def _end(self) -> None:
         backward, self._pass = self._pass, None

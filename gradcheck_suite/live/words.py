@@ -20,8 +20,17 @@ SENTENCES = {
     "elements (clipping, noise, normalisation): do it once, to `.grad`, before the step",
     "foreign": "the gradient has in it what a backward pass left there that another optimizer has stepped on since: "
     "reset the gradients of this optimizer before its own backward passes",
+    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
     "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
     "look for what resets or replaces its `.grad`",
     "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "
     "step after an epoch's last micro-batch too",
 }
+
+KNOWN = frozenset(SENTENCES) - {"hook", "foreign"} | {
+    "mean-of-means",
+    "wrong-count",
+    "wrong-scale",
+    "tail-leak",
+}
+"""Every diagnosis of a live run."""

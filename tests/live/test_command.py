@@ -1,0 +1,140 @@
+"""The command: exit status, JSON, output, and one clear line for each misuse."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+import gradcheck_suite
+from gradcheck_suite.__main__ import main
+from tests.live.running import SCRIPTS
+
+SOUND, FAULTY = str(SCRIPTS / "sound_equal.py"), str(SCRIPTS / "faulty_mean_of_means.py")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter():
+    """Put back what running a script as the main module changes."""
+    kept = sys.argv[:], sys.path[:], sys.modules["__main__"], signal.getsignal(signal.SIGINT)
+    yield
+    sys.argv[:], sys.path[:], sys.modules["__main__"] = kept[:3]
+    signal.signal(signal.SIGINT, kept[3])
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes a script of one window per line of its body."""
+
+    def write(body, loss="F.cross_entropy(model(x), y)"):
+        file = tmp_path / "train.py"
+        file.write_text(
+            "import os, signal, sys\nimport torch\nimport torch.nn.functional as F\n"
+            "model = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])\n"
+            f"for i in range(4):\n    optimizer.zero_grad()\n    {loss}.backward()\n    optimizer.step()\n{body}\n"
+        )
+        return str(file)
+
+    return write
+
+
+def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd):
+    assert main(["audit", "--json", str(tmp_path / "r.json"), FAULTY]) == 1
+    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert (result["loop"], result["verdict"], result["windows"]) == (FAULTY, "violated", 2)
+    violation = result["violation"]
+    assert (violation["kind"], violation["diagnosis"], violation["step"]) == ("gradient", "mean-of-means", 0)
+    assert violation["where"].endswith("faulty_mean_of_means.py:10")
+    assert violation["error"] == pytest.approx(2.5)
+    for row, count in zip(violation["weights"], (4, 2, 7, 1), strict=True):
+        assert row["count"] == count
+        assert row["expected"] == pytest.approx(1 / 14)
+        assert row["observed"] == pytest.approx(1 / (4 * count))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("mean-of-means at step 0") == 2  # when it was found, and at the end
+    assert main(["audit", SOUND]) == 0
+
+
+def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
+    file = script("print(sys.argv, __name__)\nsys.exit(3)")
+    assert main(["audit", "--steps", "2", file, "--steps", "9", "-m"]) == 3
+    out, err = capfd.readouterr()
+    assert out == f"{[file, '--steps', '9', '-m']} __main__\n"
+    assert "2 steps judged" in err
+    assert main(["audit", script("sys.exit()")]) == 0
+
+
+def test_an_exception_of_the_script_keeps_its_traceback(script, capfd):
+    assert main(["audit", script("raise ValueError('own')")]) == 1
+    err = capfd.readouterr().err
+    assert "ValueError: own" in err
+    assert "gradcheck_suite" not in err.split("ValueError: own")[0]
+    assert "4 steps judged" in err
+
+
+def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--json", str(path), script("os.kill(os.getpid(), signal.SIGINT)")]) == 130
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["verdict"], result["interrupted"], result["windows"]) == ("holds", True, 4)
+
+
+def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd):
+    unseen = script("", loss="((model(x) - 1) ** 2).mean()")
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    for arguments, message in (
+        ([unseen], "declare it with `loss = gradcheck_suite.objective(loss, count=n)`"),
+        ([str(empty)], "no optimizer.step() was seen"),
+        (["--without", "weights", "--without", "sums", SOUND], "every instrument was switched off"),
+        (["no_such.py"], "no_such.py: no such script"),
+        (["-m", "no_such_module"], "-m no_such_module: no such module"),
+        (["--steps", "0", SOUND], "--steps: expected a positive integer, got '0'"),
+        (["--accept", "mean", SOUND], "got 'mean'"),
+        (["--json", str(tmp_path / "no" / "r.json"), SOUND], "make it first"),
+        ([], "SCRIPT.py"),
+    ):
+        assert main(["audit", *arguments]) == 2, arguments
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert last.startswith("gradcheck-suite audit: error: "), arguments
+        assert message in last
+
+
+def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--accept", "mean-of-means", "--json", str(path), FAULTY]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["verdict"], result["violation"]) == ("holds", None)
+    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"]
+    assert "accepted: mean-of-means" in capfd.readouterr().err
+
+
+def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--stop-on-violation", "--json", str(path), FAULTY]) == 1
+    assert json.loads(path.read_text())["results"][0]["steps"] == 1
+
+
+def test_given_accumulation_steps_are_held_against_every_window(script, capfd):
+    steps = str(SCRIPTS / "sound_mean_of_two_losses.py")
+    assert main(["audit", "--accumulation-steps", "2", steps]) == 0
+    assert main(["audit", "--accumulation-steps", "4", script("")]) == 1
+    assert "step-count: step-per-micro-batch at step 2" in capfd.readouterr().err
+
+
+def test_an_audit_is_opened_once_and_alone():
+    with gradcheck_suite.audit() as audit:
+        with pytest.raises(gradcheck_suite.UsageError, match="another audit is open"):
+            gradcheck_suite.audit().open()
+        assert audit.result.verdict == "unjudged"
+    with pytest.raises(gradcheck_suite.UsageError, match="was closed"):
+        audit.open()
+    with pytest.raises(gradcheck_suite.UsageError, match="steps must be a positive integer, got 0"):
+        gradcheck_suite.audit(steps=0)
+    with pytest.raises(gradcheck_suite.UsageError, match="scalar"):
+        gradcheck_suite.objective([1.0], count=1)
+    assert audit.close() is audit.result
