@@ -115,7 +115,7 @@ class Instance:
         pairs = Pairs(loss)
         return TrainingRun(
             model=model,
-            optimizer=make_optimizer(self.case.optimizer, model),
+            optimizer=make_optimizer(self.case.optimizer, model, self.case.groups),
             loader=loader,
             loss=loss,
             pairs=pairs.over(loader),

@@ -77,9 +77,20 @@ def checked_optimizer(name: str) -> str:
     return name
 
 
-def make_optimizer(name: str | None, model: torch.nn.Module) -> torch.optim.Optimizer:
+def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Optimizer:
+    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own."""
+    (group,) = optimizer.param_groups
+    dealt = [group["params"][g::groups] for g in range(groups)]
+    optimizer.param_groups = [
+        {**group, "params": parameters, "lr": group["lr"] / (1 + g)} for g, parameters in enumerate(dealt) if parameters
+    ]
+    return optimizer
+
+
+def make_optimizer(name: str | None, model: torch.nn.Module, groups: int = 1) -> torch.optim.Optimizer:
     """Return the named optimizer over a model's trainable parameters, or `NoOpOptimizer` for None."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UsageError("the model has no parameter with requires_grad=True: there is no gradient to check")
-    return NoOpOptimizer(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)
+    optimizer = NoOpOptimizer(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)
+    return in_groups(optimizer, groups)

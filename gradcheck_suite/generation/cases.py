@@ -21,7 +21,7 @@ from gradcheck_suite.catalogue import (
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.optimizers import TAKES_SPARSE, checked_optimizer
 from gradcheck_suite.generation.focus import FOCUS
-from gradcheck_suite.generation.plans import hashable, integers, plans, valid_assumptions
+from gradcheck_suite.generation.plans import hashable, integers, plans, sampled, valid_assumptions
 from gradcheck_suite.generation.problems import problems
 from gradcheck_suite.schema.case import DEVICES, DTYPES, MAX_SEED, Case
 from gradcheck_suite.schema.plan import Plan
@@ -33,6 +33,8 @@ MOVING_STEPS = range(2, 7)
 SOMETIMES_MOVING: st.SearchStrategy[str | None] = st.sampled_from((*[None] * 5, "normalized"))
 """The optimizer where no other is asked for. It moves parameters in some cases, so that gradients of earlier parameters
 are found."""
+GROUPS = (1, 1, 1, 1, 1, 2, 3)
+"""Numbers of parameter groups, as often as they are drawn."""
 _PLACES = {
     name: place
     for kinds in (LAYERS, LOSSES, CROSS_SAMPLE_LAYERS, CROSS_SAMPLE_LOSSES)
@@ -99,7 +101,7 @@ def _cases(
         maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
         plan = _plans(assumes, maskable, small)
     seed = draw(integers(0, MAX_SEED))
-    case = Case(drawn, draw(plan), seed=seed, **fixed)
+    case = Case(drawn, draw(plan), seed=seed, **fixed, groups=draw(sampled(GROUPS)))
     if optimizer is not None and case.plan.steps in MOVING_STEPS:
         return case.replace(optimizer=draw(optimizer))
     return case
@@ -139,7 +141,7 @@ def size_of(case: Case) -> tuple[int, ...]:
     """Return the size of a case, for comparison with another.
 
     It is the number of layers, micro-batches, epochs, K, items and features, then the places of the kinds in the
-    catalogue, where plain ones come first, then the length of the options.
+    catalogue, where plain ones come first, then parameter groups and the length of the options.
     """
     plan = case.plan
     shape: tuple[int, ...] = (0, 0, 0)
@@ -148,4 +150,4 @@ def size_of(case: Case) -> tuple[int, ...]:
         shape = (len(spec.layer_kinds), features, sum(map(_PLACES.__getitem__, [*spec.layer_kinds, spec.loss.kind])))
     layers, features, kinds = shape
     split = len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items
-    return layers, *split, features, kinds, len(repr(case.problem))
+    return layers, *split, features, kinds, case.groups, len(repr(case.problem))

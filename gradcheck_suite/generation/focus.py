@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from gradcheck_suite.catalogue import INPUTS, LAYERS, LOSSES
 from gradcheck_suite.catalogue.signals import Options
 
-FREE_SHARE = 0.25
+FREE_SHARE = 0.2
 """Share of cases without a focus."""
+RARE_LAYERS = ("scale", "train_scale", "second_input")
+RARE_TIMES = 4
+"""How often a feature stands among the focuses on which some faults depend altogether, such as a weight's two names."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ def _foci() -> tuple[Focus, ...]:
     layers = [Focus(layer=name) for name in LAYERS if hosts(Focus(layer=name))]
     sparse = [focus for f in layers if hosts(focus := Focus(layer=f.layer, sparse=True))]
     losses = [Focus(loss=kind.name) for kind in LOSSES.values() if kind.drawn]
-    graphs = [Focus(graph="module"), Focus(graph="parameter"), Focus(graph="many")] * 2
-    chosen = [*layers, *sparse, *losses, *graphs]
+    graphs = [Focus(graph="module"), Focus(graph="parameter"), Focus(graph="many")]
+    rare = [*graphs, *sparse[:1], *(Focus(layer=name) for name in RARE_LAYERS)]
+    chosen = [*layers, *sparse, *losses, *rare * RARE_TIMES]
     return (NO_FOCUS,) * round(FREE_SHARE * len(chosen) / (1 - FREE_SHARE)) + tuple(chosen)
 
 

@@ -6,7 +6,7 @@ A new mode is one record here, with a law from `laws.py` or a new one there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,8 @@ def main_gradients(run: TrainingRun) -> None:
 
 def optimizer_in_backward(run: TrainingRun) -> None:
     """Step on each parameter as soon as its gradient of the window's last micro-batch is there, and release it."""
-    optimizers = {p: _optimizer_like(run.optimizer, p) for group in run.optimizer.param_groups for p in group["params"]}
+    groups = run.optimizer.param_groups
+    optimizers = {p: _optimizer_like(run.optimizer, group, p) for group in groups for p in group["params"]}
     last = False
 
     def step(p: torch.Tensor) -> None:
@@ -207,10 +208,12 @@ def optimizer_in_backward(run: TrainingRun) -> None:
         hook.remove()
 
 
-def _optimizer_like(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """Return an optimizer of the same type and settings over one parameter."""
+def _optimizer_like(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.nn.Parameter
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same type over one parameter, with the settings of its group."""
     takes = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    settings = {name: value for name, value in group.items() if name in takes and name != "params"}
     return type(optimizer)([p], **settings)
 
 

@@ -92,6 +92,8 @@ def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
 def describe_case(case: Case) -> list[str]:
     """Return a case in words: one line per part, in two aligned columns."""
     optimizer = "an optimizer whose step changes nothing" if case.optimizer is None else f"optimizer {case.optimizer}"
+    if case.groups > 1:
+        optimizer += f" with {case.groups} parameter groups"
     pairs = [
         *describe_problem(case.problem),
         *zip(("split", ""), describe_plan(case.plan), strict=False),

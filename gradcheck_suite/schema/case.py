@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda")
 MAX_SEED = 2**32 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """Everything that one run depends on.
 
@@ -30,6 +30,7 @@ class Case:
         device: device of model and data, one of `DEVICES`.
         seed: seed of parameter values and data, 0 to 2**32 - 1.
         optimizer: name of the optimizer, or None for one whose step leaves the parameters unchanged.
+        groups: number of parameter groups of the optimizer; each has a learning rate of its own.
     """
 
     problem: ProblemSpec | str
@@ -38,6 +39,7 @@ class Case:
     device: str = "cpu"
     seed: int = 0
     optimizer: str | None = None
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.problem, ProblemSpec | str):
@@ -52,6 +54,12 @@ class Case:
             raise UsageError(f"seed must be an integer from 0 to {MAX_SEED}, got {self.seed!r}")
         if self.optimizer is not None and not isinstance(self.optimizer, str):
             raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
+        if not isinstance(self.groups, int) or isinstance(self.groups, bool) or self.groups < 1:
+            raise UsageError(f"groups must be a positive integer, got {self.groups!r}")
+
+    def __repr__(self) -> str:
+        written = [field.name for field in fields(self) if field.name != "groups" or self.groups != 1]
+        return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in written)})"
 
     @property
     def spec(self) -> ProblemSpec | None:
@@ -83,6 +91,8 @@ class Case:
             "device": self.device,
             "seed": self.seed,
             "optimizer": self.optimizer,
+            # left out where there is one, so that the digests of stored cases stay
+            **({"groups": self.groups} if self.groups != 1 else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def case_from_json(data: Any) -> Case:
         raise UsageError("not a gradcheck-suite case: expected an object with 'problem', 'plan' and 'digest'")
     if data.get("schema") != SCHEMA:
         raise UsageError(f"case schema must be {SCHEMA}, got {data.get('schema')!r}: it comes from another version")
-    unknown = data.keys() - {"schema", "problem", "plan", "dtype", "device", "seed", "optimizer", "digest"}
+    unknown = data.keys() - {"schema", "problem", "plan", "dtype", "device", "seed", "optimizer", "groups", "digest"}
     if unknown:
         raise UsageError(f"case has unknown fields {sorted(unknown)}: it comes from another version or was edited")
     problem = data["problem"]
@@ -111,6 +121,7 @@ def case_from_json(data: Any) -> Case:
         device=data.get("device", "cpu"),
         seed=data.get("seed", 0),
         optimizer=data.get("optimizer"),
+        groups=data.get("groups", 1),
     )
     if "digest" in data and data["digest"] != case.digest:
         raise UsageError(

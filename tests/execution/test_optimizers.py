@@ -81,6 +81,17 @@ def test_frozen_parameters_are_left_out():
     assert [p is model.weight for p in group["params"]] == [True]
 
 
+@pytest.mark.parametrize("name", [None, *OPTIMIZERS])
+def test_groups_share_the_parameters_and_differ_in_their_learning_rate(name):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+    first, second, third = make_optimizer(name, model, 3).param_groups
+    weight, bias, other_weight, other_bias = model.parameters()
+    dealt = [[weight, other_bias], [bias], [other_weight]]
+    assert [[id(p) for p in g["params"]] for g in (first, second, third)] == [[id(p) for p in ps] for ps in dealt]
+    assert first["lr"] == 2 * second["lr"] == pytest.approx(3 * third["lr"])
+    assert len(make_optimizer(name, torch.nn.Linear(1, 1, bias=False), 3).param_groups) == 1
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(UsageError, match="no parameter with requires_grad=True"):
         make_optimizer(None, torch.nn.Linear(1, 1).requires_grad_(False))

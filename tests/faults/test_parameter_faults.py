@@ -86,7 +86,32 @@ def _is_sparse(case: Case) -> bool:
     return any(layer.kind == "embedding" and layer.o["sparse"] for layer in case.problem.layers)
 
 
+def _of_the_first_group(run):
+    return run.optimizer.param_groups[0]["params"]
+
+
+def loop_that_resets(parameters):
+    """Return the loop with the parameters of a run whose gradients it resets."""
+
+    def loop(run):
+        for _ in range(run.epochs):
+            batches = list(run.loader)
+            for start in range(0, len(batches), run.accumulation_steps):
+                window = batches[start : start + run.accumulation_steps]
+                total = sum(run.count(batch) for batch in window)
+                for batch in window:
+                    if count := float(run.count(batch)):
+                        loss = run.loss(run.model, batch)
+                        (loss * count / total if run.reduction == "mean" else loss).backward()
+                run.optimizer.step()
+                for p in parameters(run):
+                    p.grad = None
+
+    return loop
+
+
 FAULTS = {
+    "resets the first parameter group only": (loop_that_resets(_of_the_first_group), lambda case: case.groups > 1),
     "divides a tied parameter once for each name": (loop_that_divides(_once_for_each_name), _has_tie),
     "skips parameters without dimensions": (loop_that_divides(_with_dimensions), _has("scale")),
     "skips parameters of more than two axes": (loop_that_divides(_of_matrices_and_vectors), _has("conv1d", "conv2d")),
@@ -109,5 +134,6 @@ def test_cases_of_one_run_show_the_fault(fault, number):
     chosen = [case for case in _run(number) if concerned(case)]
     assert any(check(loop, case, shrinking=True).violation for case in chosen), f"none of {len(chosen)} cases shows it"
     for case in chosen[:3]:
-        verdict = check(loop_that_divides(_every), case)
-        assert verdict.holds, verdict
+        for sound in (loop_that_divides(_every), loop_that_resets(lambda run: run.model.parameters())):
+            verdict = check(sound, case)
+            assert verdict.holds, verdict

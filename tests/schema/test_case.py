@@ -112,3 +112,18 @@ def test_a_bad_case_is_refused(change, message):
     with pytest.raises(UsageError) as error:
         CASE.replace(**change)
     assert message in str(error.value)
+
+
+def test_groups_are_written_and_read_where_there_are_several():
+    several = CASE.replace(groups=3)
+    assert case_from_json(json.loads(json.dumps(several.to_json()))) == several
+    assert eval(repr(several)) == several
+    assert several.digest != CASE.digest
+    assert "groups" not in CASE.to_json()
+    assert "groups" not in repr(CASE)
+
+
+@pytest.mark.parametrize("groups", [0, -1, 1.5, True, "2"])
+def test_number_of_groups_that_is_no_positive_integer_is_refused(groups):
+    with pytest.raises(UsageError, match="groups must be a positive integer"):
+        CASE.replace(groups=groups)

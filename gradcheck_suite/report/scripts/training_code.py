@@ -13,7 +13,7 @@ from gradcheck_suite.catalogue import loss_definition
 from gradcheck_suite.catalogue.build import needs_batch
 from gradcheck_suite.execution.batches import Items, leaves, map_leaves
 from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.optimizers import OPTIMIZERS, NoOpOptimizer
+from gradcheck_suite.execution.optimizers import OPTIMIZERS, NoOpOptimizer, in_groups
 from gradcheck_suite.report.scripts.copied_source import CopiedSource
 from gradcheck_suite.report.scripts.model_code import model_text
 from gradcheck_suite.report.scripts.runtime import load
@@ -71,6 +71,9 @@ def optimizer_text(case: Case, sources: CopiedSource) -> str:
     else:
         line = inspect.getsource(OPTIMIZERS[case.optimizer]).strip()
         call = re.sub(r"\bp\b", "parameters", line.partition("lambda p: ")[2].rstrip(","))
+    if case.groups > 1:
+        sources.copy(in_groups)
+        call = f"in_groups({call}, {case.groups})"
     return _function("make_optimizer(parameters)", "Return the optimizer.", f"return {call}")
 
 
