@@ -93,9 +93,9 @@ def record(
         from gradcheck_suite.report.scripts import script_text
 
         assert violation is not None
-        return script_text(
-            subject.loop, subject.name, violation, problem=subject.problem, time_limit_s=options.time_limit_s
-        )
+        # a weight probe that was checked beside the user's problem brings its own
+        problem = None if violation.case.spec else subject.problem
+        return script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=options.time_limit_s)
 
     def run_script(path: Path) -> str | None:
         from gradcheck_suite.report.scripts import unrepeatable

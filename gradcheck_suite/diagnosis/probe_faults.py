@@ -95,10 +95,16 @@ def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
     plain, sized = _without_slopes(case, runner), _probe(case, case.dtype).run(runner, slopes=slopes.tolist())
     if plain is None or sized is None or sized.skipped:
         return None
-    expected = [np.multiply(weights, slopes, out=np.zeros_like(slopes), where=weights != 0) for weights in plain]
     steps = gradients_of_steps(sized)
-    if len(steps) != len(expected):
-        return Diagnosis("skipped-non-finite", SKIPPED) if len(steps) < len(expected) else None
+    if len(steps) != len(plain):
+        return _skips(case, steps) if len(steps) < len(plain) else None
+    # what other windows leave behind may be no multiple of their slopes, and is named already
+    own = [np.isin(np.arange(len(slopes)), case.plan.window_items(w)) for w in range(len(case.plan.windows))]
+    expected = []
+    for step, weights in enumerate(plain):
+        inside = own[step % len(own)] & (weights != 0)
+        expected.append(np.multiply(weights, slopes, out=np.zeros_like(slopes), where=inside))
+        steps[step] = np.where(own[step % len(own)] | ~np.isfinite(steps[step]), steps[step], 0.0)
     close = 64 * UNIT_ROUNDOFF[case.dtype]
     for step, (right, seen) in enumerate(zip(expected, steps, strict=True)):
         diverged = may_be_non_finite(right) & ~np.isfinite(seen)
@@ -108,14 +114,28 @@ def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
 
 
 def explain_skips(case: Case, outcome: Outcome, runner: LoopRunner) -> Diagnosis | None:
-    """Name the fault of a loop that takes fewer steps because a gradient is not finite; None where that is not why."""
-    slopes, plan = np.array(slopes_of(case)), case.plan
-    if np.isfinite(slopes).all() or len(outcome.observations) >= plan.steps:
+    """Name the fault of a loop that takes fewer steps because of the size of gradients; None where that is not why."""
+    if set(slopes_of(case)) == {1.0} or len(outcome.observations) >= case.plan.steps:
         return None
     plain = _without_slopes(case, runner)
-    if plain is None or len(plain) != plan.steps:
+    if plain is None or len(plain) != case.plan.steps:
         return None
-    return Diagnosis("skipped-non-finite", SKIPPED)
+    return _skips(case, gradients_of_steps(outcome))
+
+
+def _skips(case: Case, steps: Sequence[Vector]) -> Diagnosis:
+    """Return the diagnosis of skipped windows, from the gradients of the steps that were taken."""
+    expected, taken = expected_gradients(case), {tuple(held_by(case.plan, seen)) for seen in steps}
+    skipped = [right for window, right in zip(case.plan.windows, expected, strict=True) if window not in taken]
+    finite = [right for right in skipped if np.isfinite(right).all()]
+    if not finite:
+        return Diagnosis("skipped-non-finite", SKIPPED)
+    norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
+    return Diagnosis(
+        "skipped-by-size",
+        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
+        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
+    )
 
 
 def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
@@ -196,6 +216,12 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
             f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
             "right: small values are set to zero, or they are lost in a coarser dtype",
         )
+    if np.abs(right[items]).max() > 1 and not seen[wrong].any():
+        return Diagnosis(
+            "skipped-by-size",
+            f"a gradient of {_size(right[wrong])} is not in the step's, while one of about 1 is: a loss or a gradient "
+            "above some size is left out; switch that off for the verification",
+        )
     if clipped := _clipping(case, seen, right, step, runner):
         return clipped
     return _not_linear(
@@ -240,7 +266,7 @@ def _clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRu
     if louder is None or step >= len(louder):
         return None
     cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
-    if not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
+    if not cut.any() or not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
         return None
     return Diagnosis("clipped", f"{_cut(case, seen, right, items)}: the contract asks for the gradient itself")
 

@@ -112,6 +112,6 @@ def _with_size_fault(violation: Violation, case: Case, runner: Callable[[], Loop
     if violation.kind != "gradient":
         return violation
     fault = linear_fault(case, runner())
-    if fault is None or fault.name == violation.diagnosis:
+    if fault is None or fault.name in (violation.diagnosis, "not-linear"):
         return violation
     return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))

@@ -14,10 +14,10 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import run_on_cases
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import FINITE_GRADIENTS, Loop, Problem
+from gradcheck_suite.schema.contract import FINITE_GRADIENTS, MEAN_REDUCTION, SUM_REDUCTION, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
-from gradcheck_suite.verification.battery import run_battery
+from gradcheck_suite.verification.battery import Battery, run_battery
 from gradcheck_suite.verification.check import check, has_finite_gradients
 
 SHRINK_SECONDS = 30.0
@@ -120,7 +120,28 @@ class Search:
 
     def run_battery(self, assumes: frozenset[str], dtype: str, device: str) -> None:
         """Check the weight probes. A fault that the first of them show is then searched for among drawn cases."""
-        found = run_battery(
+        found = self._battery(assumes, dtype, device)
+        self._on_probe, self._final = found.violation, found.final
+        self.skipped.update(found.skipped)
+
+    def run_battery_beside_problem(self, assumes: frozenset[str], dtype: str, device: str) -> None:
+        """Check the weight probes of a loop that trains a user's problem, where the problem shows no fault so far.
+
+        A loop may be made for its problem alone. The probes therefore count only if it passes the first of them.
+        """
+        if self._problem is None or self._on_probe is not None:
+            return
+        reduction = SUM_REDUCTION if self._problem.reduction == "sum" else MEAN_REDUCTION
+        found = self._battery(assumes | {reduction}, dtype, device)
+        self.skipped.update(found.skipped)
+        if found.final:
+            self._on_probe, self._final = found.violation, True
+        elif found.violation is not None:
+            name = found.violation.diagnosis
+            self.skipped[f"the weight probes: the loop fails on them ({name}), so its own problem alone was tried"] += 1
+
+    def _battery(self, assumes: frozenset[str], dtype: str, device: str) -> Battery:
+        return run_battery(
             self._check,
             lambda: LoopRunner(self._loop, time_limit_s=self._time_limit_s),
             assumes=assumes,
@@ -128,8 +149,6 @@ class Search:
             device=device,
             time_limit_s=self._time_limit_s,
         )
-        self._on_probe, self._final = found.violation, found.final
-        self.skipped.update(found.skipped)
 
     def probe(self, cases: Iterable[Case]) -> None:
         """Check fixed cases. The fault that one of them shows is then searched for among drawn cases."""

@@ -155,6 +155,7 @@ def _search(
         search.run_battery(assumes, options.dtype, options.device)
     elif problem_name is not None and plan is None:
         search.probe([whole_windows_case(problem_name, assumes, options)])
+        search.run_battery_beside_problem(assumes, options.dtype, options.device)
     if not search.is_over:
         run_search(search, drawn, options.examples, options.seed)
     if search.turn_to_other_fault():
@@ -168,7 +169,7 @@ def _search(
 def _opinion(search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
     """Ask JAX about a user's problem, on the cases that the verdict rests on; None where it is not asked."""
     violation = search.violation
-    if problem is None or (violation and violation.kind in UNASKED):
+    if problem is None or (violation and (violation.kind in UNASKED or violation.case.spec)):
         return None
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 

@@ -61,6 +61,24 @@ def zeroes_bad_gradients(run):
             gradient.zero_()
 
 
+def skips_large_steps(run):
+    for window in windows(run):
+        backward_window(run, window)
+        if not any(g.norm() > 1e4 for g in _gradients(run)):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def skips_large_losses(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            loss = part_of_window(run, batch, total)
+            (loss * 0 if loss.abs() > 1e6 else loss).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 def clips_micro_batches(run):
     for window in windows(run):
         total, sums = window_count(run, window), {}
@@ -91,6 +109,8 @@ SIZES = {
     "skips losses": (skips_losses, "skipped-non-finite"),
     "skips steps": (skips_steps, "skipped-non-finite"),
     "zeroes bad gradients": (_before_step(zeroes_bad_gradients), "skipped-non-finite"),
+    "skips large steps": (skips_large_steps, "skipped-by-size"),
+    "skips large losses": (skips_large_losses, "skipped-by-size"),
     "clip by norm at 1000": (
         _before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)),
         "clipped",

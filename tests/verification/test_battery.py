@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite import check, training_loop, verify
+from gradcheck_suite import Problem, check, training_loop, verify
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
@@ -170,7 +170,8 @@ def test_an_infinite_element_may_make_others_nan_at_the_same_step(dtype):
 
 def test_a_loop_may_assume_finite_gradients():
     assert battery(skips_by_hand, assumes={"finite-gradients"}).violation is None
-    assert verify(training_loop(assumes=("finite-gradients",))(skips_by_hand), examples=20).holds
+    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(skips_by_hand)
+    assert verify(loop, examples=20).holds
 
 
 # What is left out, and what is searched for
@@ -186,6 +187,31 @@ def test_a_probe_that_would_exceed_the_time_limit_is_left_out_and_reported():
 def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
     result = verify(LONG["keyed modulo 32"][0])
     assert (result.cases, result.found_after, result.holds) == (0, None, False)
+
+
+PROBLEM = Problem(
+    lambda seed: torch.nn.Linear(2, 1),
+    lambda items, seed: {"x": torch.ones(items, 2) * torch.arange(items)[:, None]},
+    lambda model, batch: model(batch["x"]).mean(),
+)
+
+
+def test_the_battery_runs_beside_a_users_problem():
+    result = verify(LONG["keyed modulo 32"][0], problem=PROBLEM, examples=3, second_opinion_s=0)
+    assert result.violation.case.plan.accumulation_steps == 33
+    assert result.violation.case.spec is not None
+
+
+def test_a_loop_that_is_made_for_its_problem_is_not_blamed_for_the_probes():
+    def only_linear(run):
+        assert isinstance(run.model, torch.nn.Linear)
+        BUILT_IN["zero_"](run)
+
+    result = verify(only_linear, problem=PROBLEM, examples=3, second_opinion_s=0)
+    assert result.holds
+    assert list(result.skipped) == [
+        "the weight probes: the loop fails on them (raised), so its own problem alone was tried"
+    ]
 
 
 def test_slopes_are_read_as_they_are_written():
