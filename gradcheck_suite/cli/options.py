@@ -29,7 +29,7 @@ class Option:
         flag: such as `"--examples"`.
         metavar: of its value, in the help.
         help: what it does, without its default.
-        read: text -> value; raises `argparse.ArgumentTypeError`.
+        read: text -> value; raises `argparse.ArgumentTypeError`. None for a flag, which takes no value.
         repeatable: whether each use adds one value to a tuple.
     """
 
@@ -37,7 +37,7 @@ class Option:
     flag: str
     metavar: str
     help: str
-    read: Callable[[str], Any]
+    read: Callable[[str], Any] | None
     repeatable: bool = False
 
 
@@ -92,12 +92,16 @@ OPTIONS = (
     ),
     AUTOCAST,
     TIME_LIMIT,
+    Option("quiet_loop", "--quiet-loop", "", "discard what the loops print", None),
 )
 
 
 def add_option(parser: parsers.Parser, option: Option) -> None:
     """Add one option to a command."""
     default = getattr(DEFAULTS, option.field)
+    if option.read is None:
+        parser.add_argument(option.flag, dest=option.field, action="store_true", help=option.help)
+        return
     shown = f"{default:g}" if isinstance(default, float) else default
     parser.add_argument(
         option.flag,

@@ -13,7 +13,13 @@ from gradcheck_suite.schema.results import Result
 from gradcheck_suite.trainers import TRAINERS
 
 
-def header(loops: Iterable[str], options: VerifyOptions, problem: str | None, about: Mapping[str, Any]) -> str:
+def header(
+    loops: Iterable[str],
+    options: VerifyOptions,
+    problem: str | None,
+    about: Mapping[str, Any],
+    libraries: Iterable[str] = (),
+) -> str:
     """Return the first lines of a run of `verify`: versions, options and precision flags.
 
     Args:
@@ -21,11 +27,12 @@ def header(loops: Iterable[str], options: VerifyOptions, problem: str | None, ab
         options: of the run.
         problem: the name of the user's problem, None for generated ones.
         about: the environment.
+        libraries: the distributions that the loops import.
     """
     versions, flags = about["versions"], about["precision"]
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
     lines = [
-        f"{subjects(loops, versions)}: {_cases(options.examples)} per loop, seed {options.seed}, "
+        f"{subjects(loops, versions, libraries)}: {_cases(options.examples)} per loop, seed {options.seed}, "
         f"{options.dtype} on {options.device}{optimizer}",
         f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
         f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
@@ -37,9 +44,10 @@ def header(loops: Iterable[str], options: VerifyOptions, problem: str | None, ab
     return "\n".join(lines)
 
 
-def subjects(names: Iterable[str], versions: Mapping[str, str | None]) -> str:
-    """Return the versions that a verdict on some loops is about: the suite's, the frameworks', and the trainers'."""
+def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries: Iterable[str] = ()) -> str:
+    """Return the versions that a verdict on some loops is about: the suite's, the frameworks', their libraries'."""
     packages = dict.fromkeys(package for name in names if name in TRAINERS for package in TRAINERS[name].packages)
+    packages |= dict.fromkeys(libraries)
     return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
 
 

@@ -61,11 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.cli import verdict_text
+    from gradcheck_suite.cli.libraries import libraries_of
     from gradcheck_suite.execution.devices import checked_device
 
     checked_device(options.device)
-    about = environment.environment(PACKAGES)
-    print(verdict_text.header(arguments.loops, options, arguments.problem, about), flush=True)
+    libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
+    about = environment.environment((*PACKAGES, *libraries))
+    print(verdict_text.header(arguments.loops, options, arguments.problem, about, libraries), flush=True)
     done = _Run()
     try:
         _verify_all(subjects, options, arguments.reports, about, done)

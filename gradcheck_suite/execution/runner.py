@@ -15,6 +15,7 @@ from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
+from gradcheck_suite.execution.quiet import loop_output
 from gradcheck_suite.execution.skipped_steps import skipped_steps
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint, is_import_failure
@@ -69,6 +70,7 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
     default_dtype = torch.get_default_dtype()
     try:
         with (
+            loop_output(),
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             skipped_steps(lambda: len(observer.observations)) as skipped,

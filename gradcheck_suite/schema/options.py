@@ -31,6 +31,7 @@ class VerifyOptions:
         autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
             for what the loop declares.
         time_limit_s: time limit of the loop on one case, in seconds; None for no limit.
+        quiet_loop: whether to discard what the loop prints.
         second_opinion_s: seconds after which JAX computes no further window of a user's problem. It computes at least
             one window.
 
@@ -47,10 +48,13 @@ class VerifyOptions:
     autocast: str | None = None
     time_limit_s: float | None = DEFAULT_TIME_LIMIT
     second_opinion_s: float = SECOND_OPINION_S
+    quiet_loop: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
         checked_autocast(self.autocast)
+        if not isinstance(self.quiet_loop, bool):
+            raise UsageError(f"quiet_loop must be True or False, got {self.quiet_loop!r}")
         if not isinstance(self.examples, int) or self.examples < 1:
             raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
         if not isinstance(self.seed, int):

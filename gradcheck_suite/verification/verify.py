@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
+from gradcheck_suite.execution.quiet import quiet_loops
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.generation.problems import expect_layers_left
 from gradcheck_suite.schema.case import Case
@@ -93,7 +94,7 @@ def verify(
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
-        with _threads(problem), _frozen_heap(), _settled(search):
+        with _threads(problem), _frozen_heap(), _settled(search), quiet_loops(options.quiet_loop):
             _search(search, options, chosen, None if problem is None else problem_name, plan)
         opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 
 import pytest
 
@@ -128,8 +129,19 @@ def test_list_prints_every_built_in_loop_and_trainer(run):
     assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *TRAINERS]
 
 
-def test_a_loops_own_prints_pass(run):
+def test_a_loops_own_prints_pass_unless_it_is_to_be_quiet(run):
     assert "the loop says hello" in run("verify", "loops.py:chatty", "--examples", 1).out
+    quiet = run("verify", "loops.py:chatty", "--examples", 1, "--quiet-loop")
+    assert quiet.status == 0
+    assert "the loop says hello" not in quiet.out
+    assert "the loop holds" in quiet.out
+
+
+def test_the_header_names_the_versions_of_the_libraries_that_a_loop_imports(run, project):
+    (project / "mine.py").write_text("def loop(run):\n    import rich.console\n")
+    outcome = run("verify", "mine.py:loop", "--examples", 1, "--json", "out.json")
+    assert f", rich {version('rich')}: 1 case per loop" in outcome.out.splitlines()[0]
+    assert json.loads((project / "out.json").read_text())["environment"]["versions"]["rich"] == version("rich")
 
 
 def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):

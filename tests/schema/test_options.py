@@ -21,6 +21,7 @@ from gradcheck_suite.schema.options import VerifyOptions
         ({"autocast": "tf32"}, "autocast must be one of bfloat16, float16; got 'tf32'"),
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds or None, got 0"),
         ({"second_opinion_s": -1}, "second_opinion_s must be a number of seconds, 0 or more, got -1"),
+        ({"quiet_loop": "yes"}, "quiet_loop must be True or False, got 'yes'"),
         ({"exampels": 3}, "expected some of examples, seed, dtype, .*; got exampels"),
     ],
 )

@@ -22,6 +22,7 @@ from gradcheck_suite.evidence.calibration.styles import LOOPS
 from gradcheck_suite.evidence.calibration.summary import better, checks, false_alarms, found
 from gradcheck_suite.evidence.calibration.tally import Tally
 from gradcheck_suite.numerics.baselines import RIVALS
+from gradcheck_suite.records import sources
 
 SETTINGS = Settings(checks=4500, planted=5, seed=1, dtypes=("float64", "bfloat16"))
 
@@ -87,7 +88,7 @@ def test_what_was_counted_otherwise_is_not_taken_over(tmp_path, done, monkeypatc
     if change == "seed":
         settings = Settings(SETTINGS.checks, SETTINGS.planted, 2, SETTINGS.dtypes)
     elif change == "source":
-        monkeypatch.setattr(store, "_essence", lambda source: source)
+        monkeypatch.setattr(sources, "_essence", lambda source: source)
     else:
         monkeypatch.setattr(store, "version", lambda name: "0")
     made_by.cache_clear()
@@ -101,9 +102,9 @@ def test_what_was_counted_otherwise_is_not_taken_over(tmp_path, done, monkeypatc
 def test_only_what_a_source_does_counts():
     one = '"""Text."""\nimport os\ndef f(a: int) -> int:\n    """More."""\n    # why\n    return a + 1\n'
     other = "def f(a):\n\n    return (a + 1)"
-    assert store._essence(one) == store._essence(other)
-    assert store._essence(one) != store._essence(one.replace("+ 1", "+ 2"))
-    ast.parse(store._essence(one))
+    assert sources._essence(one) == sources._essence(other)
+    assert sources._essence(one) != sources._essence(one.replace("+ 1", "+ 2"))
+    ast.parse(sources._essence(one))
 
 
 def test_a_store_in_no_folder_is_said(tmp_path):
