@@ -189,8 +189,13 @@ def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
     assert (result.cases, result.found_after, result.holds) == (0, None, False)
 
 
+def _linear(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(2, 1)
+
+
 PROBLEM = Problem(
-    lambda seed: torch.nn.Linear(2, 1),
+    _linear,
     lambda items, seed: {"x": torch.ones(items, 2) * torch.arange(items)[:, None]},
     lambda model, batch: model(batch["x"]).mean(),
 )
