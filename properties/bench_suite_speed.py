@@ -81,6 +81,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import what torch and JAX import at first use, such as `torch._dynamo`: whoever runs first would pay for it."""
+    torch.optim.SGD([torch.zeros(1)])
+    jax.block_until_ready(jax.jit(jax.numpy.negative)(1.0))
+
+
 def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     """Forget everything in memory; keep what is stored."""
     jax.clear_caches()

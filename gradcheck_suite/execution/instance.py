@@ -70,7 +70,7 @@ class Instance:
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"Problem.model(seed) must return a torch.nn.Module, got {type(model).__name__}")
         model = model.to(self.device, self.dtype)
-        if dtype is not None:
+        if dtype not in (None, self.dtype):
             model = model.to(dtype)
         return model.train()
 

@@ -211,20 +211,24 @@ def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | 
         if options is None:
             raise
         compiled = lowered.compile()  # an XLA that does not know one of the options
-    if path is not None and not _calls_libraries(compiled):
+    if path is not None and not _is_incomplete(compiled):
         _forget_others(path.parent)
         _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 
-def _calls_libraries(compiled: jax.stages.Compiled) -> bool:
-    """Return whether a program calls code outside itself, such as LAPACK.
+def _is_incomplete(compiled: jax.stages.Compiled) -> bool:
+    """Return whether a stored program would lack code that it calls.
 
     JAX loads LAPACK while it lowers a function that needs it. A stored program is not lowered again, so in a fresh
     process it calls through a null pointer and crashes (jaxlib 0.10.2).
     https://github.com/jax-ml/jax/issues/28908
+
+    A program that comes from JAX's own compilation cache loses functions when it is serialised again (jaxlib 0.10.2; no
+    issue is known). JAX does not tell whether one does.
     """
-    return "custom-call" in (compiled.as_text() or "custom-call")
+    caches = bool(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]  # declared at run time
+    return caches or "custom-call" in (compiled.as_text() or "custom-call")
 
 
 # `jax.tree` takes ten times as long, and these two run for every layer of every case
