@@ -122,7 +122,8 @@ class Observer:
 
         def run() -> Any:
             loss = None if closure is None else closure()
-            self._evaluate(optimizer, loss, is_own=sys._getframe(1).f_code is own)
+            is_own = not torch.compiler.is_compiling() and sys._getframe(1).f_code is own
+            self._evaluate(optimizer, loss, is_own=is_own)
             return loss
 
         return run

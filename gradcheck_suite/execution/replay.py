@@ -168,39 +168,65 @@ def rounding(make_optimizer: MakeOptimizer, observation: Observation, state: Map
     """Return by how much two computations of one step may differ in each parameter, if they round in other orders.
 
     Each rounded operation changes an intermediate value by at most one unit roundoff u of its size. To first order, the
-    result changes by no more than if an input (parameters, gradients, an entry of the state) changed by u of its size.
-    So the step is computed in float64 with each input changed in turn. The bound is `ROUNDINGS` times the sum of these
-    changes, and one rounding of each result (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    result changes by no more than if an input (parameters, gradients, an entry of the state, a setting) changed by u of
+    its size. So the step is computed in float64 with each input changed in turn. The bound is `ROUNDINGS` times the sum
+    of these changes, and one rounding of each result (Higham, Accuracy and Stability of Numerical Algorithms, section
+    3.1). u is that of the coarsest tensor: the step count of torch's Adam is float32, and a compiled Adam computes its
+    bias correction in this dtype, whatever that of the parameters.
     """
-
-    def wide(factors: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        def scaled(value: Any, what: str) -> Any:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return value.to(torch.float64) * factors.get(what, 1.0)
-            return value
-
-        evaluations = tuple(
-            replace(
-                e,
-                gradients={name: scaled(g, "gradients") for name, g in e.gradients.items()},
-                parameters={name: scaled(p, "parameters") for name, p in e.parameters.items()},
-                sparse={name: scaled(g, "gradients") for name, g in e.sparse.items()},
-            )
-            for e in observation.evaluations
-        )
-        kept = {name: {key: scaled(value, key) for key, value in entries.items()} for name, entries in state.items()}
-        return stepped(make_optimizer, replace(observation, evaluations=evaluations), kept)
-
-    exact = wide({})
-    keys = {key for entries in state.values() for key in entries if key != "step"}
-    changed = [wide({what: 1 + NUDGE}) for what in ("parameters", "gradients", *sorted(keys))]
+    exact = _wide(make_optimizer, observation, state, "")
+    settings = {key for group in observation.settings for key, value in group.items() if _is_real(value)}
+    entries = {key for kept in state.values() for key in kept if key != "step"}
+    inputs = ["parameters", "gradients", *sorted(f"state {key}" for key in entries)]
+    inputs += [f"setting {key} {part}" for key in sorted(settings) for part in range(2)]
+    changed = [_wide(make_optimizer, observation, state, what) for what in inputs]
+    entries_after = [value for kept in observation.state_after.values() for value in kept.values()]
+    coarse = [value.dtype for value in entries_after if isinstance(value, torch.Tensor)]
     allowed = {}
     for name, value in exact.items():
-        u = torch.finfo(observation.after[name].dtype).eps / 2
+        own = observation.after[name].dtype
+        u = max(torch.finfo(dtype).eps / 2 for dtype in (own, *coarse) if dtype.is_floating_point)
         terms = [(other[name] - value).abs() / NUDGE for other in changed]
-        bound = ROUNDINGS * u * torch.stack(terms).sum(0) + 2 * u * value.abs()
+        bound = ROUNDINGS * u * torch.stack(terms).sum(0) + torch.finfo(own).eps * value.abs()
         allowed[name] = float(bound.max()) if bound.numel() else 0.0
     return allowed
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, tuple) and any(isinstance(part, float) for part in value))
+
+
+def _wide(
+    make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any], larger: str
+) -> dict[str, torch.Tensor]:
+    """Return the parameters after the step, computed in float64, with one input larger by `NUDGE` of its size."""
+
+    def scaled(value: Any, what: str) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.to(torch.float64)
+            return value * (1 + NUDGE) if what == larger else value
+        return value
+
+    def setting(value: Any, key: str) -> Any:
+        parts = value if isinstance(value, tuple) else (value,)
+        new = [
+            part * (1 + NUDGE) if isinstance(part, float) and larger == f"setting {key} {i}" else part
+            for i, part in enumerate(parts)
+        ]
+        return tuple(new) if isinstance(value, tuple) else new[0]
+
+    evaluations = tuple(
+        replace(
+            e,
+            gradients={name: scaled(g, "gradients") for name, g in e.gradients.items()},
+            parameters={name: scaled(p, "parameters") for name, p in e.parameters.items()},
+            sparse={name: scaled(g, "gradients") for name, g in e.sparse.items()},
+        )
+        for e in observation.evaluations
+    )
+    groups = [{key: setting(value, key) for key, value in group.items()} for group in observation.settings]
+    kept = {name: {key: scaled(v, f"state {key}") for key, v in entries.items()} for name, entries in state.items()}
+    return stepped(make_optimizer, replace(observation, evaluations=evaluations, settings=groups), kept)
 
 
 def largest_error(observed: torch.Tensor, expected: torch.Tensor) -> float:
