@@ -53,11 +53,15 @@ def capabilities() -> list[Capability]:
 
 def _small_job() -> None:
     from gradcheck_suite.loops import BUILT_IN
+    from gradcheck_suite.schema.case import Case
     from gradcheck_suite.schema.plan import Plan
-    from gradcheck_suite.schema.weight_probe import probe_case
+    from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
     from gradcheck_suite.verification.check import check
 
-    verdict = check(BUILT_IN["zero_"], probe_case(Plan((1, 3), 2)))
+    # a model, since a weight probe is judged without JAX
+    linear = Layer("linear", bias=False, features=1)
+    problem = ProblemSpec(Input("vector", size=1), (linear,), Loss("mse", reduction="mean"))
+    verdict = check(BUILT_IN["zero_"], Case(problem, Plan((1, 3), 2)))
     if verdict.violation or verdict.finding or verdict.skipped:
         raise RuntimeError(f"a trial case came to {verdict}")
 

@@ -11,6 +11,7 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
 from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
+from gradcheck_suite.verification import search
 from gradcheck_suite.verification.battery import run_battery
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
 from tests.verification.planted import LONG, SIZES
@@ -113,6 +114,48 @@ def test_a_fault_of_size_is_said_beside_a_fault_of_the_weights():
     assert "a further fault, clipped: a gradient of norm" in found.violation.details[-1]
 
 
+def _after_backward(change):
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, window)
+            change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _scale(factor):
+    return _after_backward(lambda run: [p.grad.mul_(factor) for p in run.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "fault"),
+    [
+        ("float64", 1e-14, 1e-12),
+        ("float32", 2e-7, 3e-6),
+        ("bfloat16", 2.0**-8, 2.0**-3),
+        ("float16", 2.0**-11, 2.0**-6),
+    ],
+)
+def test_a_weight_is_wrong_as_soon_as_it_is_off_by_more_than_rounding(dtype, rounding, fault):
+    (case, *_) = first_cases(frozenset(), dtype, "cpu")
+    assert check(_scale(1 + rounding), case, shrinking=True).violation is None
+    assert check(_scale(1 + fault), case, shrinking=True).violation is not None
+
+
+@pytest.mark.parametrize("leak", [1e-6, 1e-9, 1e-12])
+def test_a_small_leak_into_the_next_window_is_found(leak):
+    def leaks(run):
+        for window in windows(run):
+            backward_window(run, window)
+            run.optimizer.step()
+            for p in run.model.parameters():
+                p.grad.mul_(leak)
+
+    assert battery(leaks).violation is not None
+
+
 # GradScaler and finite-gradients
 
 
@@ -182,6 +225,31 @@ def test_a_probe_that_would_exceed_the_time_limit_is_left_out_and_reported():
     assert found.violation is None or found.violation.diagnosis == "timed-out"
     if found.violation is None:
         assert "micro-batches was left out: it would take this loop" in found.skipped[0]
+
+
+def _on_probe(run):
+    return "readout" in type(run.model[0]).__name__.lower()
+
+
+def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
+    """One loop is wrong on the probes alone, the other is wrong in another way on drawn cases."""
+
+    def wrong_on_probes(run):
+        if _on_probe(run):
+            run.model[0].weight.grad.mul_(2)
+
+    def wrong_in_two_ways(run):
+        wrong_on_probes(run)
+        for p in run.model.parameters():
+            if p.grad is not None and not _on_probe(run):
+                p.grad.add_(1)
+
+    monkeypatch.setattr(search, "MOST_HUNTED", 6)
+    monkeypatch.setattr(search, "MOST_AFTER", 3)
+    only, both = (verify(_after_backward(change)) for change in (wrong_on_probes, wrong_in_two_ways))
+    assert (only.cases, only.found_after, only.violation.diagnosis) == (6, None, "wrong-scale")
+    assert both.cases <= both.found_after + 3
+    assert both.violation.case.spec.input.kind != "index"
 
 
 def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
