@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     bugs = _chosen(arguments.bugs)
     if arguments.list:
         for bug in bugs:
-            print(f"{bug.number:>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
+            print(f"{bug.number or '-':>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
         return exit_status.HOLDS
     output_paths.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()

@@ -8,13 +8,18 @@ to the case itself, to all elements and then parameter by parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
-from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose, named_factor
+from gradcheck_suite.diagnosis.elements import diagnose_elements, wrong_and_right
+from gradcheck_suite.diagnosis.factors import constant_meaning, fitting_factors
+from gradcheck_suite.diagnosis.naming import MOST_NAMES, diagnose, names_nothing
+from gradcheck_suite.diagnosis.trial_weights import trial_weights
+from gradcheck_suite.diagnosis.weights import Diagnosis, Weights
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.numerics.least_squares import fit_weights
@@ -22,42 +27,31 @@ from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.references.window import Window
 
 Rows = npt.NDArray[np.float64]
-_NO_NAME = ("unrecognised-weights", "rounded-weights")
-_ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator")
+_ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator", "weighted-by-count")
 """What any one number may look like: named only where more elements agree on the weights than there are weights."""
+_LEAST_TOLERANCE = 1e-12
 
 
 def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
-    """Name the fault whose weights fit a wrong float64 gradient; None where no weights are determined or named.
+    """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
 
     Args:
         window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
         comparison: of that gradient with the right one.
-        epoch: of the step.
+        epoch: of the step. The steps before it are right.
     """
     if not np.isfinite(comparison.observed).all():
         return None
     gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all():
         return None
-    whole = _diagnosed(window, epoch, gradients, comparison.observed, comparison.allowed)
-    return whole or _of_some_parameters(window, comparison, epoch, gradients)
-
-
-def _of_some_parameters(window: Window, comparison: Comparison, epoch: int, gradients: Rows) -> Diagnosis | None:
-    """Name the one fault of all wrong parameters, where some parameter is right."""
-    layout, observed, allowed = comparison.layout, comparison.observed, comparison.allowed
-    within = np.abs(observed - comparison.expected) <= allowed
-    right = [name for name in layout.names if layout.part(within, name).all()]
-    wrong = [name for name in layout.names if name not in right]
-    found = []
-    for name in wrong:
-        elements = layout.elements(name)
-        found.append(_diagnosed(window, epoch, gradients[:, elements], observed[elements], allowed[elements]))
-    if not right or not found or found[0] is None or len({diagnosis and diagnosis.name for diagnosis in found}) != 1:
-        return None
-    said = f"in {_listed(wrong)} alone, while {_listed(right)} is right: {found[0].sentence}"
-    return Diagnosis(found[0].name, said)
+    everything = slice(0, len(comparison.observed))
+    if whole := _diagnosed(window, epoch, gradients, comparison, everything):
+        return whole
+    elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
+    by_weights = {name: _diagnosed(window, epoch, gradients, comparison, part) for name, part in elements.items()}
+    unread = not all(gradients[j].any() for j in window.members)
+    return diagnose_elements(comparison, by_weights, some_unread=unread)
 
 
 def stolen_buffer(instance: Instance) -> Diagnosis | None:
@@ -82,52 +76,100 @@ def _summed_gradients(window: Window) -> Rows:
     return np.stack(rows)
 
 
-def _diagnosed(window: Window, epoch: int, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
+def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice) -> Diagnosis | None:
     """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
     instance = window.reference.instance
     plan = instance.case.plan
-    inside = list(window.members)
-    everything = list(range(len(plan.micro_batches)))
+    observed, allowed = comparison.observed[part], comparison.allowed[part]
+    inside, everything = list(window.members), list(range(len(plan.micro_batches)))
+    counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
+    right = 1.0 if instance.problem.reduction == "sum" else 1.0 / sum(counts[j] for j in inside)
+    # elements that rounding may hide are no evidence
+    evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (np.abs(observed) > allowed)
+    gradients, observed, allowed = gradients[:, part][:, evident], observed[evident], allowed[evident]
+    template = Weights(
+        observed=np.zeros(len(everything)),
+        counts=tuple(counts),
+        window=tuple(inside),
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=instance.problem.reduction,
+        items=plan.micro_batches,
+        unread=frozenset(j for j in everything if not gradients[j].any()),
+        windows=plan.windows,
+    )
     for members in (inside, everything):
         fit = fit_weights(observed, gradients[members], allowed)
         if not (fit.exact and fit.determined):
             continue
-        values = np.zeros(len(plan.micro_batches))
-        values[members] = fit.weights
-        counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
-        reached = [bool(row.any()) for row in gradients]
-        weights = Weights(
-            observed=_cleaned(values),
-            counts=tuple(n if there else 0.0 for n, there in zip(counts, reached, strict=True)),
-            window=tuple(inside),
-            accumulation_steps=plan.accumulation_steps,
-            epoch=epoch,
-            reduction=instance.problem.reduction,
-            items=plan.micro_batches,
-            total=sum(counts[j] for j in inside),
+        values, errors = np.zeros(len(everything)), np.zeros(len(everything))
+        values[members], errors[members] = fit.weights, _errors(gradients[members], observed, allowed)
+        weights = replace(
+            template,
+            observed=np.where(np.abs(values) <= errors, 0.0, values),
+            tolerance=max(_LEAST_TOLERANCE, float(errors.max() / right)),
         )
-        diagnosis = diagnose(weights)
-        read = [j for j in members if reached[j]]
+        if not weights.inside or weights.is_right:
+            return None
+        diagnosis = diagnose(weights, _before(weights))
+        read = [j for j in members if j not in template.unread]
         spare = np.count_nonzero(gradients[members].any(axis=0)) > len(read)
         # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
         telling = spare or (
-            members is inside and (len(read) > 1 or diagnosis.name not in _ANY_FACTOR or _is_named(weights, read))
+            members is inside and (len(read) > 1 or not diagnosis.names & set(_ANY_FACTOR) or _is_named(weights, read))
         )
-        return diagnosis if telling and diagnosis.name not in _NO_NAME else None
-    return None
+        if telling and not names_nothing(diagnosis):
+            return diagnosis
+        break
+    return _by_trial(template, gradients, observed, allowed)
+
+
+def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
+    """Name the faults whose weights give this gradient, where there are too few elements to solve for the weights.
+
+    The faults tried have no free number, so one element that agrees to rounding is no coincidence.
+    """
+    found: dict[str, Diagnosis] = {}
+    for values in trial_weights(template):
+        # each product rounds, as do those of the gradient itself
+        rounding = 64 * np.finfo(np.float64).eps * np.abs(values[:, None] * gradients).sum(axis=0)
+        if (np.abs(values @ gradients - observed) <= 2 * allowed + rounding).all():
+            weights = replace(template, observed=values)
+            diagnosis = diagnose(weights, _before(weights))
+            found |= {} if weights.is_right or names_nothing(diagnosis) else {diagnosis.name: diagnosis}
+    if not found or not len(observed):
+        return None
+    names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
+    sentences = dict.fromkeys(diagnosis.sentence for diagnosis in found.values())
+    return Diagnosis(" or ".join(names), "; or: ".join(sentences)) if len(names) <= MOST_NAMES else None
+
+
+def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
+    """Return (B,): how far rounding may take each fitted weight."""
+    inverse = np.abs(np.linalg.pinv(gradients.T))
+    eps = float(np.finfo(np.float64).eps)
+    errors: Vector = 4 * inverse @ (allowed + eps * np.abs(observed))
+    return errors
+
+
+def _before(weights: Weights) -> list[Weights]:
+    """Return the steps before one, which were judged right."""
+    found = []
+    for epoch in range(weights.epoch + 1):
+        for window in weights.windows:
+            if epoch == weights.epoch and window == weights.window:
+                break
+            right = replace(weights, window=window, epoch=epoch)
+            if not right.inside:
+                continue
+            values = np.zeros(len(weights.counts))
+            values[right.inside] = right.expected
+            found.append(replace(right, observed=values))
+    return found
 
 
 def _is_named(weights: Weights, read: Sequence[int]) -> bool:
     """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
     (only,) = read
-    return bool(named_factor(float(weights.observed[only] / weights.expected), weights))
-
-
-def _cleaned(weights: Rows) -> Rows:
-    """Return weights with those that are 0 but for rounding set to 0."""
-    return np.where(np.abs(weights) < 1e-9 * np.abs(weights).max(), 0.0, weights)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = list(names[:3])
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    factor = float(weights.observed[only] / weights.expected)
+    return any(fitting_factors([weights], [factor])) or bool(constant_meaning(factor)[0])

@@ -1,9 +1,10 @@
 """Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
 
-The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one with a
-loss 2**-20 times as large tells whether they depend on the gradient's size. Where the weights are right, or the loop
-cannot run on the probe, the weights are fitted to the case itself, in float64 and with parameters that stay where they
-are: that takes one run if the case is not like that already, and one with the small loss.
+The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one is on the
+probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
+one with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
+are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
+they are: that takes one run if the case is not like that already, and one with the small loss.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from gradcheck_suite.diagnosis.elements import place_of_the_fault
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe, diagnose_weights, probes_of
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
+from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
@@ -24,12 +28,12 @@ from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
-SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
-
 RIGHT_ON_PROBE = (
     "on the read-out probe the items' weights are right, so look at what depends on the gradient's values "
-    "or on the model (clipping, hooks, buffers, casts)"
+    "or on the model"
 )
+UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
+"""Diagnoses that say less than what the case itself may show."""
 
 
 def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner: LoopRunner) -> Diagnosis:
@@ -47,11 +51,11 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     instance = window.reference.instance
     step = epoch * len(instance.case.plan.windows) + window.index
     on_probe = _by_probes(runner, instance, step)
-    diagnosis = on_probe or _not_linear(RIGHT_ON_PROBE)
-    if diagnosis.name == "not-linear":
+    diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {place_of_the_fault(comparison)}")
+    if diagnosis.name in UNNAMED:
         diagnosis = (
             stolen_buffer(instance)
-            or _on_case(runner, window, comparison, epoch, is_linear=on_probe is None)
+            or _on_case(runner, window, comparison, epoch, is_linear_there=on_probe is None)
             or diagnosis
         )
     return replace(diagnosis, details=numbers + diagnosis.details)
@@ -68,10 +72,6 @@ def _worst_element(comparison: Comparison) -> str:
         f"{name}{list(where)}: expected {expected:.{digits}g}, observed {observed:.{digits}g}, "
         f"off by {error_text(worst.error, worst.allowed)}"
     )
-
-
-def _not_linear(why: str) -> Diagnosis:
-    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
 
 
 def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
@@ -95,39 +95,39 @@ def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis |
 
 
 def _by_probes(runner: LoopRunner, instance: Instance, step: int) -> Diagnosis | None:
-    """Name the fault from the weights of a step on the probe; None where they are right."""
-    found = (_on_probe(runner, probe, step) for probe in probes_of(instance))
+    """Name the fault from the weights of a step on the probe; None where they are right.
+
+    The probe in which micro-batches without valid targets count nothing comes first: it shows every fault but those of
+    such micro-batches' own weights.
+    """
+    found = (_on_probe(runner, probe, step) for probe in reversed(list(probes_of(instance))))
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
 def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | None:
     """Return what the weights of a step on a probe show, or None where they are right."""
-    window = step % len(probe.plan.windows)
     steps = probe.observed_weights(runner)
     if steps is None:
-        return _not_linear("the weight read-out probe cannot be used: the loop raised on it")
+        return not_linear("the weight read-out probe cannot be used: the loop raised on it")
     if step >= len(steps):
-        return _not_linear(f"the weight read-out probe cannot be used: the loop took {len(steps)} step(s) on it")
-    items, right = steps[step], probe.right_weights(window)
+        return not_linear(f"the weight read-out probe cannot be used: the loop took {len(steps)} step(s) on it")
+    items, right = steps[step], probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
-        return _not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
-    if np.allclose(items, right, rtol=1e-9, atol=0):
+        return not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
+    if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
-    small = probe.observed_weights(runner, scale=SMALL_SCALE)
-    if small is None or step >= len(small) or not np.allclose(items, small[step], rtol=1e-9, atol=0):
-        return _not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
-    return diagnose_weights(probe, items, step)
+    return explain_weights(probe, steps, step, runner)
 
 
 # The case itself
 
 
 def _on_case(
-    runner: LoopRunner, window: Window, comparison: Comparison, epoch: int, *, is_linear: bool
+    runner: LoopRunner, window: Window, comparison: Comparison, epoch: int, *, is_linear_there: bool
 ) -> Diagnosis | None:
     """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are.
 
-    Where no run is left to tell linearity on the case, `is_linear` says whether the loop was linear on the probe.
+    Where no run is left to tell linearity on the case, `is_linear_there` says whether the loop was linear on the probe.
     """
     instance = window.reference.instance
     case = instance.case.replace(dtype="float64", optimizer=None)
@@ -146,18 +146,28 @@ def _on_case(
             return None
     if not np.isfinite(comparison.observed).all():
         return None
-    small = replace(reference.instance, problem=_scaled_down(reference.instance.problem))
-    trust_probe = is_linear and not runner.runs_left
-    again = comparison.observed if trust_probe else _gradient_at(runner, reference, small, step)
-    if again is None:
-        return None
-    if not _is_linear(comparison.observed, again):
-        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
-        return _not_linear(said)
     found = diagnose_case(window, comparison, epoch)
+    small = replace(reference.instance, problem=_scaled_down(reference.instance.problem))
+    trust_probe = is_linear_there and not runner.runs_left
+    again = None if trust_probe else _gradient_at(runner, reference, small, step)
+    if again is None and not trust_probe:
+        return None
+    if again is not None and not is_linear(comparison.observed, again):
+        # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
+        elsewhere = np.array_equal(again, comparison.observed)
+        if found is None or not elsewhere or np.isclose(np.linalg.norm(again), 1.0, rtol=1e-12):
+            found = _of_size(window, comparison, again)
+        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
+        found = found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
     if found is None or case == instance.case:
         return found
     return replace(found, sentence=f"{found.sentence} (read off {place.removeprefix('on ')})")
+
+
+def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) -> Diagnosis | None:
+    values = {name: p.detach().double() for name, p in window.model().named_parameters()}
+    parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
+    return explain_size(comparison.expected, comparison.observed, with_small_loss, parameters)
 
 
 def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, step: int) -> Vector | None:
@@ -166,14 +176,6 @@ def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, s
     if outcome is None or outcome.raised is not None or step >= len(outcome.observations):
         return None
     return reference.flat(outcome.observations[step].gradients)
-
-
-def _is_linear(observed: Vector, with_small_loss: Vector) -> bool:
-    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    if np.array_equal(with_small_loss, observed):
-        return True
-    atol = 1e-9 * np.abs(observed).max()
-    return np.allclose(with_small_loss / SMALL_SCALE, observed, rtol=1e-9, atol=atol)
 
 
 def _scaled_down(problem: Problem) -> Problem:

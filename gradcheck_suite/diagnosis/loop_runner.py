@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 MAX_RUNS = 3
@@ -16,12 +18,19 @@ class LoopRunner:
 
     Attributes:
         runs_left: number of runs that may still be asked for.
+        assumes: what the loop assumes, names from `ASSUMPTIONS`.
     """
 
     def __init__(
-        self, loop: Loop, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, max_runs: int = MAX_RUNS
+        self,
+        loop: Loop,
+        *,
+        time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+        max_runs: int = MAX_RUNS,
+        assumes: Iterable[str] = (),
     ) -> None:
         self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
+        self.assumes = frozenset(assumes) | assumptions_of(loop)
 
     def run(self, instance: Instance) -> Outcome | None:
         """Return what the loop does with an instance, or None where no run is left."""

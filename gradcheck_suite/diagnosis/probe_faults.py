@@ -14,7 +14,6 @@ import numpy.typing as npt
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.probe_weights import (
     WeightProbe,
-    diagnose_weights,
     expected_gradients,
     gradients_of_steps,
     held_by,
@@ -22,11 +21,12 @@ from gradcheck_suite.diagnosis.probe_weights import (
     ranges_text,
 )
 from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weights_on_probe import explain_weights, not_linear
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.weight_probe import SMALL_SCALE, slopes_of
+from gradcheck_suite.schema.weight_probe import slopes_of
 
 SKIPPED = (
     "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
@@ -56,10 +56,10 @@ def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Di
     seen = steps[step]
     assert seen is not None, "a skipped step is not compared"
     if case.spec is not None and "slopes" not in case.spec.loss.o:
-        return other_windows(case, steps) or _of_weights(case, seen, step, runner)
+        return other_windows(case, steps) or _of_weights(case, steps, step, runner)
     plain = _without_slopes(case, runner)
     if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
-        return _of_weights(case, plain[step], step, runner)
+        return _of_weights(case, plain, step, runner)
     return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
 
 
@@ -153,33 +153,26 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=16 * unit**2)
 
 
-def _of_weights(case: Case, seen: Vector, step: int, runner: LoopRunner) -> Diagnosis:
+def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
     """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
     dtype = "float64" if case.dtype in COARSE else case.dtype
     probe = _probe(case, dtype)
+    windows = len(case.plan.windows)
+    # a step that a gradient scaler skipped says nothing of the weights
+    seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
     if dtype != case.dtype:
-        steps = probe.observed_weights(runner)
-        if steps is None or step >= len(steps) or np.allclose(steps[step], probe.right_weights(step), rtol=1e-9):
+        finer = probe.observed_weights(runner)
+        right = probe.right_weights(step % windows)
+        if finer is None or step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
                 f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
                 "compute counts and their quotients in float32, and accumulate gradients in float32",
             )
-        seen = steps[step]
-    if not np.isfinite(seen).all():
-        return _not_linear("on the read-out probe, whose gradients are finite, it is not even finite")
-    small = probe.observed_weights(runner, scale=SMALL_SCALE)
-    close = 1e-9 if dtype == "float64" else 1e-5
-    if small is None or step >= len(small) or not np.allclose(seen, small[step], rtol=close, atol=0):
-        return _not_linear(
-            "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on the "
-            "gradient's size (clipping, normalising) or on chance (noise)"
-        )
-    return diagnose_weights(probe, seen, step)
-
-
-def _not_linear(why: str) -> Diagnosis:
-    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+        seen = finer
+    if not np.isfinite(seen[step]).all():
+        return not_linear("on the read-out probe, whose gradients are finite, it is not even finite")
+    return explain_weights(probe, seen, step, runner)
 
 
 # Faults that depend on the size of the gradient
@@ -224,7 +217,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         )
     if clipped := _clipping(case, seen, right, step, runner):
         return clipped
-    return _not_linear(
+    return not_linear(
         f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
         "something depends on the gradient's size (clipping, normalising, a coarser dtype)"
     )

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, diagnose
 from gradcheck_suite.execution.batches import Items
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.execution.runner import Outcome
@@ -23,6 +22,8 @@ from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case, slopes_of
 
 Count = Callable[[list[int]], float]
 """What the mean over some items, given by their indices, divides by."""
+EXACT, COARSE = 1e-13, 1e-5
+"""Relative tolerances of weights that are read off in float64 and in coarser dtypes."""
 MOST_ROWS = 12
 """Micro-batches that a table has a row each for; where there are more, a row stands for a run of equal ones."""
 
@@ -42,6 +43,11 @@ class WeightProbe:
     reduction: Reduction
     count: Count | None = None
     dtype: str = "float64"
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of its weights that rounding explains."""
+        return EXACT if self.dtype == "float64" else COARSE
 
     @property
     def counts(self) -> tuple[float, ...]:
@@ -136,41 +142,17 @@ def may_be_non_finite(expected: Vector) -> npt.NDArray[np.bool_]:
     return np.full(len(expected), not np.isfinite(expected).all())
 
 
-def diagnose_weights(probe: WeightProbe, items: Vector, step: int) -> Diagnosis:
-    """Name the fault that gives such weights at a step.
+def weights_table(probe: WeightProbe, observed: Vector, window: int) -> tuple[str, ...]:
+    """Return the lines of a table of right and observed weights.
 
     Args:
         probe: that they were read on.
-        items: (total items,), the observed weight of each item.
-        step: index of the step.
+        observed: the weight of each micro-batch's items.
+        window: of the step.
+
+    Returns:
+        A line for each micro-batch, and of a long plan one line for each run of equal ones.
     """
-    plan, counts = probe.plan, probe.counts
-    epoch, window = divmod(step, len(plan.windows))
-    observed = _per_micro_batch(items, plan, 1e-9 if probe.dtype == "float64" else 1e-5)
-    if observed is None:
-        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
-    weights = Weights(
-        observed=observed,
-        counts=counts,
-        window=plan.windows[window],
-        accumulation_steps=plan.accumulation_steps,
-        epoch=epoch,
-        reduction=probe.reduction,
-        items=plan.micro_batches,
-    )
-    return replace(diagnose(weights), details=_table(probe, observed, window))
-
-
-def _per_micro_batch(items: Vector, plan: Plan, close: float) -> Vector | None:
-    """Return the weight of each micro-batch's items, or None where they differ within one."""
-    parts = [items[plan.items(j).start : plan.items(j).stop] for j in range(len(plan.micro_batches))]
-    if any(np.ptp(part) > close * np.abs(part).max() for part in parts):
-        return None
-    return np.array([part[0] for part in parts])
-
-
-def _table(probe: WeightProbe, observed: Vector, window: int) -> tuple[str, ...]:
-    """Return a line for each micro-batch, and of a long plan one line for each run of equal ones."""
     expected = probe.right_weights(window)[list(probe.plan.starts)]
     rows = [f"{n:>4g} {e:>12.6g} {o:>12.6g}" for n, e, o in zip(probe.counts, expected, observed, strict=True)]
     runs: list[range] = []

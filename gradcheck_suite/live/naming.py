@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.weights import Weights, diagnose
+from gradcheck_suite.diagnosis.naming import diagnose
+from gradcheck_suite.diagnosis.weights import TOLERANCE, Weights
 from gradcheck_suite.live.objectives import Reading, Term
 from gradcheck_suite.schema.live_results import MAX_ROWS, LiveViolation, WeightRow
 
@@ -64,6 +65,7 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
             epoch=0,
             reduction="mean",
             items=() if len({t.rows for t in counted}) == 1 else tuple(t.rows for t in counted),
+            tolerance=max(tolerance, TOLERANCE),
         )
         found = diagnose(weights)
         name, sentence = found.name, found.sentence.replace("run.count(batch)", "the batch's count")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +61,7 @@ def check(
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
     shrinking: bool = False,
     autocast: str | None = None,
+    assumes: Iterable[str] = (),
 ) -> Verdict:
     """Run a loop on a case and judge it.
 
@@ -72,6 +74,7 @@ def check(
             a violation has a diagnosis only if its own gradient or number of steps determines one. JAX does not
             compute gradients that are right, and fewer draws measure rounding, so `allowed` may be larger.
         autocast: dtype in which the loop may compute its losses under `torch.autocast`; None for what it declares.
+        assumes: what the loop assumes beside what it declares itself; its fault is named within that.
 
     Raises:
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.
@@ -92,7 +95,7 @@ def check(
             raise CannotRunHere(outcome.refused)
         if outcome.refused:
             return Verdict(case, skipped=outcome.refused)
-        runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s)
+        runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes)
         verdict = _judge(reference, outcome, runner, autocast or autocast_of(loop))
         if verdict.violation is not None and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)

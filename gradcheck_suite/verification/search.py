@@ -10,6 +10,7 @@ from contextlib import suppress
 from hypothesis import strategies as st
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import run_on_cases
@@ -77,7 +78,7 @@ class Search:
     ) -> None:
         self._moves_by_chance = moves_by_chance
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
-        self._autocast, self._finite_only = autocast, FINITE_GRADIENTS in assumes
+        self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -240,6 +241,7 @@ class Search:
             time_limit_s=self._time_limit_s,
             shrinking=shrinking,
             autocast=self._autocast,
+            assumes=self._assumes,
         )
         if verdict.violation and self._finite_only and not is_probe(case) and not has_finite_gradients(case, problem):
             return Verdict(
@@ -266,7 +268,9 @@ class Search:
         if self.found_after is None:
             self.found_after = self.cases
         if self._trail:
-            fits = self._trail[0].diagnosis == "not-linear" or violation.diagnosis in self._fitting
+            # how many steps there are tells little of the fault; `settle` names it
+            fits = violation.kind == "step-count" or self._trail[0].diagnosis == "not-linear"
+            fits = fits or bool(names_of(violation.diagnosis) & self._fitting)
             if self._wandered and not violation.diagnosis:
                 fits = fits and _window_shape(violation) == _window_shape(self._trail[0])
             return fits and violation.kind == self._trail[-1].kind
@@ -278,7 +282,7 @@ class Search:
             self._found_at = _Moment()
         # the same fault may have another diagnosis without further runs of the loop
         alone = self._check(violation.case, shrinking=True).violation
-        self._fitting = frozenset({"", violation.diagnosis, alone.diagnosis if alone else ""})
+        self._fitting = names_of("").union(*(names_of(v.diagnosis) for v in (violation, alone) if v))
         return True
 
 

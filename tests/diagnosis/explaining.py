@@ -119,9 +119,15 @@ def triple(run):
 
 
 def turn(run):
-    """Hand the first target's gradient to the second: linear, and no matter of weights."""
+    """Hand the first target's gradient to the second, and the other way round."""
     if (weight := weight_of(run)) is not None:
         weight.grad.copy_(weight.grad.flip(0))
+
+
+def mix(run):
+    """Add half of the first target's gradient to the second's and the other way round: linear, and nothing known."""
+    if (weight := weight_of(run)) is not None:
+        weight.grad.add_(0.5 * weight.grad.flip(0))
 
 
 def fail(run):

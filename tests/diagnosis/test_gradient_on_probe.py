@@ -12,10 +12,10 @@ from tests.diagnosis.explaining import (
     double,
     explained,
     fail,
+    mix,
     table_of,
     then,
     triple,
-    turn,
     weight_of,
 )
 
@@ -38,12 +38,12 @@ def test_a_mean_is_read_by_what_the_case_counts_where_its_items_are_right():
     assert name == "wrong-count"
     assert "as if every item of theirs counted alike" in sentence
     assert details[1] == "weight of each item, by micro-batch (index, count, expected, observed):"
-    # the third counts nothing, and its 3 items are counted on the probe: right is 1/8 of each, seen n/8 over the count
+    # the third counts nothing; right is 1/5 of each, seen n/8 over the count
     assert table_of(details) == [
-        ["0", "2", "0.125", "0.0625"],
-        ["1", "1", "0.125", "0.25"],
-        ["2", "3", "0.125", "0.125"],
-        ["3", "2", "0.125", "0.125"],
+        ["0", "2", "0.2", "0.0625"],
+        ["1", "1", "0.2", "0.25"],
+        ["2", "0", "0", "0"],
+        ["3", "2", "0.2", "0.125"],
     ]
 
 
@@ -60,7 +60,7 @@ def test_a_fault_of_micro_batches_that_count_nothing_alone_is_read_off_a_probe_w
             run.optimizer.zero_grad()
 
     name, _, details = explained(counts_the_empty, plan=Plan((1, 2, 3, 2), 3), w=(1, 1, 1, 0, 0, 0, 1, 1))
-    assert name == "wrong-count"
+    assert name == "wrong-scale"
     assert [row[1:] for row in table_of(details)] == [
         ["1", "0.333333", "0.166667"],
         ["2", "0.333333", "0.166667"],
@@ -83,7 +83,8 @@ def test_items_of_a_sum_weigh_one():
 
     name, sentence, details = explained(then(halve), sums=True)
     assert name == "wrong-scale"
-    assert "accumulation_steps = 1/2" in sentence
+    # K is 2 here, and 3 on the probe that tells it from a constant
+    assert "weighs 0.5 times what it should, in every wrong window alike, whatever its counts" in sentence
     assert table_of(details) == [
         ["0", "1", "1", "0.5"],
         ["1", "2", "1", "0.5"],
@@ -137,7 +138,7 @@ def test_what_is_left_from_earlier_epochs_is_told_from_a_scale():
 
 def _on_probe(change):
     """Return the linear fault on the case, and on the probe another."""
-    return lambda run: turn(run) if weight_of(run) is not None else change(run)
+    return lambda run: mix(run) if weight_of(run) is not None else change(run)
 
 
 def _infinite(run):
@@ -161,7 +162,7 @@ def double_all(run):
     [
         (fail, "the weight read-out probe cannot be used: the loop raised on it"),
         (_infinite, "on the read-out probe, whose gradients are all 1, it is not even finite"),
-        (_doubles_where_large, "2**-20 times as large: something depends on the gradient's size (clipping, normalis"),
+        (_doubles_where_large, "the items' weights are wrong, and the loop stops if the loss is small"),
         (as_it_is, "on the read-out probe the items' weights are right, so look at what depends on the gradient's"),
     ],
 )
@@ -178,7 +179,7 @@ def _stops_on_probe(*, small):
     def loop(run):
         for window in windows(run):
             backward_window(run, window)
-            turn(run)
+            mix(run)
             run.optimizer.step()
             if weight_of(run) is None and (not small or next(run.model.parameters()).grad.abs().max() < 1e-3):
                 return
@@ -205,20 +206,21 @@ def test_a_loop_that_steps_seldom_on_the_probe_is_read_as_far_as_it_goes(small, 
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize("rounding", [True, False])
 def test_a_dependence_on_the_gradients_size_is_seen_where_it_is_no_rounding(probe, rounding):
-    """On the probe, where weights are 1/3, or on the case alone, 1e-12 of the gradient is rounding and 1e-8 is not."""
+    """On the probe, where weights are 1/3, or on the case alone, 1e-14 of the gradient is rounding and 1e-8 is not."""
 
     def change(run):
         for p in run.model.parameters():
             if (weight_of(run) is None) == probe:
-                p.grad.mul_(1 + p.grad.abs() * (1e-12 if rounding else 1e-8))
-        turn(run)
+                p.grad.mul_(1 + p.grad.abs() * (1e-14 if rounding else 1e-8))
+        mix(run)
 
     name, sentence, _ = explained(then(change))
     assert name == "not-linear"
     if rounding:
         assert "on the read-out probe the items' weights are right" in sentence
     else:
-        assert ("(clipping, normalising)" if probe else "(clipping, decay, normalising)") in sentence
+        said = "large gradients alone are wrong, and too large" if probe else "(clipping, decay, normalising)"
+        assert said in sentence
 
 
 def _first_item_only(gradient):
@@ -232,7 +234,8 @@ def _times_two(gradient):
 @pytest.mark.parametrize(
     ("change", "diagnosis", "says"),
     [
-        (_first_item_only, "first-only", "only the window's first micro-batch"),
+        # of the run's first item alone, so later windows have nothing
+        (_first_item_only, "dropped-micro-batch", "micro-batches [1] of the window are not in the gradient"),
         (_times_two, "wrong-scale", "every item of the window weighs 2 times"),
     ],
 )
@@ -248,17 +251,17 @@ def test_what_the_probe_shows_is_not_looked_for_on_the_case(change, diagnosis, s
 
 
 def test_weights_within_a_micro_batch_are_told_apart_as_soon_as_they_are_no_rounding():
-    """One of the first window's second micro-batch's items weighs more by 1e-8, then by an eleventh of 1e-9."""
+    """One of the first window's second micro-batch's items weighs more by 1e-8, then by 1e-14."""
 
     def lifts(amount):
         def change(run):
             if weight_of(run) is None:
                 next(run.model.parameters()).grad[2] *= 1 + amount
-            turn(run)
+            mix(run)
 
         return change
 
     assert explained(then(lifts(1e-8)))[0] == "unequal-items"
-    name, sentence, _ = explained(then(lifts(1e-10)))
+    name, sentence, _ = explained(then(lifts(1e-14)))
     assert name == "not-linear"
     assert "the items' weights are right" in sentence

@@ -10,7 +10,8 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from gradcheck_suite.diagnosis.weights import Weights, diagnose
+from gradcheck_suite.diagnosis.naming import diagnose
+from gradcheck_suite.diagnosis.weights import Weights
 
 COUNTS = (2.0, 1.0, 2.0, 3.0, 4.0)
 WINDOW = (1, 2, 3)
@@ -55,17 +56,26 @@ def test_the_expected_weight():
         (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
         # each mean counted the same: 1/(3 * count)
         (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean weighs 1/3 whatever its count: "),
-        (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean weighs 1/3 whatever its count: "),
+        (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean weighs 1/3 whatever its count"),
         (_weights(1, 1 / 2, 1 / 3, reduction="sum"), "mean-of-means", "weighs 1 whatever its count, where sums are to"),
         (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "weighs 0.333333 whatever its count, where"),
         (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "weighs 1/5 whatever its count, in a window of 3"),
         (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean weighs 0.666667 whatever its count"),
         # other windows' micro-batches
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)), "stale-window", "micro-batches [0] belong to other windows"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "stale-window", "micro-batches [4] belong to other windows"),
-        (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window", "from earlier epochs"),
-        (_weights(3 / 6, 3 / 6, 3 / 6, epoch=2, k=4), "stale-window", "from earlier epochs"),
+        (
+            _weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)),
+            "stale-window",
+            "micro-batches [0] belong to earlier windows",
+        ),
+        (
+            _weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)),
+            "later-window",
+            "micro-batches [4] belong to a later window",
+        ),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)), "other-window", "micro-batches 0, 4 of other windows"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4), epoch=1), "stale-window", "[0, 4] belong to earlier"),
+        (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window or wrong-scale", "from earlier epochs"),
         # some missing
         (_weights(0, 0, 1 / 6), "reset-inside-window", "only the window's last micro-batch"),
         (_weights(0, 0, 1 / 9), "reset-inside-window", "only the window's last micro-batch"),
@@ -83,16 +93,29 @@ def test_the_expected_weight():
         (_weights(2 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "micro-batches [1, 3] of the window"),
         (_weights(3 / 6, 2 / 6, 1 / 6), "running-loss", "3, 2, ..., 1 times"),
         (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
-        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "micro-batches [0] of the window"),
+        # of two, running sums cannot be told from a repetition
+        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "running-loss or repeated-micro-batch", "are in the gradient twice"),
+        (
+            _weights(1 / 6, 3 / 6, 1 / 6),
+            "repeated-micro-batch",
+            "micro-batches [2] of the window are in the gradient 3",
+        ),
+        (_weights(0, 0, 3 / 6), "repeated-micro-batch", "the window's last micro-batch is in the gradient 3 times"),
+        (_weights(3 / 6, 0, 0), "repeated-micro-batch", "the window's first micro-batch is in the gradient 3 times"),
+        (_weights(1 / 6, 1 / 6, 1 / 6 + 1 / 3), "repeated-micro-batch", "micro-batches [3] of the window"),
+        # in proportion to the count, and to its inverse square
+        (_weights(1 / 36, 2 / 36, 3 / 36), "weighted-by-count", "proportional to its micro-batch's count"),
+        (_weights(1 / 6, 1 / 24, 1 / 54), "weighted-by-count", "divided by the square of its micro-batch's count"),
         # acc = (acc + mean)/3; acc = 2 acc + share; acc = acc/2 + share
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_weights(1 / 24, 1 / 12, 1 / 6), "rescaled-accumulator", "weighs 2 times the one before it"),
         (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
-        # 1/6 rounded to float32
-        (_weights(*[float(np.float32(1 / 6))] * 3), "rounded-weights", "right to 3e-08 only"),
-        (_weights(*[(1 - 5e-7) / 6] * 3), "rounded-weights", "right to 5e-07 only"),
+        # 1/6 rounded to float32, and a factor that is none
+        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are numbers of float32"),
+        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are numbers of float16"),
+        (_weights(*[(1 - 5e-7) / 6] * 3), "wrong-scale", "1 - 5e-07 times"),
     ],
 )
 def test_a_known_pattern_has_its_name(weights, name, says):
@@ -122,7 +145,7 @@ def test_items_in_place_of_counts():
     [
         (1 / 6, 1 / 6, 1 / 5),
         (0.3, 0.1, 0.2),
-        (1 / 6, 3 / 6, 1 / 6),
+        (1 / 6, 2.5 / 6, 1 / 6),
         (1 / 6, -1 / 6, 1 / 6),
         (4 / 6, -2 / 6, 1 / 6),
         (1 / 6 * (1 + 1e-5), 1 / 6, 1 / 6),
@@ -147,19 +170,14 @@ def test_a_micro_batch_that_counts_nothing_is_not_missed():
     assert "weighs 0.5 times" in diagnosis.sentence
 
 
-def test_rounded_weights_are_told_from_wrong_ones():
-    assert diagnose(_weights(*[(1 + 0.9e-6) / 6] * 3)).name == "rounded-weights"
-    assert diagnose(_weights(*[(1 + 1.1e-6) / 6] * 3)).name == "wrong-scale"
-
-
-def test_a_trace_of_another_window_is_stale_from_a_millionth_of_a_weight_on():
-    """Below it may be rounding; the sum's weight is 1, the mean's 1/6."""
-    for reduction, expected in (("sum", 1.0), ("mean", 1 / 6)):
-        right = [expected * (1 + 1e-8)] * 3
-        for trace in (1e-6 * expected, -1e-6 * expected):
-            assert diagnose(_weights(*right, reduction=reduction, others=(trace, 0))).name == "rounded-weights"
-            beyond = _weights(*right, reduction=reduction, others=(1.001 * trace, 0))
-            assert diagnose(beyond).name == "stale-window"
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_any_trace_of_another_window_is_foreign(reduction):
+    """What is 0 in a right gradient is 0 exactly: nothing was ever added there."""
+    expected = 1.0 if reduction == "sum" else 1 / 6
+    for trace in (1e-6, -1e-12):
+        diagnosis = diagnose(_weights(*[expected] * 3, reduction=reduction, others=(trace * expected, 0)))
+        assert diagnosis.name == "stale-window"
+        assert f"with {abs(trace):.3g} of an item's right weight" in diagnosis.sentence
 
 
 def test_another_window_that_counts_nothing_is_not_looked_at():
@@ -168,30 +186,33 @@ def test_another_window_that_counts_nothing_is_not_looked_at():
 
 
 def test_all_names_of_a_factor_are_said():
-    """Where the window is whole, or K is its count, one number has several names, and none is guessed."""
-    assert diagnose(_weights(3 / 6, 3 / 6, 3 / 6)).sentence.endswith("which is accumulation_steps = 3")
+    """Where K is the window's count, one number has several names, and none is guessed."""
+    assert "which is accumulation_steps = 3: a division is left out" in diagnose(_weights(3 / 6, 3 / 6, 3 / 6)).sentence
     two = _short(2 / 2, 2 / 2, k=2, counts=(1, 1))
-    assert diagnose(two).sentence.endswith("which is accumulation_steps = 2 or the window's count, 2")
+    assert "which is accumulation_steps = 2 or the window's count, 2: " in diagnose(two).sentence
     short = _short(2 / 8, 2 / 8, k=5, counts=(1, 7))
-    assert diagnose(short).sentence.endswith("which is the short window's micro-batches, 2")
-    assert diagnose(_weights(*[0.7 / 6] * 3)).sentence.endswith("weighs 0.7 times what it should")
+    assert "which is the short window's micro-batches, 2: " in diagnose(short).sentence
+    assert "0.7 times what it should; no count of the run" in diagnose(_weights(*[0.7 / 6] * 3)).sentence
 
 
 def test_windows_may_be_long():
     """300 micro-batches of one item each: past 256, equal integers are no longer one object."""
     right = np.full(300, 1 / 300)
     scaled = diagnose(_short(*300 * right, k=int("300"), counts=(1,) * 300))
-    assert scaled.sentence.endswith("which is accumulation_steps = 300 or the window's count, 300")
+    assert "which is accumulation_steps = 300 or the window's count, 300: " in scaled.sentence
     doubled = right * (1 + (np.arange(300) == 7))
     assert diagnose(_short(*doubled, k=300, counts=(1,) * 300)).name == "repeated-micro-batch"
 
 
-def test_a_count_from_outside_is_the_windows():
-    """Two micro-batches of counts 1 and 3 are looked at, of a window that counts 5."""
-    weights = replace(_short(1 / 5, 1 / 5, k=2, counts=(1, 3)), total=5.0)
+def test_what_cannot_be_read_still_counts():
+    """Of counts 1, 3 and 1 the last has a gradient of 0, so it may be there or not; right is 1/5."""
+    weights = replace(_short(1 / 5, 1 / 5, 0, k=3, counts=(1, 3, 1)), unread=frozenset({2}))
     assert weights.expected == 1 / 5
-    assert diagnose(weights).name == "rounded-weights"
-    assert "right to 0 only" in diagnose(weights).sentence
+    assert weights.is_right
+    halved = diagnose(replace(weights, observed=weights.observed / 2))
+    assert halved.name == "wrong-scale"
+    assert "weighs 0.5 times" in halved.sentence
+    assert diagnose(replace(weights, observed=0 * weights.observed)).name == "no-gradient or dropped-micro-batch"
 
 
 def test_tokens_are_counted_though_there_are_more_than_items():
@@ -226,3 +247,97 @@ def test_one_target_too_many_for_every_item_has_its_name():
         replace(weights, items=(3, 2, 4)),
     ):
         assert "one target too many" not in diagnose(other).sentence
+
+
+# Several steps
+
+
+def _run(*steps, k, windows, counts=None, epochs=1):
+    """Return the weights of all steps of a run over windows, each given by the weights of all micro-batches."""
+    counts = counts or (1.0,) * sum(map(len, windows))
+    return [
+        Weights(
+            np.array(step, dtype=float), counts, windows[i % len(windows)], k, i // len(windows), "sum", windows=windows
+        )
+        for i, step in enumerate(steps)
+    ]
+
+
+def _first_wrong(steps):
+    wrong = next(w for w in steps if not w.is_right)
+    return diagnose(wrong, [w for w in steps if w is not wrong])
+
+
+FOUR = ((0,), (1,), (2,), (3,))
+PAIRS = ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        (_run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
+        (_run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
+        (_run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR), "delayed-window"),
+        (_run([1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
+        (_run([0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
+        (_run([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], k=1, windows=FOUR), "stale-window"),
+        (_run([1, 0, 0, 0], [0.1, 1, 0, 0], [0.01, 0.1, 1, 0], [0, 0.01, 0.1, 1], k=1, windows=FOUR), "stale-window"),
+        (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "later-window"),
+        # two windows alone leave open which
+        (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "delayed-window or other-window"),
+        (
+            _run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS),
+            "shifted-window",
+        ),
+        (
+            _run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS),
+            "shifted-window",
+        ),
+    ],
+)
+def test_steps_together_tell_which_window_a_gradient_is_of(steps, name):
+    assert _first_wrong(steps).name == name
+
+
+def test_a_factor_must_fit_all_windows():
+    """Windows of 1, 2 and 3 micro-batches' counts; what is 2 in one of them is the count or K in all, or neither."""
+    windows, counts = ((0,), (1,), (2,)), (1.0, 2.0, 3.0)
+
+    def run(*factors):
+        rows = np.diag([f / n for f, n in zip(factors, counts, strict=True)])
+        return [Weights(row, counts, w, 2, 0, "mean", windows=windows) for row, w in zip(rows, windows, strict=True)]
+
+    assert "the window's count" in _first_wrong(run(1, 2, 3)).sentence
+    assert "accumulation_steps = 2" in _first_wrong(run(2, 2, 2)).sentence
+    assert "in every wrong window alike, whatever its counts" in _first_wrong(run(5, 5, 5)).sentence
+    assert "over the previous window's" in _first_wrong(run(1, 2, 3 / 2)).sentence
+    assert "over the next window's" in _first_wrong(run(1 / 2, 2 / 3, 3)).sentence
+    assert "over the whole epoch's" in _first_wrong(run(1 / 6, 2 / 6, 3 / 6)).sentence
+    assert "the factors are 7, 11, 13" in _first_wrong(run(7, 11, 13)).sentence
+    assert "2**16, such as a loss scale that is never divided out" in _first_wrong(run(*[2.0**16] * 3)).sentence
+    assert "the sign is wrong" in _first_wrong(run(-1, -1, -1)).sentence
+    sentence = _first_wrong(run(1, 7, 1)).sentence
+    assert "(only window 1 of epoch 0 of this run; 2 of 3 steps are right)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "name"),
+    [
+        ((0, 0, 1), (0, 1), "reset-inside-window"),
+        ((0, 1, 1), (0, 1), "dropped-micro-batch"),
+        ((1, 0, 0), (1, 0), "first-only"),
+        ((1, 1, 0), (1, 0), "dropped-micro-batch"),
+        ((1, 0, 1), (1, 0), "dropped-micro-batch"),
+        ((0, 0, 3), (0, 2), "repeated-micro-batch"),
+        ((3, 2, 1), (2, 1), "running-loss"),
+        ((4, 2, 1), (2, 1), "rescaled-accumulator"),
+        ((2, 1, 1), (2, 1), "repeated-micro-batch"),
+    ],
+)
+def test_a_longer_window_tells_what_a_window_of_two_does_not(long, short, name):
+    windows = ((0, 1, 2), (3, 4))
+    both = _run([*long, 0, 0], [0, 0, 0, *short], k=3, windows=windows)
+    assert _first_wrong(both).name == name
+    alone = _run(list(short), k=2, windows=((0, 1),))
+    assert name in _first_wrong(alone).names or name == "rescaled-accumulator"
+    assert len(_first_wrong(alone).names) > 1

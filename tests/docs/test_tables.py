@@ -15,6 +15,7 @@ import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, exit_status
 from gradcheck_suite.cli.options import DEFAULTS, MARKER_OPTIONS
+from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.schema.contract import ASSUMPTIONS
@@ -48,9 +49,13 @@ def diagnoses_in(source: str) -> Iterator[str]:
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            place = {"Diagnosis": 0, "ParameterFault": 0, "Violation": 1}.get(node.func.id)
+            place = {"Diagnosis": 0, "Pattern": 0, "ParameterFault": 0, "Violation": 1}.get(node.func.id)
             if place is not None:
                 yield from _names(node.args[place])
+        elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
+            yield from (name for name in _names(node.value) if "-" in name and " " not in name)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            yield from (name for name in _names(node.targets[0].slice) if "-" in name)
         elif isinstance(node, ast.Assign):
             yield from _assigned(node.targets[0], node.value)
         elif isinstance(node, ast.FunctionDef) and _returns(node) == "tuple[str, str] | None":
@@ -102,6 +107,9 @@ def test_every_diagnosis_has_one_row_and_every_row_is_a_diagnosis():
         'diagnosis = "new-name" if late else other',
         'kind, diagnosis = "raised", "new-name"',
         'def read() -> tuple[str, str] | None:\n    return "new-name", ", and more"',
+        'PATTERN = Pattern("new-name", fits, sentence)',
+        'def faults() -> Iterator[tuple[str, str]]:\n    yield "new-name", f"{what}"',
+        'found["new-name"] = "what"',
         'def read() -> tuple[str, str] | None:\n    return ("new-name", "what") if seen else None',
     ],
 )
@@ -112,7 +120,7 @@ def test_a_new_diagnosis_is_seen_wherever_the_code_may_name_it(source):
 def test_the_known_bugs_are_named_by_diagnoses_of_the_table():
     """Names from another source than the one that the table is held against."""
     rows = set(_first_cells(_section("read-a-verdict.md", "## Diagnoses")))
-    wanted = {name.partition("/")[2] for bug in BUGS.values() for name in bug.wanted}
+    wanted = {one for bug in BUGS.values() for name in bug.wanted for one in names_of(name.partition("/")[2])}
     assert len(wanted) > 10
     assert wanted <= rows
 

@@ -172,7 +172,7 @@ def last_repeated(run: TrainingRun) -> None:
 # What is not linear
 
 
-@_shows("gradient/not-linear")
+@_shows("gradient/clipped")
 def clip_values_per_micro_batch(run: TrainingRun) -> None:
     for window in windows(run):
         run.optimizer.zero_grad()

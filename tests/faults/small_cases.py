@@ -50,5 +50,5 @@ def diagnoses(loop, problem: Problem | None = None, assumes: tuple[str, ...] = (
         if unequal or (WHOLE_WINDOWS in assumes and plan.has_short_window):
             continue
         case = case if problem is None else case.replace(problem="problem")
-        if (violation := check(loop, case, problem=problem).violation) is not None:
+        if (violation := check(loop, case, problem=problem, assumes=assumes).violation) is not None:
             yield f"{violation.kind}/{violation.diagnosis}"

@@ -1,4 +1,4 @@
-"""The zoo: accumulation and reset bugs that were reported in public, a file per family in `bugs/`.
+"""The zoo: accumulation and reset bugs, reported in public or planted, a file per family in `bugs/`.
 
 The suite must find each of them and name its fault. To add a bug, write its loop and its `Bug` into its family's file.
 """
@@ -23,10 +23,14 @@ NOT_EXPRESSED: dict[int, str] = {
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
 
+PLANTED = 1000
+"""Planted bugs come after the numbers of the corpus."""
+
+
 def _collected() -> dict[str, Bug]:
     families = [import_module(f"{bugs.__name__}.{module.name}") for module in iter_modules(bugs.__path__)]
     found = [bug for family in families for bug in vars(family).values() if isinstance(bug, Bug)]
-    return {bug.name: bug for bug in sorted(found, key=lambda bug: (bug.number, bug.name))}
+    return {bug.name: bug for bug in sorted(found, key=lambda bug: (bug.number or PLANTED, bug.name))}
 
 
 BUGS = _collected()

@@ -1,4 +1,4 @@
-"""What a known bug is, as the zoo keeps it."""
+"""What a bug of the zoo is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gradcheck_suite.schema.contract import Loop, Problem
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug that was reported in public, re-created in a few lines.
+    """A bug in a few lines: one that was reported in public, or one that was planted to tell similar faults apart.
 
     Attributes:
-        number: of its entry in the corpus, from 1.
+        number: of its entry in the corpus, from 1; None if it was planted.
         name: of the mechanism, such as `"mean-of-means"`; unique.
-        citations: where it was reported, such as `"transformers#24725"`.
+        citations: where it was reported, such as `"transformers#24725"`; empty if it was planted.
         mechanism: what goes wrong, in one or two sentences.
         needs: what a case must have to show it.
         loop: the training loop that has the bug, or a sound loop where `problem` has it.
@@ -22,9 +22,10 @@ class Bug:
         problem: a model that shows the bug; None for the random ones. With a problem, only plans are drawn.
         assumes: what the loop rightly relies on, names from `ASSUMPTIONS`.
         least_micro_batches: fewest micro-batches of a case that shows the bug.
+        says: what the explanation must contain, one of these texts; empty if the name suffices.
     """
 
-    number: int
+    number: int | None
     name: str
     citations: tuple[str, ...]
     mechanism: str
@@ -34,3 +35,4 @@ class Bug:
     problem: Problem | None = None
     assumes: tuple[str, ...] = ()
     least_micro_batches: int = 1
+    says: tuple[str, ...] = ()

@@ -23,8 +23,8 @@ def line(row: Row) -> str:
     marks += ["WRONG DIAGNOSIS"] if row.wrongly_named else []
     marks += [] if row.small else ["LARGE"]
     return (
-        f"{row.bug.number:>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} {row.seconds:>8.2f}  "
-        f"{size:<9} {' '.join([*marks, names])}"
+        f"{row.bug.number or '-':>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} "
+        f"{row.seconds:>8.2f}  {size:<9} {' '.join([*marks, names])}"
     )
 
 

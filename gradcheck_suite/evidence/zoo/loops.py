@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.loops.windows import part_of_window, window_count, windows
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Batch, TrainingRun
 
 
@@ -70,3 +70,37 @@ def normal_rows(features: int) -> Callable[[int, int], Batch]:
     return lambda items, seed: torch.randn(
         items, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
+
+
+Gradients = dict[torch.nn.Parameter, torch.Tensor]
+
+
+def window_gradients(run: TrainingRun, window: list[Batch]) -> Gradients:
+    """Return the right gradient of a window, of the parameters that it reaches; `.grad` is None afterwards."""
+    run.optimizer.zero_grad()
+    backward_window(run, window)
+    found = {p: p.grad.to_dense() for p in run.model.parameters() if p.grad is not None}
+    run.optimizer.zero_grad()
+    return found
+
+
+def step_with(run: TrainingRun, gradients: Gradients) -> None:
+    """Step with these gradients: zeros where a parameter has none."""
+    for p in run.model.parameters():
+        if p.requires_grad:
+            p.grad = gradients[p].clone() if p in gradients else torch.zeros_like(p)
+    run.optimizer.step()
+
+
+def train_with_gradients(run: TrainingRun, change: Callable[[Gradients, list[torch.nn.Parameter]], None]) -> None:
+    """Train with the right gradient of every window, changed before the step.
+
+    Args:
+        run: the training run.
+        change: changes the gradients in place, given them and the model's trainable parameters.
+    """
+    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    for window in windows(run):
+        gradients = window_gradients(run, window)
+        change(gradients, parameters)
+        step_with(run, gradients)

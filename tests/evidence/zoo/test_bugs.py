@@ -41,18 +41,20 @@ def test_a_known_bug_is_found_named_and_made_small(bug):
     assert row.found == 1
     violation = row.runs[0].violation
     assert row.rightly_named == 1, f"diagnosis {row.names}, should be {bug.wanted}: {violation.explanation}"
+    assert not bug.says or any(text in violation.explanation for text in bug.says), violation.explanation
     assert row.small, violation.case
 
 
 def test_the_whole_corpus_is_in_the_zoo_or_has_a_reason():
-    numbers = {bug.number for bug in BUGS.values()}
+    numbers = {bug.number for bug in BUGS.values() if bug.number is not None}
     assert numbers | NOT_EXPRESSED.keys() == set(CORPUS)
     assert not numbers & NOT_EXPRESSED.keys()
-    assert len(BUGS) >= 40
+    assert len(BUGS) >= 80
 
 
-def test_every_bug_says_where_it_was_reported():
-    assert all(bug.citations and bug.mechanism.endswith(".") and bug.wanted for bug in BUGS.values())
+def test_every_bug_of_the_corpus_says_where_it_was_reported():
+    assert all(bug.citations for bug in BUGS.values() if bug.number is not None)
+    assert all(bug.mechanism.endswith(".") and bug.wanted for bug in BUGS.values())
 
 
 @pytest.mark.parametrize("bug", [b for b in ACCUMULABLE if b.name != "stolen-buffer"], ids=lambda bug: bug.name)

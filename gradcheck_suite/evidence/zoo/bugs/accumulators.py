@@ -205,5 +205,5 @@ LOW_PRECISION_ACCUMULATOR = Bug(
     mechanism="Gradients are added up in bfloat16: small contributions are rounded away.",
     needs="a gradient that bfloat16 does not hold exactly",
     loop=low_precision_accumulator,
-    wanted=frozenset({"gradient/not-linear", "gradient/rounded-weights"}),
+    wanted=frozenset({"gradient/rounded-gradient", "gradient/rounded-weights"}),
 )

@@ -214,7 +214,7 @@ OWN_SIZE_COEFFICIENT = Bug(
     mechanism="A loss that is scaled for the whole window is multiplied by the micro-batch's own share of it.",
     needs="a mean, unequal counts",
     loop=own_size_coefficient,
-    wanted=frozenset({"gradient/unrecognised-weights"}),
+    wanted=frozenset({"gradient/weighted-by-count"}),
 )
 
 

@@ -29,7 +29,7 @@ CLIP_PER_MICRO_BATCH = Bug(
     mechanism="The norm is clipped after each backward, not once before the step.",
     needs="a norm above the threshold before the window's end",
     loop=clip_per_micro_batch,
-    wanted=frozenset({"gradient/not-linear"}),
+    wanted=frozenset({"gradient/clipped"}),
 )
 
 
@@ -55,7 +55,7 @@ CLIP_BEFORE_UNSCALE = Bug(
     mechanism="The scaled gradient is clipped: the threshold is off by the loss scale.",
     needs="a dense gradient above threshold / scale",
     loop=clip_before_unscale,
-    wanted=frozenset({"gradient/not-linear"}),
+    wanted=frozenset({"gradient/clipped"}),
 )
 
 
@@ -79,7 +79,7 @@ DECAY_PER_MICRO_BATCH = Bug(
     mechanism="Weight decay belongs to a step, and is added to the gradient at every micro-batch.",
     needs="any case",
     loop=decay_per_micro_batch,
-    wanted=frozenset({"gradient/not-linear"}),
+    wanted=frozenset({"gradient/added-term"}),
 )
 
 
@@ -148,5 +148,5 @@ TENSOR_HOOK_CLIP = Bug(
     mechanism="A tensor hook sees each contribution by itself: a clamp at c lets the sum be K times c.",
     needs="an element above the clamp",
     loop=tensor_hook_clip,
-    wanted=frozenset({"gradient/not-linear"}),
+    wanted=frozenset({"gradient/clipped"}),
 )

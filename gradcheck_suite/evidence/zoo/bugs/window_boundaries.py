@@ -90,7 +90,7 @@ INVERTED_CONDITION = Bug(
     mechanism="`if (i + 1) % K:` in place of `if (i + 1) % K == 0:`.",
     needs="any accumulation_steps but 2, or one window",
     loop=inverted_condition,
-    wanted=frozenset({"step-count/never-stepped", "gradient/first-only"}),
+    wanted=frozenset({"step-count/inverted-condition", "gradient/inverted-condition"}),
     assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
 )
 
@@ -107,7 +107,7 @@ OFF_BY_ONE = Bug(
     mechanism="`i % K == 0` in place of `(i + 1) % K == 0`: steps fall one micro-batch into each window.",
     needs="2 micro-batches in a window",
     loop=off_by_one,
-    wanted=frozenset({"gradient/first-only"}),
+    wanted=frozenset({"gradient/shifted-window"}),
     assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
 )
 

@@ -1,0 +1,91 @@
+"""Naming a fault from the weights that a loop gives to the items of a weight read-out probe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.naming import diagnose, names_nothing
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, weights_table
+from gradcheck_suite.diagnosis.separating_probe import per_micro_batch, reading, readings, separating_probe
+from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
+from gradcheck_suite.diagnosis.step_patterns import fitting_faults, held_by_steps
+from gradcheck_suite.diagnosis.weights import Diagnosis, Weights
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.weight_probe import PARAMETER, SMALL_SCALE, probe_case
+
+SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
+
+
+def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of the weights of a step, by at most two further runs of the loop.
+
+    Args:
+        probe: that the weights were read on.
+        steps: for each step the weight of each item, (total items,).
+        step: index of the step, whose weights are wrong and finite.
+        runner: of the loop.
+    """
+    items, window = steps[step], step % len(probe.plan.windows)
+    observed = per_micro_batch(probe, items)
+    table = () if observed is None else weights_table(probe, observed, window)
+    if observed is not None and (found := _separated(runner, probe, reading(probe, step, observed), steps)):
+        return replace(found, details=table)
+    small = probe.observed_weights(runner, scale=SMALL_SCALE)
+    if small is None or step >= len(small):
+        return not_linear("on the read-out probe the items' weights are wrong, and the loop stops if the loss is small")
+    small_step = SMALL_SCALE * small[step]
+    if not is_linear(items, small_step, probe.tolerance):
+        found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
+        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
+    if observed is None:
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+    weights = reading(probe, step, observed)
+    named = diagnose(weights, _others(readings(probe, steps), step))
+    if names_nothing(named):
+        named = diagnose(weights)
+    return replace(named, details=table)
+
+
+def not_linear(why: str) -> Diagnosis:
+    """Return the diagnosis of a gradient that no known fault explains."""
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
+def _parameters_of(probe: WeightProbe) -> Vector:
+    model = generated_instance(probe_case(probe.plan, probe.reduction, dtype=probe.dtype)).model()
+    values: Vector = model.get_parameter(PARAMETER).detach().double().numpy()
+    return values
+
+
+def _separated(runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]) -> Diagnosis | None:
+    """Return the fault that explains this run and one on the separating probe, with a small loss, or None."""
+    separating = separating_probe(probe, runner.assumes)
+    seen = separating.observed_weights(runner, scale=SMALL_SCALE)
+    if seen is None or not np.isfinite(seen).all():
+        return None
+    if len(seen) != separating.plan.steps:
+        return _by_steps(separating, seen)
+    other = readings(separating, seen)
+    if other is None or all(w.is_right for w in other):
+        return None
+    step = weights.epoch * len(weights.windows) + (weights.index or 0)
+    named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
+    return None if names_nothing(named) else named
+
+
+def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
+    """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
+    faults = fitting_faults(probe.plan, held_by_steps(probe.plan, seen))
+    for name, account in faults.items():
+        if name != "never-stepped":
+            said = f"under another plan the loop takes {len(seen)} steps in place of {probe.plan.steps}"
+            return Diagnosis(name, f"{said}{account}")
+    return None
+
+
+def _others(run: list[Weights] | None, step: int) -> list[Weights]:
+    return [] if run is None else [w for i, w in enumerate(run) if i != step]
