@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases
+from gradcheck_suite.generation.cases import MOVING_STEPS, SOMETIMES_MOVING
 from gradcheck_suite.generation.drawing import draw_cases, run_on_cases
 
 LINEAR = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean"))
@@ -103,3 +104,12 @@ def test_seed_of_pytest_neither_changes_the_cases_nor_keeps_them_from_shrinking(
 def test_wrong_argument_is_reported_at_once():
     with pytest.raises(InvalidArgument, match="dtype must be one of"):
         draw_cases(cases(dtype="int8"), examples=5, seed_value=0)
+
+
+def test_a_share_of_cases_moves_the_parameters_in_several_steps():
+    drawn = draw_cases(cases(optimizer=SOMETIMES_MOVING), examples=400, seed_value=0)
+    moving = [case for case in drawn if case.optimizer]
+    assert {case.optimizer for case in moving} == {"normalized"}
+    assert 0.05 < len(moving) / len(drawn) < 0.15
+    assert all(case.plan.steps in MOVING_STEPS for case in moving)
+    assert not any(case.optimizer for case in draw_cases(cases(), examples=100, seed_value=0))

@@ -56,6 +56,13 @@ def test_a_result_that_holds():
     assert result["violation"] is None
 
 
+def test_the_steps_that_were_and_were_not_judged_are_counted():
+    found = Result("x.py:f", cases=3, seconds=1.0, windows=7, windows_skipped={"diverged": 2}).to_json()
+    assert (found["windows"], found["windows_skipped"]) == (7, {"diverged": 2})
+    none = _strict(Result("x.py:f", cases=3, seconds=1.0).to_json())
+    assert (none["windows"], none["windows_skipped"]) == (0, {})
+
+
 def test_a_result_that_is_violated():
     result = Result("x.py:f", cases=3, seconds=1.0, violation=VIOLATION, found_after=3, assumes=("whole-windows",))
     document = _strict(results_to_json([result], {}))["results"][0]

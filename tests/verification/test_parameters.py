@@ -10,8 +10,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.options import VerifyOptions
+from gradcheck_suite.verification.check import DIVERGED
 
 SPEC = ProblemSpec(
     Input("vector", size=2),
@@ -149,6 +152,38 @@ def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault
             continue
         violation = check(loop, CASE.replace(dtype=dtype)).violation
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
+
+
+def test_a_frozen_parameter_may_not_change_either():
+    layers = (Layer("frozen_linear", features=2), Layer("linear", bias=True, features=2))
+    case = CASE.replace(problem=ProblemSpec(SPEC.input, layers, SPEC.loss))
+
+    def change_frozen(run, step):
+        with torch.no_grad():
+            for p in run.model.parameters():
+                if not p.requires_grad:
+                    p.mul_(1.5)
+
+    for optimizer in (None, "normalized"):
+        assert check(_around_steps(), case.replace(optimizer=optimizer)).holds
+        violation = check(_around_steps(after=change_frozen), case.replace(optimizer=optimizer)).violation
+        assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
+
+
+def test_steps_that_were_not_judged_are_counted_over_all_cases():
+    def leap(run):
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e300
+        _around_steps()(run)
+
+    result = verify(leap, examples=40, optimizer="normalized")
+    assert result.holds
+    assert result.windows_skipped[DIVERGED] > 20
+    assert result.windows >= result.judged == 40
+    options = VerifyOptions(examples=40, optimizer="normalized")
+    line = next(line for line in result_lines(result, None, options, 4, judged=True) if DIVERGED in line)
+    total = result.windows + sum(result.windows_skipped.values())
+    assert line.strip() == f"{result.windows_skipped[DIVERGED]} of {total} steps could not be judged: {DIVERGED}"
 
 
 @pytest.mark.parametrize(("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)])
