@@ -107,7 +107,8 @@ def _no_jax(monkeypatch):
     def refuse(*_):
         raise AssertionError("JAX was asked")
 
-    monkeypatch.setattr(reference, "large_batch_gradients", refuse)
+    for name in ("large_batch_gradients", "StartedGradients"):
+        monkeypatch.setattr(reference, name, refuse)
     monkeypatch.setattr(reference, "REFERENCES", type(reference.REFERENCES)())
     monkeypatch.setattr(checking, "REFERENCES", reference.REFERENCES)
 
