@@ -18,7 +18,7 @@ from gradcheck_suite.execution.observer import Observation
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
-from gradcheck_suite.references.noise import Computation, float64_noise
+from gradcheck_suite.references.noise import Computation, RoundingErrors, cancellation
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import Gradients
@@ -108,8 +108,10 @@ def apart(instance: Instance, window: int, a: Gradients, b: Gradients, *, terms:
     if quick.ratio <= 1:
         return quick
     cuts = [instance.case.plan.items(j) for j in instance.case.plan.windows[window]]
-    noise = float64_noise(Computation(instance, model, torch.float64), items, cuts, layout)
-    return worst_difference(first, second, 2 * abs(scale) * (quick_bound(expected, terms) + noise))
+    computation = Computation(instance, model, torch.float64)
+    noise = RoundingErrors(computation, (items, 1.0), torch.float64).noise()
+    whole = quick_bound(expected, terms) + cancellation(computation, items, cuts, layout) + noise
+    return worst_difference(first, second, 2 * abs(scale) * whole)
 
 
 def with_items(instance: Instance, case: Case, items: list[int]) -> Instance:

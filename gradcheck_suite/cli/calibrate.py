@@ -83,6 +83,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         about: dict[str, Any] = environment.environment()
         append_record(arguments.reports, "calibration", data, environment=about)
-    if false_alarms(data):
-        return exit_status.VIOLATED
-    return exit_status.INTERRUPTED if interrupted else exit_status.HOLDS
+    findings = any(tally.findings for tally in tallies.values())
+    return exit_status.status_of(violated=bool(false_alarms(data)), findings=findings, interrupted=interrupted)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.numerics.bounds import quick_bound
-from gradcheck_suite.numerics.comparison import Vector, worst_difference
+import numpy as np
+
+from gradcheck_suite.numerics.comparison import Comparison, Vector, worst_difference
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.window import Window
+from gradcheck_suite.references.window_bounds import compare_within
 
 
 def disagreement(window: Window, jax: Vector | None = None) -> str | None:
@@ -17,17 +19,45 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         jax: (P,), JAX's gradient of a user's problem; a window of a generated one brings its own.
     """
     jax = window.jax if jax is None else jax
-    if jax is None or worst_difference(window.torch, jax, quick_bound(jax, 1)).ratio <= 1:
+    if jax is None:
         return None
-    bound = window.float64_allowed
-    worst = worst_difference(window.torch, jax, bound)
-    if worst.ratio <= 1:
+    bound, layout = window.float64_bound, window.reference.layout
+    compared = compare_within(bound, Comparison(layout, jax, window.torch, bound.quick))
+    if compared.ratio <= 1:
         return None
-    parameter, _ = window.reference.layout.place(worst.index)
     return (
-        f"torch's and JAX's large-batch gradients of {parameter} differ by "
-        f"{error_text(worst.error, worst.allowed)}, in window {window.index} of case "
-        f"{window.reference.instance.case.digest}: {blame(opinions(window, jax), bound)}; no loop is to blame"
+        f"torch's and JAX's large-batch gradients of {_where(window, compared)}: "
+        f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
+    )
+
+
+def precision_fault(window: Window) -> str | None:
+    """Say where torch's large-batch gradient in the case's lower precision is wrong by more than rounding, if it is."""
+    name = window.reference.instance.case.dtype
+    if window.bound is window.float64_bound:
+        return None
+    try:
+        computed = [window.bound.large_batch, np.sum(window.bound.contributions, axis=0)]
+    except (RuntimeError, NotImplementedError):
+        return None
+    for gradient in computed:
+        compared = window.compare(gradient)
+        if compared.ratio > 1:
+            by = "torch" if window.jax is None else "JAX"
+            return (
+                f"torch's large-batch gradient in {name} and {by}'s in float64 of {_where(window, compared)}: the "
+                f"{name} computation of torch is wrong, and no loop is to blame"
+            )
+    return None
+
+
+def _where(window: Window, compared: Comparison) -> str:
+    worst = compared.worst
+    parameter, _ = compared.layout.place(worst.index)
+    moved = ", at parameters that the optimizer has moved" if window.moved else ""
+    return (
+        f"{parameter} differ by {error_text(worst.error, worst.allowed)}, in window {window.index} of case "
+        f"{window.reference.instance.case.digest}{moved}"
     )
 
 

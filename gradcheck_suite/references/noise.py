@@ -1,15 +1,13 @@
-"""Monte Carlo rounding error of a gradient: the same gradient in another dtype, under autocast, at perturbed values.
+"""Gradients of parts of a window, and their Monte Carlo rounding errors.
 
-The rounding error of a gradient is measured by Monte Carlo arithmetic (D. S. Parker, UCLA CSD-970002, 1997) of its
-first operations. Every parameter and input is moved by one ulp up or down or not at all; whole numbers among the inputs
-are not moved, since they may be class labels. The loss is multiplied by a factor that is not a power of two, and the
-gradient is divided by it, so that operations that are exact for the case's values (products with 1/2, ones and zeros)
-round, too.
+The rounding errors of a gradient, in float64 or a lower precision, are measured by Monte Carlo arithmetic (D. S.
+Parker, UCLA CSD-970002, 1997) of its float64 computation. `random_rounding` has the errors of single operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ import torch
 from gradcheck_suite.execution.autocast import Compute, autocast_context
 from gradcheck_suite.execution.batches import map_leaves
 from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.numerics.bounds import DRAWS, noise_bound, summation_bound
+from gradcheck_suite.numerics.bounds import DRAWS, likely_bound, noise_bound, summation_bound
 from gradcheck_suite.numerics.comparison import Layout, Vector
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.schema.contract import Batch
@@ -49,63 +47,40 @@ class Computation:
         self.instance, self._model, self._dtype, self._compute = instance, model, dtype, compute
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._batches: dict[range, Batch] = {}
+        self._guarded = False
 
     def gradient(self, *parts: Part) -> Vector:
         """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
-    def rounded_at_random(self, part: Part, draws: int = DRAWS) -> Vector:
-        """Return the mean squared change of a part's gradient under random rounding of every operation, (P,).
-
-        The centre is the unperturbed gradient of the same framework: a difference between two frameworks is not
-        rounding error.
-        """
-        centre = self.gradient(part)
-        total = np.zeros_like(centre)
-        for draw in range(draws):
-            gradient = self._with_random_rounding(part, draw)
-            with np.errstate(invalid="ignore", over="ignore"):
-                square = (gradient - centre) ** 2
-            total += np.where(np.isfinite(square), square, 0.0)
-        return total / draws
-
-    def _with_random_rounding(self, part: Part, draw: int) -> Vector:
+    def rounded_at_random(self, part: Part, dtype: torch.dtype, draw: int) -> Vector:
+        """Return a part's gradient with every operation rounded at random as in a dtype, (P,)."""
         try:
-            with RandomRounding(draw):
-                return self.gradient(part)
+            for guarded in (self._guarded, True):
+                with RandomRounding(draw, dtype, guarded=guarded):
+                    found = self.gradient(part)
+                if guarded or np.isfinite(found).all():
+                    return found
+                # a mask may hold the largest number, which a rounding error makes infinite
+                self._guarded = True
         except (RuntimeError, NotImplementedError, ValueError):
             # a loss may reject values outside of its range: only parameters and inputs are moved then
-            items, share = part
-            values = [p.detach().clone() for p in self._model.parameters()]
-            try:
-                return self._drawn(draw, [(self._batch(items), share)], values)
-            finally:
-                self._put(values)
+            return self._at_moved_values(part, dtype, draw)
+        raise AssertionError("a guarded draw returns")
 
-    def mean_square(self, parts: Sequence[Part], centre: Vector, draws: int = DRAWS) -> Vector:
-        """Return the mean over the Monte Carlo draws of the squared distance from `centre`, (P,)."""
-        batches = [(self._batch(items), share) for items, share in parts]
-        values = [p.detach().clone() for p in self._model.parameters()]
-        total = np.zeros_like(centre)
+    def _at_moved_values(self, part: Part, dtype: torch.dtype, draw: int) -> Vector:
+        items, share = part
+        generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
+        batch, values = self._batch(items), [p.detach().clone() for p in self._model.parameters()]
         try:
-            for draw in range(draws):
-                with np.errstate(invalid="ignore", over="ignore"):
-                    square = (self._drawn(draw, batches, values) - centre) ** 2
-                total += np.where(np.isfinite(square), square, 0.0)
+            self._put([_moved(value, eps, generator) for value in values])
+            try:
+                return self._gradient([(map_leaves(lambda t: _moved_data(t, eps, generator), batch), share)])
+            except (RuntimeError, NotImplementedError, ValueError):
+                # a loss may reject a target outside of its range: only the parameters are moved then
+                return self._gradient([(batch, share)])
         finally:
             self._put(values)
-        return total / draws
-
-    def _drawn(self, draw: int, batches: Sequence[tuple[Batch, float]], values: Sequence[torch.Tensor]) -> Vector:
-        generator = torch.Generator().manual_seed(draw)
-        scale = 0.5 ** float(torch.rand((), generator=generator))
-        self._put([_moved(value, generator) for value in values])
-        moved = [(map_leaves(lambda t: _moved_data(t, generator), batch), share) for batch, share in batches]
-        try:
-            return self._gradient(moved, scale)
-        except (RuntimeError, NotImplementedError, ValueError):
-            # a loss may reject a target outside of its range: only the parameters are moved then
-            return self._gradient(batches, scale)
 
     def _put(self, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -117,9 +92,9 @@ class Computation:
             self._batches[items] = self.instance.batch(items, self._dtype)
         return self._batches[items]
 
-    def _gradient(self, batches: Sequence[tuple[Batch, float]], scale: float = 1.0) -> Vector:
+    def _gradient(self, batches: Sequence[tuple[Batch, float]]) -> Vector:
         with autocast_context(self.instance.device, self._compute):
-            losses = [self.instance.problem.loss(self._model, batch) * (share * scale) for batch, share in batches]
+            losses = [self.instance.problem.loss(self._model, batch) * share for batch, share in batches]
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
         if reaching:
@@ -129,20 +104,65 @@ class Computation:
             for p, g in zip(self._trainable, found, strict=True)
         ]
         flat: Vector = torch.cat(parts).numpy()
-        return flat / scale
+        return flat
 
 
-def float64_noise(
-    computation: Computation, window: range, cuts: Sequence[range], layout: Layout, draws: int = DRAWS
-) -> Vector:
-    """Return a bound on the difference of two correct float64 computations of a window's gradient, (P,).
+class RoundingErrors:
+    """The rounding errors of a part's gradient in a dtype, drawn when they are needed and kept."""
+
+    def __init__(self, computation: Computation, part: Part, dtype: torch.dtype) -> None:
+        """Prepare the draws.
+
+        Args:
+            computation: in float64.
+            part: whose gradient.
+            dtype: the precision whose rounding errors are drawn.
+        """
+        self._computation, self._part, self._dtype = computation, part, dtype
+        self._kept: dict[tuple[int, int], Vector] = {}
+
+    def noise(self, draws: int = DRAWS) -> Vector:
+        """Return a bound on the rounding error, (P,): the largest of the bounds of every `DRAWS` draws.
+
+        Where a rounding error takes a value past a kink, such as that of a ReLU, the gradient jumps. A few of many
+        draws show it, and their root mean square alone would understate it.
+        """
+        ends = [(first, min(first + DRAWS, draws)) for first in range(0, draws, DRAWS)]
+        return np.max([noise_bound(self._mean_square(*end), end[1] - end[0]) for end in ends], axis=0)
+
+    def likely(self, draws: int) -> Vector:
+        """Return a smaller bound, (P,): errors within it are likely to be within the bound of any number of draws."""
+        return likely_bound(self._mean_square(0, draws))
+
+    def _mean_square(self, first: int, last: int) -> Vector:
+        """Return the mean of the squared errors of the draws `first` to `last` - 1, (P,).
+
+        The errors are those of the same framework: a difference between two frameworks is not rounding error.
+        """
+        if (first, last) not in self._kept:
+            centre = self._centre
+            drawn = max((end for start, end in self._kept if start == first and end < last), default=first)
+            total = self._kept[first, drawn] * (drawn - first) if drawn > first else np.zeros_like(centre)
+            for draw in range(drawn, last):
+                with np.errstate(invalid="ignore", over="ignore"):
+                    square = (self._computation.rounded_at_random(self._part, self._dtype, draw) - centre) ** 2
+                total = total + np.where(np.isfinite(square), square, 0.0)
+            self._kept[first, last] = total / (last - first)
+        return self._kept[first, last]
+
+    @cached_property
+    def _centre(self) -> Vector:
+        return self._computation.gradient(self._part)
+
+
+def cancellation(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:
+    """Return a bound on the difference of two float64 sums of a window's items, in any order, (P,).
 
     Args:
         computation: a computation in float64.
         window: the items of the window.
         cuts: the items of each micro-batch.
         layout: the layout of the gradient.
-        draws: number of Monte Carlo draws.
     """
     instance = computation.instance
     items = [range(i, i + 1) for i in window]
@@ -151,8 +171,7 @@ def float64_noise(
     except (RuntimeError, ValueError):
         # a user's model may reject a single item, but not a micro-batch
         sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, cuts)]
-    drawn = noise_bound(computation.rounded_at_random((window, 1.0), draws), draws)
-    return drawn + summation_bound(np.sum(sizes, axis=0), len(window), layout)
+    return summation_bound(np.sum(sizes, axis=0), len(window), layout)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
@@ -160,19 +179,19 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
     return dense.reshape(-1).to("cpu", torch.float64)
 
 
-def _moved(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
     """Return the tensor with each element moved by an ulp or two away from zero, towards zero, or not at all."""
     if not tensor.is_floating_point():
         return tensor
     steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * steps)
+    return tensor * (1 + eps * steps)
 
 
-def _moved_data(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _moved_data(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
     """Return perturbed data; whole numbers are not moved.
 
     They may be class labels: a loss that tests whether its target is 1 or -1 would take 1.0001 for neither, and the
     change of its value would not be a rounding error.
     """
-    moved = _moved(tensor, generator)
+    moved = _moved(tensor, eps, generator)
     return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved

@@ -1,77 +1,116 @@
-"""Monte Carlo arithmetic: random rounding of the result of every operation, in the forward and the backward pass.
+"""Monte Carlo arithmetic: float64 operations whose results are rounded at random as in float64 or a lower precision.
 
 Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by up to 4 unit
 roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on cancellation, which perturbed
 inputs alone do not show: x - tanh(x) maps neighbouring x to the same number, so its error is the same in every draw.
 Random rounding of every result shows it.
 
+A lower precision is simulated by float64 operations with larger errors. No operation in that precision runs, so that a
+fault of torch in it cannot widen the bound that torch is held to.
+
 Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-EXACT = frozenset(
-    (
-        "_to_copy",
-        "arange",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "embedding",
-        "empty",
-        "empty_like",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "index",
-        "index_select",
-        "masked_fill",
-        "masked_select",
-        "max",
-        "maximum",
-        "min",
-        "minimum",
-        "neg",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "relu",
-        "roll",
-        "scatter",
-        "select_backward",
-        "slice_backward",
-        "stack",
-        "threshold_backward",
-        "where",
-        "zeros",
-        "zeros_like",
-    )
-)
+# fmt: off
+SELECTING = frozenset((
+    "_to_copy", "_unsafe_view", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat", "clone",
+    "constant_pad_nd", "copy", "cummax", "cummin", "embedding", "empty", "empty_like", "fill", "flip", "full",
+    "full_like", "gather", "index", "index_select", "kthvalue", "lift_fresh", "masked_fill", "masked_select", "max",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum", "median", "min", "minimum", "mode", "neg",
+    "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "relu", "roll", "scatter",
+    "select_backward", "sign", "slice_backward", "sort", "stack", "threshold_backward", "topk", "where", "zero",
+    "zeros", "zeros_like",
+))
+# fmt: on
 """Operations without rounding: they copy, select or negate."""
+
+WITHIN_ONE = frozenset(("_softmax", "cos", "erf", "sigmoid", "sin", "tanh"))
+"""Operations whose results lie within [-1, 1], also after rounding."""
+
+CANCELLING = frozenset(("gelu", "gelu_backward"))
+"""Functions whose formula cancels inside: 1 + erf(x) is 0 to rounding where x is -6, and the result is its product
+with the first argument."""
+
+SALT = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The errors of a precision: one of -3/2, -1/2, 1/2 and 3/2 steps, the same for all values of a cell.
+
+    Values that round to the same number have correlated errors: where a sigmoid saturates, all of its results round to
+    1. A cell has the values that round to one number of the precision.
+
+    Attributes:
+        step: of the results of an operation.
+        inside: step of its arguments, where it adds up products of them.
+        shift: number of lower bits that the values of a cell differ in.
+    """
+
+    step: float
+    inside: float
+    shift: int
+
+
+@cache
+def _grid(dtype: torch.dtype) -> _Grid:
+    """Return the errors of a dtype.
+
+    Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16 and float16, whose
+    functions are computed in float32, have 0.7 here. float32 has 1.1, and float64 has 1.7: the least accurate of the
+    elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalisation,
+    these two round several times, and bfloat16 and float16 do not round.
+    """
+    eps = torch.finfo(dtype).eps
+    step = {torch.float64: 1.5, torch.float32: 1.0}.get(dtype, 0.6) * eps / 2
+    inside = 2 * step if dtype in (torch.float64, torch.float32) else step
+    return _Grid(step, inside, round(math.log2(eps)) + 52)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What is rounded in an operation: its results, and before them which of its arguments."""
+
+    results: bool
+    arguments: tuple[int, ...] = ()
+    within_one: bool = False
+    cancels: bool = False
 
 
 class RandomRounding(TorchDispatchMode):
-    """A mode in which each element of every new floating-point tensor is moved by one ulp up or down or not at all.
+    """A mode in which the results of every operation are rounded at random.
 
-    One step of eps, two unit roundoffs, has a root mean square of 1.6 unit roundoffs: more than the 1.0 of XLA's tanh,
-    the least accurate of the elementary functions, and than the 0.6 of correct rounding.
+    An operation that adds up products rounds each of them, and in an order that is not known. Its arguments are
+    therefore rounded, too: where the parts of a sum cancel, the result has an error of the size of the parts.
+
+    The error of a value is a hash of the value, in every second draw also of the operation: equal values have equal
+    errors, as in arithmetic, and those of another operation may differ.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64, *, guarded: bool = False) -> None:
+        """Prepare a draw.
+
+        Args:
+            seed: of the errors.
+            dtype: the precision that is simulated.
+            guarded: whether the largest numbers, as in the masks of attention, stay finite.
+        """
         super().__init__()
-        self._seed, self._generators = seed, dict[torch.device, torch.Generator]()
+        self._dtype, self._guarded, self._salted = dtype, guarded, seed % 2 == 1
+        self._hash, self._operations = random.Random(seed).getrandbits(64), 0
 
     def __torch_dispatch__(
         self,
@@ -80,22 +119,61 @@ class RandomRounding(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and perturb its results."""
+        """Run the operation with rounding errors."""
+        if (decomposed := _decompositions().get(func)) is not None:
+            with self:
+                return decomposed(*args, **(kwargs or {}))
+        rounding = _rounding_of(func)
+        self._operations += self._salted
+        if rounding.arguments:
+            args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
         out = func(*args, **(kwargs or {}))
-        exact = _rounds_nothing(func) and not _narrows(func, args, out)
-        return out if exact else tree_map(self._moved, out)
+        if not rounding.results and not _narrows(func, args, out):
+            return out
+        if isinstance(out, torch.Tensor):
+            if rounding.cancels:
+                out += self._moved(args[0], 1) - args[0]
+            self._round(out, rounding.within_one)
+        elif isinstance(out, list | tuple):
+            for value in out:
+                self._round(value, rounding.within_one)
+        return out
 
-    def _moved(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.is_floating_point():
+    def _argument(self, value: Any) -> Any:
+        if not _is_rounded(value):
             return value
-        if value.device not in self._generators:
-            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        generator = self._generators[value.device]
-        steps = torch.randint(-1, 2, value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        limits = torch.finfo(value.dtype)
-        # attention masks hold the largest finite number, which must not become infinite, nor infinity NaN
-        moved = torch.where(value.abs() <= limits.max / 2, value.addcmul(value, steps, value=limits.eps), value)
-        return value.copy_(moved)
+        return self._moved(value, 1)
+
+    def _round(self, value: Any, within_one: bool) -> None:
+        if not _is_rounded(value):
+            return
+        moved = self._moved(value, 0)
+        if self._guarded:
+            moved = torch.where(moved.isfinite(), moved, value)
+        if within_one:
+            moved = moved.clamp_(-1, 1)
+        if self._dtype is torch.float16:
+            # numbers below 6e-5 have fewer digits; what overflows is judged apart
+            largest = torch.finfo(torch.float16).max
+            moved = moved.clamp_(-largest, largest).to(torch.float16)
+        value.copy_(moved)
+
+    def _moved(self, value: torch.Tensor, salt: int) -> torch.Tensor:
+        """Return a tensor with random errors, in float64."""
+        coarser = max(value.dtype, self._dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        grid, value = _grid(coarser), value.to(torch.float64)
+        multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
+        multiplier -= 2**64 * (multiplier >= 2**63)
+        cells = value.view(torch.int64)
+        if grid.shift:
+            cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
+        steps = cells.mul(multiplier).bitwise_right_shift_(62)  # -2, -1, 0 or 1
+        step = grid.inside if salt else grid.step
+        return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
+
+
+def _is_rounded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
 def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
@@ -106,6 +184,29 @@ def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
 
 
 @cache
-def _rounds_nothing(func: Any) -> bool:
-    """Return whether an operation's result is exact, or an alias of another tensor."""
-    return func.overloadpacket.__name__ in EXACT or any(r.alias_info is not None for r in func._schema.returns)
+def _decompositions() -> dict[Any, Any]:
+    """Return the operations whose result is a difference of sums, as functions of simpler operations.
+
+    The gradient of the layer norm of a single number is g - g. Whatever its arguments are, the operation returns 0, and
+    torch in a lower precision returns a rounding error of g / sqrt(eps).
+    """
+    aten = torch.ops.aten
+    names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
+    return dict(get_decompositions([getattr(aten, name) for name in names]))
+
+
+@cache
+def _rounding_of(func: Any) -> _Rounding:
+    schema, name = func._schema, func.overloadpacket.__name__
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if views or name.removesuffix("_") in SELECTING:
+        return _Rounding(False)
+    # losses take labels, which are exact, and a slope that changes at 0 does not add up
+    elementwise = torch.Tag.pointwise in func.tags or "prelu" in name or "loss" in name or "binary_cross" in name
+    read = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is None]
+    return _Rounding(
+        results=True,
+        arguments=() if elementwise else tuple(read),
+        within_one=name.removesuffix("_") in WITHIN_ONE,
+        cancels=name in CANCELLING,
+    )

@@ -14,7 +14,13 @@ from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.references.window_bounds import Float64Bound, LowPrecisionBound, WindowBound
+from gradcheck_suite.references.window_bounds import (
+    Float64Bound,
+    LowPrecisionBound,
+    WindowBound,
+    compare_within,
+    whole_bound,
+)
 
 if TYPE_CHECKING:
     from gradcheck_suite.references.reference import Reference
@@ -50,7 +56,6 @@ class Window:
         self.float64_bound = Float64Bound(self)
         exact = instance.case.dtype == "float64"
         self.bound: WindowBound = self.float64_bound if exact else LowPrecisionBound(self, compute)
-        self._allowed: dict[tuple[WindowBound, int], Vector] = {}
 
     @property
     def moved(self) -> bool:
@@ -93,39 +98,24 @@ class Window:
 
     def allowed(self, draws: int = DRAWS) -> Vector:
         """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
-        return self._measured(self.bound, draws)
+        return whole_bound(self.bound, draws)
 
-    @property
-    def float64_allowed(self) -> Vector:
-        """What rounding allows between two float64 computations, of each element."""
-        return self._measured(self.float64_bound, DRAWS)
-
-    def _measured(self, bound: WindowBound, draws: int) -> Vector:
-        if (bound, draws) not in self._allowed:
-            self._allowed[bound, draws] = bound.steady + bound.noise(draws)
-        return self._allowed[bound, draws]
-
-    def compare(self, observed: Vector, *, draws: int = DRAWS) -> Comparison:
+    def compare(self, observed: Vector, *, roughly: bool = False) -> Comparison:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
 
-        The noise is measured only where the rest of the bound does not suffice: drawing it is the expensive part.
-        """
-        steady = self.compare_steady(observed)
-        if steady.ratio <= 1:
-            return steady
-        allowed = self.allowed(draws)
-        comparison = Comparison(self.reference.layout, self.expected, steady.observed, allowed)
-        if comparison.ratio <= 1 or not self.moved or self.jax is None:
-            return comparison
-        # where a real optimizer has taken a model to saturation, one framework's formula may cancel to exactly 0 and
-        # the other's to a rounding of large terms: the loop computes with torch, whose own large batch it may match
-        by_torch = Comparison(self.reference.layout, self.torch, steady.observed, allowed)
-        return min(comparison, by_torch, key=lambda found: found.ratio)
+        Args:
+            observed: (P,): the gradient.
+            roughly: whether a violation may be found with a wider bound, from fewer draws of rounding errors.
 
-    def compare_steady(self, observed: Vector) -> Comparison:
+        Raises:
+            CannotJudgeError: the gradient is not finite, nor is that of the plain large batch, which is out of range.
+        """
+        return compare_within(self.bound, self.compare_quickly(observed), roughly=roughly)
+
+    def compare_quickly(self, observed: Vector) -> Comparison:
         """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
         compared = self.bound.comparable(observed)
-        return Comparison(self.reference.layout, self.expected, compared, self.bound.steady)
+        return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""

@@ -1,7 +1,7 @@
 """What rounding allows of one window's gradient: in float64, and in a lower precision.
 
-Both bounds are a part that needs no chance, `steady`, and `noise`, which is measured on draws of the rounding errors.
-The formulas and their sources are in `numerics.bounds`.
+Both bounds have a coarse part that needs no draws, `quick`, and a whole, which measures rounding errors. The formulas
+and their sources are in `numerics.bounds`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,34 @@ import numpy as np
 import torch
 
 from gradcheck_suite.execution.autocast import Compute, coarsest
-from gradcheck_suite.numerics.bounds import accumulation_bound, farthest, noise_bound, quick_bound
-from gradcheck_suite.numerics.comparison import Vector, worst_difference
+from gradcheck_suite.execution.devices import torch_dtype
+from gradcheck_suite.numerics.bounds import DRAWS, FEW_DRAWS, MANY_DRAWS, accumulation_bound, coarse_bound, quick_bound
+from gradcheck_suite.numerics.comparison import Comparison, Vector, worst_difference
 from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.references.noise import Computation, Part, float64_noise, shared
+from gradcheck_suite.references.noise import Computation, Part, RoundingErrors, cancellation, shared
+from gradcheck_suite.references.number_range import leaves_range
 
 if TYPE_CHECKING:
     from gradcheck_suite.references.window import Window
+
+SMALL = 100_000
+"""Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""
 
 
 class WindowBound(Protocol):
     """What rounding in the case's dtype does to one window's gradient; vectors are (P,) float64."""
 
     @property
-    def steady(self) -> Vector:
-        """The deterministic part of the bound."""
+    def quick(self) -> Vector:
+        """The part of the bound that needs no draws."""
+
+    @property
+    def summing(self) -> Vector:
+        """The rounding errors of adding up, which are no part of the draws."""
+
+    @property
+    def errors(self) -> RoundingErrors:
+        """The rounding errors that are drawn."""
 
     @property
     def large_batch(self) -> Vector:
@@ -37,14 +50,43 @@ class WindowBound(Protocol):
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, computed like `large_batch`."""
 
-    def noise(self, draws: int) -> Vector:
-        """Return the Monte Carlo part of the bound, measured on `draws` draws."""
-
     def comparable(self, observed: Vector) -> Vector:
         """Return an observed gradient as it is compared with the expected one."""
 
+    def expect_computable(self) -> None:
+        """Raise `CannotJudgeError` if torch cannot compute the large batch in the case's dtype."""
+
     def is_torchs(self, observed: Vector) -> bool:
         """Return whether a gradient is that of torch's large batch, without JAX; only float64 can tell."""
+
+
+def whole_bound(bound: WindowBound, draws: int = DRAWS) -> Vector:
+    """Return what rounding allows of each element, measured on so many draws, (P,)."""
+    return np.maximum(bound.quick, bound.summing + bound.errors.noise(draws))
+
+
+def compare_within(bound: WindowBound, evidence: Comparison, *, roughly: bool = False) -> Comparison:
+    """Compare two gradients with as many draws of the rounding errors as it takes to decide.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients, and `bound.quick`.
+        roughly: whether a violation may be found with `FEW_DRAWS`, whose bound is 30 times as wide.
+    """
+
+    def within(allowed: Vector) -> Comparison:
+        return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
+
+    if evidence.ratio <= 1:
+        return evidence
+    if roughly and (found := within(whole_bound(bound, FEW_DRAWS))).ratio > 1:
+        return found
+    found = within(np.maximum(bound.quick, bound.summing + bound.errors.likely(FEW_DRAWS)))
+    for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
+        if found.ratio <= 1:
+            return found
+        found = within(whole_bound(bound, draws))
+    return found
 
 
 class Float64Bound:
@@ -54,7 +96,8 @@ class Float64Bound:
         self._window, self._terms = window, len(window.members)
 
     @cached_property
-    def _computation(self) -> Computation:
+    def computation(self) -> Computation:
+        """Computes gradients in float64."""
         return Computation(self._window.reference.instance, self._window.model(), torch.float64)
 
     @cached_property
@@ -62,9 +105,20 @@ class Float64Bound:
         return _parts(self._window)
 
     @cached_property
-    def steady(self) -> Vector:
+    def quick(self) -> Vector:
         """A resolution below which nothing is looked for, and the additions of the micro-batches."""
         return quick_bound(self._window.expected, self._terms)
+
+    @cached_property
+    def summing(self) -> Vector:
+        """The resolution, and the rounding errors of adding up the items in another order."""
+        cuts = [items for items, _ in self._parts]
+        return self.quick + cancellation(self.computation, self._window.items, cuts, self._window.reference.layout)
+
+    @cached_property
+    def errors(self) -> RoundingErrors:
+        """The rounding errors of float64."""
+        return RoundingErrors(self.computation, (self._window.items, 1.0), torch.float64)
 
     @property
     def large_batch(self) -> Vector:
@@ -74,37 +128,37 @@ class Float64Bound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient."""
-        return [self._computation.gradient(part) for part in self._parts]
-
-    def noise(self, draws: int) -> Vector:
-        """Return how far two sound float64 computations may lie apart, measured on so many draws."""
-        cuts = [items for items, _ in self._parts]
-        return float64_noise(self._computation, self._window.items, cuts, self._window.reference.layout, draws)
+        return [self.computation.gradient(part) for part in self._parts]
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient itself."""
         return observed
 
+    def expect_computable(self) -> None:
+        """Accept every window: it would not exist without its float64 gradient."""
+
     def is_torchs(self, observed: Vector) -> bool:
-        """Whether a gradient is that of torch's large batch within the steady part of the bound."""
+        """Whether a gradient is that of torch's large batch within the quick part of the bound."""
         torchs = self._window.torch
         return worst_difference(observed, torchs, quick_bound(torchs, self._terms)).ratio <= 1
 
 
 class LowPrecisionBound:
-    """The bound in float32, bfloat16 or float16, and under the autocast of the loop's losses."""
+    """The bound in float32, bfloat16 or float16, and under the autocast of the loop's losses.
+
+    It is made of float64 computations. What torch computes in the lower precision is only asked whether it is finite.
+    """
 
     def __init__(self, window: Window, compute: Compute) -> None:
         self._window, self._compute = window, compute
+        unit = coarsest(window.reference.instance.case.dtype, compute)
+        assert unit is not None
+        self._unit = unit
 
     @cached_property
     def _computation(self) -> Computation:
         instance = self._window.reference.instance
         return Computation(instance, self._window.model(instance.dtype), instance.dtype, self._compute)
-
-    @cached_property
-    def _parts(self) -> list[Part]:
-        return _parts(self._window)
 
     @cached_property
     def large_batch(self) -> Vector:
@@ -114,11 +168,47 @@ class LowPrecisionBound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, in the case's dtype."""
-        return [self._computation.gradient(part) for part in self._parts]
+        return [self._computation.gradient(part) for part in _parts(self._window)]
 
     @cached_property
-    def steady(self) -> Vector:
-        """What the precision does to this gradient at these values, and what scaling and adding up may do.
+    def _sizes(self) -> Vector:
+        return np.sum(np.abs(self._window.float64_bound.contributions), axis=0)
+
+    @cached_property
+    def quick(self) -> Vector:
+        """What scaling and adding up may do to the largest element of each parameter."""
+        layout, terms = self._window.reference.layout, len(self._window.members)
+        return coarse_bound(self._sizes, terms, self._unit, layout)
+
+    @cached_property
+    def summing(self) -> Vector:
+        """What scaling and adding up may do to each element."""
+        return accumulation_bound(self._sizes, len(self._window.members), self._unit)
+
+    @cached_property
+    def errors(self) -> RoundingErrors:
+        """The rounding errors of the coarsest precision that takes part."""
+        computation = self._window.float64_bound.computation
+        return RoundingErrors(computation, (self._window.items, 1.0), torch_dtype(self._unit))
+
+    def comparable(self, observed: Vector) -> Vector:
+        """Return the gradient with the expected value where both are infinite or NaN.
+
+        What overflows first decides which of them comes out.
+
+        Raises:
+            CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch.
+        """
+        expected = self._window.expected
+        if (np.isfinite(observed) != np.isfinite(expected)).any():
+            self.expect_computable()
+        return np.where(np.isfinite(observed) | np.isfinite(expected), observed, expected)
+
+    def expect_computable(self) -> None:
+        """Expect torch to compute the large batch in this precision, and all at once and in parts alike.
+
+        A gradient that is finite in float64 alone excuses a case only if the numbers of the float64 computation leave
+        the range of the lower precision. Otherwise it is a fault.
 
         Raises:
             CannotJudgeError: the plain large batch fails in this precision, or overflows in it.
@@ -131,29 +221,14 @@ class LowPrecisionBound:
             raise CannotJudgeError(f"the plain large batch fails in {where}: {error}") from error
         with np.errstate(invalid="ignore"):
             accumulated = np.sum(low, axis=0)
-        expected = self._window.expected
-        finite = np.isfinite(expected)
-        if any((np.isfinite(gradient) != finite).any() for gradient in (large, accumulated)):
+        finite = np.isfinite(self._window.expected)
+        if not any((np.isfinite(gradient) != finite).any() for gradient in (large, accumulated)):
+            return
+        computation, parts = self._window.float64_bound.computation, _parts(self._window)
+        if leaves_range(computation, [(self._window.items, 1.0), *parts], torch_dtype(self._unit)):
             raise CannotJudgeError(
                 f"the plain gradient of a batch is finite in float64 and not in {where}, or vice versa"
             )
-        high = self._window.float64_bound.contributions
-        sizes = np.sum([np.maximum(np.abs(a), np.abs(b)) for a, b in zip(low, high, strict=True)], axis=0)
-        unit = coarsest(name, self._compute)
-        assert unit is not None
-        return farthest(expected, [large, accumulated]) + accumulation_bound(sizes, len(low), unit)
-
-    def noise(self, draws: int) -> Vector:
-        """Return how far the roundings of another order of computation may take the gradient."""
-        return noise_bound(self._computation.mean_square(self._parts, self._window.expected, draws), draws)
-
-    def comparable(self, observed: Vector) -> Vector:
-        """Return the gradient with the expected value where both are infinite or NaN.
-
-        What overflows first decides which of them comes out.
-        """
-        expected = self._window.expected
-        return np.where(np.isfinite(observed) | np.isfinite(expected), observed, expected)
 
     def is_torchs(self, observed: Vector) -> bool:
         """Return False: in a lower precision no gradient is told to be torch's float64 one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.execution.tracebacks import users_line
-from gradcheck_suite.numerics.comparison import Comparison, Vector
+from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.description import error_text
+from gradcheck_suite.references.agreement import disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
@@ -38,9 +39,6 @@ from gradcheck_suite.verification.separability import objective_fault
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
-FEW_DRAWS = 4
-"""Draws of rounding errors where it is enough to know whether a gradient is wrong. The bound that they give is 20 times
-as wide as the whole number's: what lies beyond it is wrong all the more, what lies within is measured again."""
 DIVERGED = "the parameters have diverged under the optimizer"
 """Why gradients are not judged whose finiteness depends on the order of operations."""
 FAR = 16.0
@@ -49,6 +47,15 @@ SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient 
 """Why a step of the plan was not taken, where it need not be."""
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A fault of torch or JAX."""
+
+    text: str
+
+
 UNNAMED = Diagnosis("", "")
 """In place of a diagnosis for which the loop would have to run again."""
 
@@ -187,10 +194,9 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
         taken = [*range(len(outcome.observations))]
         return _judge_steps(reference, outcome, taken, runner, autocast, missing=DIVERGED)
     if outcome.raised is not None:
-        # where even the plain large batch fails in the case's dtype, comparing raises CannotJudgeError: no loop's fault
+        # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
         if not is_probe(case):
-            first = reference.window(0, compute=autocast)
-            first.compare(first.expected)
+            reference.window(0, compute=autocast).bound.expect_computable()
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
         diagnosis = "timed-out" if outcome.timed_out else "raised"
@@ -250,6 +256,8 @@ def _judge_steps(
             found = _judge_gradients(reference, outcome, places[step], evaluation, runner, autocast)
             if isinstance(found, Violation):
                 return Verdict(case, found, ratio=ratio)
+            if isinstance(found, _Finding):
+                return Verdict(case, finding=found.text)
             if isinstance(found, str):
                 skipped[found] += 1
             else:
@@ -268,8 +276,8 @@ def _judge_gradients(
     evaluation: Evaluation,
     runner: LoopRunner | None,
     autocast: Compute,
-) -> float | str | Violation:
-    """Return error over allowed of the gradients that a step used, or why they cannot be judged, or the violation."""
+) -> float | str | Violation | _Finding:
+    """Return error over allowed of the gradients that a step used, or why they cannot be judged, or what is wrong."""
     case = reference.instance.case
     moved = case.optimizer is not None and not _is_start(evaluation, outcome)
     if moved and _diverged(evaluation):
@@ -282,7 +290,9 @@ def _judge_gradients(
             return 0.0
         if moved and not np.isfinite(window.expected).all() and _is_far(reference, evaluation):
             return NOT_FINITE
-        comparison = _compare(window, seen, shrinking=runner is None)
+        comparison = window.compare(seen, roughly=runner is None)
+        if finding := _reference_fault(window, wrong=comparison.ratio > 1):
+            return finding
     except CannotJudgeError as error:
         return str(error)
     if comparison.ratio <= 1:
@@ -295,10 +305,17 @@ def _judge_gradients(
     return _gradient_violation(window, evaluation, comparison, epoch, runner, known)
 
 
-def _compare(window: Window, observed: Vector, *, shrinking: bool) -> Comparison:
-    if shrinking and (roughly := window.compare(observed, draws=FEW_DRAWS)).ratio > 1:
-        return roughly
-    return window.compare(observed)
+def _reference_fault(window: Window, *, wrong: bool) -> _Finding | None:
+    """Return where the references themselves are wrong, so that no loop is to blame.
+
+    Before the loop ran, torch and JAX were compared at the initial parameters. Torch in a lower precision is looked at
+    where a gradient is wrong.
+    """
+    if (wrong or window.moved) and (finding := disagreement(window)):
+        return _Finding(finding)
+    if wrong and (finding := precision_fault(window)):
+        return _Finding(finding)
+    return None
 
 
 def _diverged(evaluation: Evaluation) -> bool:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.evidence.calibration import campaign, drawing
 from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.references import reference, window_bounds
+from gradcheck_suite.references import noise, reference, window_bounds
 from gradcheck_suite.schema.case import case_from_json
 from gradcheck_suite.schema.spec import ProblemSpec
+from gradcheck_suite.verification import check as checking
 from tests.cli.conftest import LINEAR, files
 
 SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")
@@ -48,10 +49,25 @@ def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
     assert files(project / "reports") == ["calibration-chunks.jsonl", "records/calibration.jsonl"]
 
 
-def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
-    for name in ("accumulation_bound", "farthest"):
+@pytest.fixture
+def too_tight(monkeypatch):
+    """Let the bound allow nothing."""
+    for name in ("accumulation_bound", "coarse_bound"):
         monkeypatch.setattr(window_bounds, name, lambda vector, *_: np.zeros_like(vector))
-    monkeypatch.setattr(window_bounds, "noise_bound", lambda vector, draws: np.zeros_like(vector))
+    for name in ("likely_bound", "noise_bound"):
+        monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
+
+
+@pytest.mark.usefixtures("too_tight")
+def test_a_fault_of_torch_is_status_3(run):
+    outcome = run(*SMALL)
+    assert outcome.status == exit_status.DISAGREEMENT == 3
+    assert "the float32 computation of torch is wrong" in outcome.out
+
+
+@pytest.mark.usefixtures("too_tight")
+def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
+    monkeypatch.setattr(checking, "precision_fault", lambda window: None)
     outcome = run(*SMALL)
     assert outcome.status == exit_status.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out

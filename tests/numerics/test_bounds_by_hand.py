@@ -17,9 +17,9 @@ from gradcheck_suite.numerics.bounds import (
     SMALLEST,
     UNIT_ROUNDOFF,
     accumulation_bound,
-    distance,
-    farthest,
+    coarse_bound,
     growth,
+    likely_bound,
     noise_bound,
     quick_bound,
     student_factor,
@@ -114,8 +114,22 @@ def test_the_bound_of_summation_is_twice_that_of_a_parameters_largest_sum(items,
 def test_the_bound_of_noise_is_students_factor_times_the_root_mean_square():
     mean_square = np.array([4.0, 0.0, np.inf, np.nan, 0.25])
     assert noise_bound(mean_square, 2) == pytest.approx([2 * student_factor(2), 0, 0, 0, student_factor(2) / 2])
-    # sixteen draws where nothing is said: 12.6, by the table in the module's text
-    assert noise_bound(np.ones(1)) == pytest.approx([12.6], abs=0.05)
+    # 32 draws where nothing is said: 8.5, by the table in the module's text
+    assert noise_bound(np.ones(1)) == pytest.approx([8.5], abs=0.05)
+
+
+def test_the_likely_bound_is_the_normal_distributions():
+    # erfc(x / sqrt(2)) is the probability beyond x on both sides
+    (factor,) = likely_bound(np.ones(1))
+    assert math.erfc(factor / math.sqrt(2)) == pytest.approx(FALSE_ALARM, rel=1e-9)
+    assert likely_bound(np.array([4.0, np.nan])).tolist() == [2 * factor, 0.0]
+
+
+def test_the_coarse_bound_is_that_of_a_parameters_largest_element():
+    layout = Layout(("weight", "bias"), ((2,), (1,)))
+    bound = coarse_bound(np.array([3.0, 7.0, np.nan]), 2, "bfloat16", layout)
+    largest, none = accumulation_bound(np.array([7.0, 0.0]), 2, "bfloat16")
+    assert bound.tolist() == [largest, largest, none]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -129,10 +143,3 @@ def test_the_bound_of_accumulation_has_a_relative_and_an_absolute_part(terms, ro
             [float(_product(roundings, dtype) * size + roundings * spacing)], rel=1e-13, abs=0
         )
     assert accumulation_bound(np.array([np.inf]), terms, dtype).tolist() == [float(roundings * spacing)]
-
-
-def test_distances_are_absolute_and_finite():
-    a, b = np.array([1.0, -2.0, np.inf, np.nan]), np.array([4.0, -7.0, np.inf, 1.0])
-    assert distance(a, b).tolist() == distance(b, a).tolist() == [3.0, 5.0, 0.0, 0.0]
-    near = np.array([1.5, -2.0, 3.0, 0.0])
-    assert farthest(b, [a, near]).tolist() == [3.0, 5.0, 0.0, 1.0]

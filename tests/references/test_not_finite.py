@@ -77,7 +77,8 @@ def test_what_overflows_in_the_lower_precision_alone_is_not_judged():
     problem = _problem(6e4, 2)
     assert check(BUILT_IN["zero_"], TWO_WINDOWS, problem=problem).skipped is None
     verdict = check(BUILT_IN["zero_"], TWO_WINDOWS.replace(dtype="float16"), problem=problem)
-    assert "finite in float64 and not in float16" in verdict.skipped
+    (reason,) = verdict.windows_skipped
+    assert "finite in float64 and not in float16" in reason
     assert verdict.holds
 
 

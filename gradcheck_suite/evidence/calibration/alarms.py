@@ -99,7 +99,7 @@ class Judge:
             key = index, noted.compute, observed.tobytes()
             if key not in self._seen:
                 window = self._reference.window(index, None, noted.compute)
-                beyond = window.compare_steady(observed).ratio > 1
+                beyond = window.compare_quickly(observed).ratio > 1
                 self._seen[key] = (
                     window.compare(observed).ratio if beyond else None,
                     failed_rules(window, self._reference.layout, observed, self._drawn.case.dtype),
