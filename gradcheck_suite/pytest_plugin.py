@@ -10,6 +10,7 @@ have the prefix `gradcheck`. No Hypothesis profile is registered or loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,27 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         return verified.result
 
     return verify_loop
+
+
+@pytest.fixture
+def audit_training() -> Callable[..., AbstractContextManager[Any]]:
+    """Return a function that audits the code in its block, and fails the test where a step is violated or none judged.
+
+    It takes the options of `gradcheck_suite.audit` and yields the audit.
+    """
+
+    @contextmanager
+    def audited(**options: Any) -> Iterator[Any]:
+        from gradcheck_suite.live.context import audit
+        from gradcheck_suite.live.text import result_lines
+
+        with audit(**{"name": "this test", **options}) as opened:
+            yield opened
+        result = opened.result
+        if not result.holds:
+            pytest.fail("\n".join([*result_lines(result), result.unjudged or ""]).rstrip(), pytrace=False)
+
+    return audited
 
 
 def _flag(field: str) -> str:

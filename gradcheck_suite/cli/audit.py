@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     # the script's warnings are the script's
     warnings.resetwarnings()
     warnings.filters[:] = _python_filters()  # type: ignore[index]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     name = f"-m {arguments.script}" if arguments.module else arguments.script
     audited = audit(
         steps=arguments.steps,
@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         error, status = raised, 1
         _print_own_traceback(raised)
     result = audited.close(error)
+    signal.signal(signal.SIGINT, previous)
     about = environment.environment()
     if arguments.json is not None:
         write_json(arguments.json, results_to_json([result], about))
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         append_record(arguments.reports, "audit", result.to_json(), environment=about)
     sys.stdout.flush()
-    print("\n".join(result_lines(result)), file=sys.stderr, flush=True)
+    print("\n".join(result_lines(result, shown=True)), file=sys.stderr, flush=True)
     if result.violations:
         return exit_status.VIOLATED
     if status:

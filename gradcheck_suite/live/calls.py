@@ -31,6 +31,7 @@ class Call:
         place: of the call.
         counted: what it counts.
         target: storage address, first byte and last byte of the target: parts of one tensor are told from whole ones.
+        declared: the count by which the trainer has it divided, or None where that is not known.
         inner: whether the call is part of another one that was declared, or of a gradient that is not accumulated.
     """
 
@@ -39,6 +40,7 @@ class Call:
     counted: Counted
     target: tuple[int, int, int] | None
     inner: bool = False
+    declared: Any = None
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from gradcheck_suite.live.names import parameter_name
 from gradcheck_suite.live.passes import Pass, Watched, is_finite
 from gradcheck_suite.live.places import NOWHERE, Place
 from gradcheck_suite.live.sketches import PROJECTIONS, Sketch, as_array, resolution, tolerance
-from gradcheck_suite.live.sums import Explanation, Sums, empty, explain
+from gradcheck_suite.live.sums import Explanation, Sums, empty, exactly, explain
 from gradcheck_suite.live.words import SENTENCES
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.schema.live_results import LiveViolation
@@ -157,25 +157,27 @@ def _judge_sum(
     result: Judged,
 ) -> Explanation | None:
     """Judge the sum; return what the gradient is made of where that is clear."""
-    state.detail = False
     sums, keys = _sketches(state, passes, gradients, previous)
     if _untouched(sums, passes):
         result.findings.append("gradients were written by hand: what arrived by backward was not used")
         return None
     found = explain(sums)
-    if found.name and passes[-1].after and any(g[:PROJECTIONS].any() for g in gradients.values()):
+    after = {key: as_array(sketch) for key, sketch in passes[-1].after.items()}
+    if after and any(g[:PROJECTIONS].any() for g in gradients.values()):
         # `.grad` as the last backward pass left it: what was done to it afterwards is the user's decision
-        after = {key: as_array(s) for key, s in passes[-1].after.items()}
-        before, _ = _sketches(state, passes, after, previous)
-        edited = explain(before)
-        if not edited.name:
-            state.detail = True
-            result.sums = True
+        left, _ = _sketches(state, passes, after, previous)
+        before = explain(left)
+        if not before.name and before.factor != 1.0:
+            # where all arrivals are parallel, any sum of them is a multiple of any other
+            before = exactly(left) or before
+        if before.name and (before.name != "not-linear" or found.name == "not-linear" or not found.name):
+            found = before
+        elif found.name and not before.name:
+            state.detail = result.sums = True
             memory.unclear = None
             result.findings.append("gradients were edited between the last backward and the step, not by one factor")
-            return replace(edited, factor=1.0)
-        if edited.name != "not-linear" or found.name == "not-linear":
-            found = edited
+            return replace(before, factor=1.0)
+    state.detail = not found.name and abs(found.factor / _clip_factor(passes) - 1) > UNEXPLAINED
     if found.name and (excuse := _excuse(state, passes, found, memory, given)):
         result.findings.append(excuse)
         # what is left in the gradient is a window of its own
@@ -385,6 +387,8 @@ def _judge_weights(
         )
 
 
+UNEXPLAINED = 1e-3
+"""Relative deviation from what clipping explains, from which on the next window is looked at in detail."""
 SINGLES = 3
 """Windows of one micro-batch in a row that are no short last windows, where more micro-batches are asked for."""
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"

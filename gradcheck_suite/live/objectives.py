@@ -42,6 +42,7 @@ class Term:
         ordinal: index among the calls of this line in this pass.
         target: storage address, first byte and last byte of the target, or None.
         unit: unit roundoff of the cotangent.
+        declared: the count by which the trainer has the window divided, or None.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Term:
     ordinal: int
     target: tuple[int, int, int] | None
     unit: float
+    declared: float | None = None
 
     @property
     def tolerance(self) -> float:
@@ -86,6 +88,7 @@ def term(received: Received, micro_batch: int, factor: float) -> Term:
         ordinal=received.ordinal,
         target=call.target,
         unit=received.unit,
+        declared=None if call.declared is None else float(call.declared),
     )
 
 
@@ -202,6 +205,9 @@ def _scaled(
     def reading(status: str, note: str = "", index: int = 0) -> Reading:
         return Reading(status, given, totals[index], factors[index], length, note)
 
+    declared = counted[0].declared
+    if declared and declared != totals[0] and _near(weight, 1 / declared, tolerance):
+        return reading("scale", f"{factors[0]:.6g}: the trainer counts {declared:g}, where {totals[0]:g} count")
     if any(_near(factor, 1.0, tolerance) for factor in factors):
         return reading("right", index=next(i for i, f in enumerate(factors) if _near(f, 1.0, tolerance)))
     summed = counted[0].reduction != "mean"

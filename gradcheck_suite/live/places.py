@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -49,6 +50,22 @@ def _shown(filename: str) -> str:
     except ValueError:
         return filename
     return filename if relative.startswith("..") else relative
+
+
+DENOMINATOR = "num_items_in_batch"
+"""The argument in which transformers' Trainer hands a loss the count of the window, over all its micro-batches."""
+
+
+def declared_denominator() -> Any:
+    """Return the count that a trainer has handed to the function that calls a loss, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            break
+        if DENOMINATOR in frame.f_code.co_varnames:
+            return frame.f_locals.get(DENOMINATOR)
+        frame = frame.f_back
+    return None
 
 
 def here() -> Place:

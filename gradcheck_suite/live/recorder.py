@@ -19,7 +19,7 @@ from gradcheck_suite.live import calls, losses
 from gradcheck_suite.live.calls import Call, Received
 from gradcheck_suite.live.graph import reached
 from gradcheck_suite.live.passes import Gate, Pass, Watched, supported
-from gradcheck_suite.live.places import NOWHERE, Place, here
+from gradcheck_suite.live.places import NOWHERE, Place, declared_denominator, here
 from gradcheck_suite.live.sketches import sketch
 
 Judge = Callable[[Watched, Place], None]
@@ -131,7 +131,8 @@ class Recorder:
             return output
         with self.guarded("a call of a loss"):
             counted, target = losses.counted(name, args, kwargs)
-            self.note_call(output, Call(name, here(), counted, calls.target_place(target)))
+            call = Call(name, here(), counted, calls.target_place(target), declared=declared_denominator())
+            self.note_call(output, call)
         return output
 
     def note_call(self, output: torch.Tensor, call: Call) -> None:

@@ -147,6 +147,19 @@ def explain(sums: Sums) -> Explanation:
     return _faulty(sums, found)
 
 
+def exactly(sums: Sums) -> Explanation | None:
+    """Return what a gradient is made of by a named pattern and without any factor, or None."""
+    r = sums.arrivals.shape[1]
+    total = sums.arrivals.sum(axis=1)
+    patterns = [("stale-window", np.ones(r), 1.0)] if np.abs(sums.previous).max(initial=0.0) else []
+    for name, pattern, stale in [*patterns, *((name, pattern, 0.0) for name, pattern in _candidates(r))]:
+        part = np.tensordot(sums.arrivals, pattern, axes=([1], [0])) + stale * sums.previous
+        if _misfit(sums, part, 1.0).max() <= 1:
+            excess = float(np.abs(sums.gradient - total).max() / np.abs(sums.gradient).max(initial=1e-300))
+            return Explanation(name, tuple(float(c) for c in pattern), 1.0, stale, excess=excess, ratio=1.0)
+    return None
+
+
 def _as_sum(sums: Sums, coefficients: Array) -> Explanation:
     """Compare a gradient with a sum of passes up to one common factor; name it `not-linear` where it is not that."""
     total = np.tensordot(sums.arrivals, coefficients, axes=([1], [0]))

@@ -8,18 +8,22 @@ from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 SHOWN_ROWS = 8
 
 
-def violation_lines(violation: LiveViolation) -> list[str]:
-    """Return a violation in words: kind, diagnosis, explanation, places, weights."""
+def _title(violation: LiveViolation) -> str:
     kind = violation.kind if violation.kind == violation.diagnosis else f"{violation.kind}: {violation.diagnosis}"
     at = "" if violation.step is None else f" at step {violation.step}"
-    again = "" if violation.occurrences == 1 else f", and at {violation.occurrences - 1} more"
+    more = violation.occurrences - 1
+    return f"{kind}{at}" + (f" and {more} more" if more else "")
+
+
+def violation_lines(violation: LiveViolation) -> list[str]:
+    """Return a violation in words: kind, diagnosis, explanation, places, weights."""
     pairs = [
         ("loss", violation.where),
         ("backward", violation.backward),
         ("step", violation.stepped),
         ("parameter", violation.parameter),
     ]
-    lines = [f"{kind}{at}{again}", violation.explanation]
+    lines = [_title(violation), violation.explanation]
     lines += aligned((name, value) for name, value in pairs if value)
     if violation.weights:
         lines.append("weight of each item, by micro-batch (index, count, expected, observed):")
@@ -30,15 +34,20 @@ def violation_lines(violation: LiveViolation) -> list[str]:
     return lines
 
 
-def result_lines(result: LiveResult) -> list[str]:
-    """Return the result of a run in words."""
+def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
+    """Return the result of a run in words.
+
+    Args:
+        result: the result.
+        shown: whether the violations were printed when they were found.
+    """
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
         verdict = "holds so far (interrupted)"
     steps = "1 step" if result.windows == 1 else f"{result.windows} steps"
     lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}  {result.seconds:.1f} s"]
     for violation in result.violations:
-        lines += [f"    {line}" for line in violation_lines(violation)]
+        lines += [f"    {line}" for line in ([_title(violation)] if shown else violation_lines(violation))]
     for violation in result.accepted:
         lines += [f"    accepted: {violation.diagnosis}, {violation.explanation}"]
     lines += [f"    finding: {finding}" for finding in result.findings]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from pathlib import Path
 
 import gradcheck_suite
@@ -13,29 +12,17 @@ from gradcheck_suite.live.script import script_runner
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+def trained(script: Path, *arguments: str):
+    """Run a script and return its names."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return script_runner(str(script), arguments)()
+
+
 def audited(script: Path, *arguments: str, **options):
     """Return the result of an audit of a script, and the script's names."""
-    kept = sys.argv[:], sys.path[:], sys.modules["__main__"]
     audit = gradcheck_suite.audit(name=script.name, **options).open(scan=False)
-    error = None
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            script_runner(str(script), arguments)()
-    except SystemExit as stop:
-        error = stop
+        names = trained(script, *arguments)
     finally:
-        names = vars(sys.modules["__main__"])
-        sys.argv[:], sys.path[:], sys.modules["__main__"] = kept
-        result = audit.close(error)
+        result = audit.close()
     return result, names
-
-
-def trained(script: Path, *arguments: str):
-    """Return the names of a script that ran without an audit."""
-    kept = sys.argv[:], sys.path[:], sys.modules["__main__"]
-    try:
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            script_runner(str(script), arguments)()
-        return vars(sys.modules["__main__"])
-    finally:
-        sys.argv[:], sys.path[:], sys.modules["__main__"] = kept

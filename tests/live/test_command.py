@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 
 import pytest
 
@@ -13,15 +11,6 @@ from gradcheck_suite.__main__ import main
 from tests.live.running import SCRIPTS
 
 SOUND, FAULTY = str(SCRIPTS / "sound_equal.py"), str(SCRIPTS / "faulty_mean_of_means.py")
-
-
-@pytest.fixture(autouse=True)
-def _interpreter():
-    """Put back what running a script as the main module changes."""
-    kept = sys.argv[:], sys.path[:], sys.modules["__main__"], signal.getsignal(signal.SIGINT)
-    yield
-    sys.argv[:], sys.path[:], sys.modules["__main__"] = kept[:3]
-    signal.signal(signal.SIGINT, kept[3])
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import toy
 
 model = toy.classifier()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-import sys
 
 
 def main():
@@ -15,7 +14,7 @@ def main():
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    sys.exit()
+    print("trained")
 
 
 if __name__ == "__main__":
