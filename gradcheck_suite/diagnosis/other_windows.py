@@ -59,10 +59,13 @@ def _later_text(w: Weights, wrong: Steps) -> str:
     )
 
 
-def _holds(w: Weights, window: int) -> bool:
-    """Whether a step has one window's right gradient and nothing else."""
+def _held(w: Weights) -> int | None:
+    """Return the window whose right gradient a step has and nothing else, or None."""
     found = units(w)
-    return found is not None and w.close(found[window], 1.0) and np.count_nonzero(found) == 1
+    if found is None or np.count_nonzero(found) != 1:
+        return None
+    (window,) = np.flatnonzero(found)
+    return int(window) if w.close(found[window], 1.0) else None
 
 
 def _delayed(windows: int) -> Pattern:
@@ -71,7 +74,7 @@ def _delayed(windows: int) -> Pattern:
         if w.epoch * len(w.windows) + w.index < windows:
             # a delay begins with nothing, or with gradients that are used again later
             return not w.observed.any() or w.is_right
-        return _holds(w, (w.index - windows) % len(w.windows))
+        return _held(w) == (w.index - windows) % len(w.windows)
 
     how_far = "the window before" if windows == 1 else f"{windows} windows before"
     return Pattern(
@@ -88,16 +91,11 @@ def _delayed(windows: int) -> Pattern:
 
 
 def _one_window(w: Weights) -> bool:
-    return bool(w.windows) and any(_holds(w, i) for i in range(len(w.windows)))
+    return bool(w.windows) and _held(w) is not None
 
 
 def _wrong_window_text(w: Weights, wrong: Steps) -> str:
-    held = [
-        f"window {i} at window {v.index}"
-        for v in wrong[:4]
-        for i in range(len(v.windows))
-        if _holds(v, i) and v.windows
-    ]
+    held = [f"window {i} at window {v.index}" for v in wrong[:4] if v.windows and (i := _held(v)) is not None]
     return (
         f"the step holds the gradient of another window than its own ({', '.join(dict.fromkeys(held))}): train the "
         "windows in the loader's order, each once"

@@ -180,7 +180,8 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 def held_by(plan: Plan, items: Vector) -> list[int]:
     """Return the micro-batches of which some item has a weight other than 0."""
-    return [j for j in range(len(plan.micro_batches)) if items[plan.items(j).start : plan.items(j).stop].any()]
+    held: list[int] = np.flatnonzero(np.logical_or.reduceat(items != 0, list(plan.starts))).tolist()
+    return held
 
 
 def _counted(probe: Problem, count: Count) -> Problem:

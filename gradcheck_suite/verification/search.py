@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.battery import Battery, run_battery
 from gradcheck_suite.verification.check import check, has_finite_gradients
+from gradcheck_suite.verification.moment import Moment
 
 SHRINK_SECONDS = 30.0
 """Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
@@ -44,17 +44,6 @@ class StopError(BaseException):
 
 class _EnoughError(BaseException):
     """Raised to draw no further case. It is no `Exception`, so that Hypothesis does not shrink it."""
-
-
-class _Moment:
-    """The start of a time measurement."""
-
-    def __init__(self) -> None:
-        self._thread, self._clock = time.thread_time(), time.perf_counter()
-
-    def passed(self) -> float:
-        """Return the seconds that this thread computed since then, or a quarter of the clock's if that is more."""
-        return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
 
 
 class Search:
@@ -92,7 +81,7 @@ class Search:
         self._fitting: frozenset[str] = frozenset()
         self._settled: Violation | None = None
         self._wandered = False
-        self._found_at = _Moment()
+        self._found_at = Moment()
         self._on_probe: Violation | None = None
         self._other: Violation | None = None
         self._first_pass = True
@@ -165,7 +154,7 @@ class Search:
         """
         if self._settled is None:
             return False
-        self._found_at = _Moment()
+        self._found_at = Moment()
         layers, micro_batches, *_ = size_of(self._settled.case)
         return self._wandered or layers > 2 or micro_batches > SMALL_MICRO_BATCHES
 
@@ -279,7 +268,7 @@ class Search:
             self._other = self._other or violation
             return False
         if self._settled is None:
-            self._found_at = _Moment()
+            self._found_at = Moment()
         # the same fault may have another diagnosis without further runs of the loop
         alone = self._check(violation.case, shrinking=True).violation
         self._fitting = names_of("").union(*(names_of(v.diagnosis) for v in (violation, alone) if v))

@@ -7,7 +7,6 @@ diagnosed: a smaller case counts only if its violation has the same diagnosis.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,11 +17,12 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import probe_case, slopes_of, slopes_text
+from gradcheck_suite.verification.moment import Moment
 from gradcheck_suite.verification.probe_plans import within
 
 Checked = Callable[[Case], Verdict]
 SHRINK_SECONDS = 20.0
-"""Seconds after which a violated probe is not made smaller any more."""
+"""Seconds of computing after which a violated probe is not made smaller any more."""
 
 
 MOST_BELOW = 4
@@ -95,7 +95,7 @@ class _Search:
 
     def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str]) -> None:
         self._checked, self._assumes, self.best = checked, assumes, violation
-        self._deadline = time.perf_counter() + SHRINK_SECONDS
+        self._began = Moment()
 
     @property
     def case(self) -> Case:
@@ -109,7 +109,7 @@ class _Search:
 
     def attempt(self, case: Case | None) -> bool:
         """Keep a case if it shows the same fault; return whether it does."""
-        if case is None or case == self.case or time.perf_counter() > self._deadline:
+        if case is None or case == self.case or self._began.passed() > SHRINK_SECONDS:
             return False
         found = self._checked(case).violation
         if found is None or found.diagnosis != self.best.diagnosis:
@@ -132,7 +132,7 @@ class _Search:
         value = number.value(self.plan)
         for fewer in range(value - 1, max(0, value - 1 - MOST_BELOW), -1):
             case = self._with_number(self.plan, number, fewer)
-            if case is None or time.perf_counter() > self._deadline:
+            if case is None or self._began.passed() > SHRINK_SECONDS:
                 return None
             verdict = self._checked(case)
             if verdict.holds and not verdict.skipped:
