@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import place_of_the_fault
+from gradcheck_suite.diagnosis.elements import diagnose_elements, place_of_the_fault
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
@@ -49,6 +49,8 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     if found := _poisoned(window, comparison, epoch):
         return replace(found, details=numbers)
     instance = window.reference.instance
+    if instance.problem.reduction == "batch":
+        return replace(_of_whole_window(window, comparison), details=numbers)
     step = epoch * len(instance.case.plan.windows) + window.index
     on_probe = _by_probes(runner, instance, step)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {place_of_the_fault(comparison)}")
@@ -88,6 +90,29 @@ def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis |
         "poisoned-by-earlier-window",
         f"the reference gradient of window {sources[0]} is NaN or infinite, and the reset left that behind in this "
         "window: it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
+    )
+
+
+def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
+    """Name the fault of a wrong gradient of an objective that is a function of the whole window."""
+    if len(window.members) > 1 and np.isfinite(comparison.observed).all():
+        parts, plan = window.contributions(), window.reference.instance.case.plan
+        counts = np.array([float(plan.micro_batches[j]) for j in window.members])
+        for shares, how in (
+            (np.ones(len(parts)), "the sum"),
+            (np.ones(len(parts)) / len(parts), "the mean"),
+            (counts / counts.sum(), "the mean, weighted by items,"),
+        ):
+            if (np.abs(shares @ np.stack(parts) - comparison.observed) <= 4 * comparison.allowed).all():
+                return Diagnosis(
+                    "plain-accumulation",
+                    f"the gradient is {how} of those of the micro-batches' own losses, and the objective is a function "
+                    "of the whole window: compute it for the window's items together, or cache what its items share "
+                    "(GradCache)",
+                )
+    return diagnose_elements(comparison, {}) or not_linear(
+        f"it is {place_of_the_fault(comparison)}; the objective is a function of the whole window, so weights of "
+        "micro-batches cannot be read off it"
     )
 
 

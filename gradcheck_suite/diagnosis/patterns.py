@@ -137,7 +137,7 @@ def rescaled(wrong: Steps) -> tuple[Pattern, ...]:
         # two micro-batches have some factor in any case: here it must be K, of means that weigh 1/K and less
         (
             lambda w: w.accumulation_steps,
-            lambda w: len(w.inside) > 2 or w.close(w.per_mean, [w.accumulation_steps**-2, w.accumulation_steps**-1]),
+            lambda w: w.close(w.per_mean[-2:], [w.accumulation_steps**-2, w.accumulation_steps**-1]),
         )
     ]
     longest = max(wrong, key=lambda w: len(w.inside))

@@ -117,7 +117,8 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     The first counts what the case counts, but items where each counts the same, and items in micro-batches without
     valid targets, whose weights could not be read otherwise. Where there are such, the second counts none there.
     """
-    plan, reduction, items = instance.case.plan, instance.problem.reduction, Items(instance.data)
+    plan, items = instance.case.plan, Items(instance.data)
+    reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
 
     def count(indices: list[int]) -> float:
         return float(instance.count(items.__getitems__(indices)))

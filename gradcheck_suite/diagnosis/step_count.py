@@ -40,7 +40,7 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     )
     if outcome.endless:
         return Diagnosis("endless", f"{asked}; the loop was stopped there")
-    probe = WeightProbe(plan.replace(masked=()), instance.problem.reduction)
+    probe = WeightProbe(plan.replace(masked=()), "sum" if instance.problem.reduction == "sum" else "mean")
     own = _held(probe, runner)
     if own is None:
         known = _from_counts(plan, outcome)

@@ -26,6 +26,8 @@ Part = tuple[range, float]
 
 def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Part]:
     """Return parts of a window's items, each with the factor of its gradient in the window's gradient."""
+    if instance.problem.reduction == "batch":
+        return [(window, 1.0)]
     if instance.problem.reduction == "sum":
         return [(cut, 1.0) for cut in cuts]
     total = float(instance.count(instance.batch(window)))

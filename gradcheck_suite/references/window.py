@@ -117,6 +117,12 @@ class Window:
         compared = self.bound.comparable(observed)
         return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
 
+    def contributions(self) -> list[Vector]:
+        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it."""
+        instance, model = self.reference.instance, self.model()
+        items = (instance.case.plan.items(j) for j in self.members)
+        return [self.reference.flat(gradients_of(instance, model, cut, dtype=torch.float64)) for cut in items]
+
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
         instance, model = self.reference.instance, self.model()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.spec import REDUCTIONS, Reduction
+from gradcheck_suite.schema.spec import OBJECTIVES, Objective
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class TrainingRun:
         count: batch -> a scalar tensor, the divisor of the mean: items, valid targets, or the sum of their weights.
         accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
         epochs: number of passes over `loader`.
-        reduction: `"mean"` or `"sum"`.
+        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's items in one batch.
         device: device of the model and the batches.
         dtype: dtype of the parameters.
         rank: index of this process among those that train together.
@@ -79,7 +79,7 @@ class TrainingRun:
     count: Callable[[Batch], torch.Tensor]
     accumulation_steps: int
     epochs: int
-    reduction: Reduction
+    reduction: Objective
     device: torch.device
     dtype: torch.dtype
     rank: int = 0
@@ -94,7 +94,8 @@ class Problem:
         model: seed -> a fresh module; the same seed gives the same parameter values.
         batch: (items, seed) -> a pytree (dict, list, tuple) of tensors whose leading dimension is `items`.
         loss: (model, batch) -> a scalar tensor, reduced over the items as `reduction` says.
-        reduction: `"mean"` or `"sum"`.
+        reduction: `"mean"` or `"sum"`, or `"batch"` if the objective is no sum over items (contrastive losses,
+            statistics of the batch): loops are then held to the loss of the window's items in one batch.
         count: batch -> the divisor of the mean; None if it is the number of items.
 
     Raises:
@@ -104,7 +105,7 @@ class Problem:
     model: Callable[[int], torch.nn.Module]
     batch: Callable[[int, int], Batch]
     loss: Callable[[torch.nn.Module, Batch], torch.Tensor]
-    reduction: Reduction = "mean"
+    reduction: Objective = "mean"
     count: Callable[[Batch], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -115,8 +116,8 @@ class Problem:
             raise UsageError(f"Problem: count must be callable or None, got {type(self.count).__name__}")
         for name, wanted in _ARGUMENTS.items():
             _expect_arguments(name, getattr(self, name), wanted)
-        if self.reduction not in REDUCTIONS:
-            raise UsageError(f"Problem: reduction must be one of {', '.join(REDUCTIONS)}; got {self.reduction!r}")
+        if self.reduction not in OBJECTIVES:
+            raise UsageError(f"Problem: reduction must be one of {', '.join(OBJECTIVES)}; got {self.reduction!r}")
 
 
 _ARGUMENTS = {"model": ("seed",), "batch": ("items", "seed"), "loss": ("model", "batch"), "count": ("batch",)}

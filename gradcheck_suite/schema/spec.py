@@ -16,6 +16,9 @@ from gradcheck_suite.errors import UsageError
 Scalar = bool | int | float | str | None
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+Objective = Literal["mean", "sum", "batch"]
+"""A reduction over items, or `"batch"`: a function of a whole window that is no sum over items."""
+OBJECTIVES: tuple[Objective, ...] = (*REDUCTIONS, "batch")
 
 
 def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar], ...]:

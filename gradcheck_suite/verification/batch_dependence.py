@@ -14,8 +14,13 @@ from gradcheck_suite.schema.contract import Batch
 
 TOLERANCE = 1e-5
 """Relative tolerance. Models run in float64, but may have float32 parts, which round at 1e-7."""
-Outputs = dict[tuple[str, int], torch.Tensor]
-"""Outputs by the module's name and the index of the output, inner modules before outer ones."""
+AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
+FINE = 1e-9
+EXACT = 1e-11
+"""Relative tolerance of losses in float64 that add up to rounding."""
+Values = list[torch.Tensor]
+Calls = dict[tuple[str, int], tuple[Values, Values]]
+"""Inputs and outputs by the module's name and the index of its call, inner modules before outer ones."""
 
 
 def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
@@ -37,8 +42,18 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
                 "normalisation"
             )
         return said
+    if _losses_add_up(instance, model):
+        return (
+            "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward (a "
+            "custom autograd.Function, a hook) gives an item a gradient that depends on the other items"
+        )
+    if (constant := _constant_per_batch(instance, model)) is not None:
+        return (
+            f"every batch's loss contains {constant:.6g} once, whatever its items, as a penalty on parameters would: "
+            "multiply it by the number of items, or leave it to the optimizer"
+        )
     twice = Items(whole).__getitems__([*range(items), *range(items)])
-    once, again = (float(instance.problem.loss(model, batch).detach()) for batch in (whole, twice))
+    once, again = (_loss(instance, model, batch) for batch in (whole, twice))
     if instance.problem.reduction == "sum":
         again /= 2
     if abs(once - again) <= TOLERANCE * max(abs(once), abs(again)):
@@ -52,15 +67,49 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     )
 
 
+def _loss(instance: Instance, model: torch.nn.Module, batch: Batch) -> float:
+    return float(instance.problem.loss(model, batch).detach())
+
+
+def _micro_batches(instance: Instance) -> list[Batch]:
+    plan = instance.case.plan
+    return [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
+
+
+def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
+    """Return whether losses times counts add up to rounding, so that the forward is a sum over items."""
+    batches = [instance.batch(range(instance.case.plan.total_items), torch.float64), *_micro_batches(instance)]
+    weights = [1.0 if instance.problem.reduction == "sum" else float(instance.count(batch)) for batch in batches]
+    whole, *parts = (
+        weight * _loss(instance, model, batch) if weight else 0.0
+        for weight, batch in zip(weights, batches, strict=True)
+    )
+    return abs(whole - sum(parts)) <= EXACT * max(abs(whole), sum(map(abs, parts)))
+
+
+def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | None:
+    """Return what a summed loss contains once in every batch, or None: all batches of three items must show it."""
+    if instance.problem.reduction != "sum":
+        return None
+    items = Items(instance.drawn(3, torch.float64))
+
+    def loss(*indices: int) -> float:
+        return _loss(instance, model, items.__getitems__(indices))
+
+    first, *others = (loss(i) + loss(j) - loss(i, j) for i, j in ((0, 1), (0, 2), (1, 2)))
+    scale = TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
+    return first if abs(first) > scale and all(abs(other - first) <= scale for other in others) else None
+
+
 def batch_norm_refusal(model: torch.nn.Module) -> str | None:
     """Return a sentence about the batch normalisation that rejects a micro-batch of one item, or None."""
     if (found := _training_batch_norm(model)) is None:
         return None
     return (
         f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
-        "an output that depends on the other items: batch normalisation in train mode, so no accumulation can equal "
-        "the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or layer "
-        "normalisation"
+        "an output that depends on the other items: batch normalisation in train mode, so no plain accumulation can "
+        "equal the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or "
+        "layer normalisation"
     )
 
 
@@ -69,41 +118,55 @@ def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] 
 
 
 def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
-    """Return the first module whose outputs for some micro-batch's items depend on the other items.
+    """Return the first module that gives some micro-batch's items other outputs, although its inputs are the same.
 
     All micro-batches are compared: if only few values occur, as after the layer normalisation of two features, one
     micro-batch may by chance have the statistics of the whole.
     """
-    plan = instance.case.plan
     try:
-        in_whole = _outputs(instance, model, whole)
-        for j in range(len(plan.micro_batches)):
-            some = plan.items(j)
-            in_part = _outputs(instance, model, instance.batch(some, torch.float64))
-            # an expert without items has no output
-            for key in (key for key in in_whole if key in in_part):
-                a, b = in_whole[key], in_part[key]
-                of_items = a.ndim > 0 and b.ndim > 0 and (len(a), len(b)) == (plan.total_items, len(some))
-                if of_items and a.shape[1:] == b.shape[1:] and not _close(a[some.start : some.stop], b):
-                    return key[0], model.get_submodule(key[0])
+        # rounding in float32 parts of a model is taken for a difference only if nothing else is found
+        return _first_mixing(instance, model, whole, TOLERANCE) or _first_mixing(instance, model, whole, FINE)
     except (RuntimeError, ValueError, IndexError):
         return _training_batch_norm(model)
+
+
+def _first_mixing(
+    instance: Instance, model: torch.nn.Module, whole: Batch, tolerance: float
+) -> tuple[str, torch.nn.Module] | None:
+    plan = instance.case.plan
+    in_whole = _calls(instance, model, whole)
+    for j in range(len(plan.micro_batches)):
+        some = plan.items(j)
+        in_part = _calls(instance, model, instance.batch(some, torch.float64))
+        # an expert without items is not called
+        for key in (key for key in in_whole if key in in_part):
+            inputs, outputs = (
+                [_same_items(a, b, some, plan.total_items, tolerance) for a, b in zip(*values, strict=False)]
+                for values in zip(in_whole[key], in_part[key], strict=True)
+            )
+            if False in outputs and False not in inputs:
+                return key[0], model.get_submodule(key[0])
     return None
 
 
+def _same_items(whole: torch.Tensor, part: torch.Tensor, some: range, total: int, tolerance: float) -> bool | None:
+    """Return whether a part's values are those that its items have in the whole; None where values are of no items."""
+    if not (whole.ndim and part.ndim and (len(whole), len(part)) == (total, len(some))):
+        return None
+    return None if whole.shape[1:] != part.shape[1:] else _close(whole[some.start : some.stop], part, tolerance)
+
+
 @torch.no_grad()
-def _outputs(instance: Instance, model: torch.nn.Module, batch: Batch) -> Outputs:
-    """Return every module's outputs on a batch."""
-    found: Outputs = {}
+def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
+    """Return the inputs and outputs of every call of a module on a batch."""
+    found: Calls = {}
     seen: Counter[str] = Counter()
     handles = []
     for name, module in model.named_modules():
 
         def note(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-            for tensor in leaves(output):
-                if tensor.is_floating_point():
-                    found[name, seen[name]] = tensor.detach().to(torch.float64).clone()
-                    seen[name] += 1
+            found[name, seen[name]] = _copied(inputs), _copied(output)
+            seen[name] += 1
 
         handles.append(module.register_forward_hook(note))
     try:
@@ -114,6 +177,10 @@ def _outputs(instance: Instance, model: torch.nn.Module, batch: Batch) -> Output
     return found
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _copied(values: Any) -> Values:
+    return [t.detach().to(torch.float64).clone() for t in leaves(values) if t.is_floating_point()]
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     scale = float(torch.maximum(a.abs(), b.abs()).max()) if a.numel() else 0.0
-    return bool(((a - b).abs() <= TOLERANCE * scale).all() | (a.isnan() & b.isnan()).all())
+    return bool(((a - b).abs() <= tolerance * scale).all() | (a.isnan() & b.isnan()).all())

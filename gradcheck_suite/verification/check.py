@@ -32,7 +32,7 @@ from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.schema.weight_probe import is_probe
-from gradcheck_suite.verification.batch_dependence import batch_dependence
+from gradcheck_suite.verification.batch_dependence import AS_A_BATCH, batch_dependence
 from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.separability import objective_fault
@@ -134,8 +134,8 @@ def _gradient_fault(reference: Reference, window: Window) -> Violation | None:
     parameter, _ = reference.layout.place(difference.index)
     instance = reference.instance
     explanation = (
-        "the objective is not a sum over items, so no accumulation can equal the large batch and no loop is to blame: "
-        f"{batch_dependence(instance, window.model())}. The gradients of {parameter} in window "
+        "the objective is not a sum over items, so no plain accumulation can equal the large batch and no loop is to "
+        f"blame: {batch_dependence(instance, window.model())}. {AS_A_BATCH}. The gradients of {parameter} in window "
         f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
         f"{error_text(difference.error, difference.allowed)}"
     )
@@ -297,7 +297,8 @@ def _judge_gradients(
         return str(error)
     if comparison.ratio <= 1:
         return comparison.ratio
-    if reference.instance.users_problem and (fault := _gradient_fault(reference, window)):
+    problem = reference.instance.users_problem
+    if problem and problem.reduction != "batch" and (fault := _gradient_fault(reference, window)):
         return fault
     known = undeclared_autocast(window, evaluation, outcome.compute)
     if known is None and moved and runner:

@@ -15,7 +15,7 @@ from gradcheck_suite.execution.batches import Items, leaves
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.contract import Batch
-from gradcheck_suite.verification.batch_dependence import batch_dependence, batch_norm_refusal
+from gradcheck_suite.verification.batch_dependence import AS_A_BATCH, EXACT, batch_dependence, batch_norm_refusal
 from gradcheck_suite.verification.item_weights import proportion, weights_of_items
 
 WEIGHED_ITEMS = 4
@@ -56,6 +56,7 @@ def _objective_fault(instance: Instance) -> str | None:
                 "autograd: register it in the loop, or remove it for the verification"
             )
     everything = instance.batch(range(plan.total_items), torch.float64)
+    before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
     try:
         whole = _loss(instance, model, everything, need_graph=True)
     except (RuntimeError, ValueError):
@@ -63,12 +64,9 @@ def _objective_fault(instance: Instance) -> str | None:
         if said is None:
             raise
         return f"{name}: {said}"
-    again = _loss(instance, model, everything)
-    if not adds_up(whole, [again]):
-        raise UsageError(
-            f"{name}: the loss of the same batch is first {whole:.6g} and then {again:.6g}; "
-            "it must not be random: set dropout to 0, or pass its mask with the batch"
-        )
+    _expect_stateless(instance, model, everything, whole, before)
+    if instance.problem.reduction == "batch":
+        return None
     terms, counts = [], []
     total = _weight(instance, everything, positive=True)
     for j in range(len(plan.micro_batches)):
@@ -95,15 +93,54 @@ def _objective_fault(instance: Instance) -> str | None:
                 f"{list(plan.micro_batches)} add up to {sum(terms):.6g}; {meant}"
             )
         return (
-            f"{name}: the objective is not a sum over items, so no accumulation can equal the large batch and no loop "
-            f"is to blame: {batch_dependence(instance, model)}. The large batch's loss times its count is "
-            f"{total * whole:.6g}, those of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.6g}"
+            f"{name}: the objective is not a sum over items, so no plain accumulation can equal the large batch and "
+            f"no loop is to blame: {batch_dependence(instance, model)}. {AS_A_BATCH}. The large batch's loss times its "
+            f"count is {total * whole:.6g}, those of the micro-batches {list(plan.micro_batches)} add up to "
+            f"{sum(terms):.6g}"
         )
     return None
 
 
 def _name(instance: Instance) -> str:
     return instance.case.problem_name or "the problem"
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _expect_stateless(
+    instance: Instance, model: torch.nn.Module, batch: Batch, loss: float, before: dict[str, torch.Tensor]
+) -> None:
+    """Raise `UsageError` if a forward writes a parameter, or the loss of the same batch changes.
+
+    Args:
+        instance: of the problem.
+        model: after one forward.
+        batch: that the forward was on.
+        loss: of that forward.
+        before: parameters and buffers before it.
+    """
+    name = _name(instance)
+    changed = [key for key, tensor in _tensors(model) if not torch.equal(tensor, before[key])]
+    trainable = {key for key, _ in model.named_parameters()}
+    if written := [key for key in changed if key in trainable]:
+        raise UsageError(
+            f"{name}: the forward changes the parameter {written[0]!r}, as an embedding with max_norm or a clamp of a "
+            "weight does, so the gradient of a window depends on how often the loop runs it: do so after the "
+            "optimizer's step, or leave it out for the verification"
+        )
+    again = _loss(instance, model, batch)
+    # a buffer that has nearly converged changes the loss by less than float32 parts of a model may
+    if again == loss or (adds_up(loss, [again]) and not changed) or abs(again - loss) <= EXACT * abs(loss):
+        return
+    said = f"{name}: the loss of the same batch is first {loss:.6g} and then {again:.6g}; "
+    if changed:
+        raise UsageError(
+            f"{said}a forward changes the buffer {changed[0]!r} and the loss depends on it, as the power iteration of "
+            "a spectral norm or a moving average does: keep that module in eval mode, or freeze the buffer"
+        )
+    raise UsageError(f"{said}it must not be random: set dropout to 0, or pass its mask with the batch")
 
 
 def _expect_fresh_models(instance: Instance) -> None:

@@ -115,7 +115,7 @@ def test_a_problem_needs_three_callables():
         ({"batch": []}, "Problem: batch must be callable, got list"),
         ({"loss": None}, "Problem: loss must be callable, got NoneType"),
         ({"count": 1}, "Problem: count must be callable or None, got int"),
-        ({"reduction": "none"}, "Problem: reduction must be one of mean, sum; got 'none'"),
+        ({"reduction": "none"}, "Problem: reduction must be one of mean, sum, batch; got 'none'"),
         (
             {"batch": lambda items: None},
             "Problem: batch is called as batch(items, seed), and <lambda>(items) does not take these arguments",

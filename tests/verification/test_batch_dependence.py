@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.catalogue import CROSS_SAMPLE_LOSSES, is_accumulable
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.generation.plans import plans
@@ -266,3 +267,93 @@ def test_batch_norm_that_refuses_single_items_is_classified_too():
     fault = objective_fault(user_instance(Case("p.py:P", Plan((1, 3), 2)), problem))
     assert fault is not None
     assert "rejects a micro-batch with one value per channel" in fault
+
+
+# What is to blame
+
+
+class _CentresBetween(nn.Module):
+    """Centres its features between two modules, neither of which mixes items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        return self.after(h - h.mean(0))
+
+
+class _MixesBackward(torch.autograd.Function):
+    """The identity; its backward takes the batch's mean off each item's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient - gradient.mean(0)
+
+
+def _built(kind: Any) -> Any:
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return kind()
+
+    return build
+
+
+def penalised(m: nn.Module, b: Any) -> torch.Tensor:
+    return functional.cross_entropy(m(b["x"]), b["y"], reduction="sum") + sum(p.square().sum() for p in m.parameters())
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        # neither the module before nor the one after, whose inputs differ already
+        (replace(GOOD, model=_built(_CentresBetween)), r"the model \(_CentresBetween\) gives an item an output"),
+        (
+            replace(GOOD, loss=lambda m, b: functional.cross_entropy(_MixesBackward.apply(m(b["x"])), b["y"])),
+            "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward",
+        ),
+        (
+            replace(GOOD, loss=penalised, reduction="sum"),
+            r"every batch's loss contains [\d.]+ once, whatever its items",
+        ),
+    ],
+    ids=["between modules", "backward", "a constant per batch"],
+)
+def test_what_is_innocent_is_not_blamed(problem, reason):
+    verdict = check(BUILT_IN["plain"], CASE, problem=problem)
+    assert verdict.violation is not None
+    assert verdict.violation.kind == "not-accumulable"
+    assert re.search(reason, verdict.violation.explanation), verdict.violation.explanation
+
+
+def test_a_buffer_that_the_forward_changes_is_named():
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 5)
+        # singular values that lie close together: the power iteration converges slowly
+        nn.init.orthogonal_(layer.weight)
+        layer.weight.data += 0.05 * torch.randn(5, 4)
+        return nn.utils.parametrizations.spectral_norm(layer)
+
+    with pytest.raises(UsageError, match=r"changes the buffer '\S+_u' and the loss depends on it, as the power"):
+        check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=_built(build)))
+
+
+def test_a_parameter_that_the_forward_writes_is_named_and_no_loop_is_blamed():
+    class Clamps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    with pytest.raises(UsageError, match=r"the forward changes the parameter 'weight', as an embedding with max_norm"):
+        check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=_built(lambda: Clamps(4, 5))))
+
+
+def test_a_random_loss_is_still_called_random():
+    with pytest.raises(UsageError, match="must not be random: set dropout to 0"):
+        check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=with_layer(nn.Dropout)))

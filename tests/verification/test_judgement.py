@@ -337,7 +337,7 @@ def test_items_that_meet_in_the_gradient_alone_are_no_loops_fault():
         "The gradients of weight in window 0, of the large batch and as the sum of the micro-batches', differ by 3, "
         in (violation.explanation)
     )
-    assert "no accumulation can equal the large batch and no loop is to blame: " in violation.explanation
+    assert "no plain accumulation can equal the large batch and no loop is to blame: " in violation.explanation
 
 
 @pytest.mark.parametrize(("plan", "judged"), [(Plan((4,), 1), True), (Plan((1, 3), 2), False)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
@@ -69,8 +70,12 @@ class Row:
 
     @property
     def rightly_named(self) -> int:
-        """Number of runs with a diagnosis that is wanted."""
-        return sum(count for name, count in self.names.items() if name in self.bug.wanted)
+        """Number of runs with a diagnosis that is wanted, or `a or b` of which one is."""
+        return sum(count for name, count in self.names.items() if self._is_wanted(name))
+
+    def _is_wanted(self, name: str) -> bool:
+        kind, _, diagnosis = name.partition("/")
+        return any(f"{kind}/{one}" in self.bug.wanted for one in names_of(diagnosis)) or name in self.bug.wanted
 
     @property
     def unnamed(self) -> int:

@@ -46,6 +46,11 @@ def test_no_name_passes_in_another_dtype_only(row):
     assert "no diagnosis x1" in line(coarse)
 
 
+def test_one_of_two_names_that_the_evidence_leaves_open_passes(row):
+    assert _named(row, "first-only or wrong-scale").passed
+    assert not _named(row, "first-only or dropped-micro-batch").passed
+
+
 def test_a_miss_never_passes(row):
     run = replace(row.runs[0], violation=None)
     assert not replace(row, runs=(run,), other_dtype=True).passed

@@ -54,7 +54,7 @@ LAST_PARAMETER_REVERSED = Bug(
     needs="2 parameters",
     loop=last_parameter_reversed,
     wanted=frozenset({"gradient/wrong-scale"}),
-    says=("sign",),
+    says=("sign", "-1 times"),
 )
 
 

@@ -157,7 +157,7 @@ LARGE_GRADIENTS_SKIPPED = Bug(
     mechanism="A guard skips the step of a window with a large gradient.",
     needs="an element above the threshold",
     loop=large_gradients_skipped,
-    wanted=frozenset({"step-count/skipped-steps"}),
+    wanted=frozenset({"step-count/skipped-steps", "step-count/skipped-by-size"}),
 )
 
 
@@ -183,6 +183,5 @@ SCALER_OVERFLOWS = Bug(
     mechanism="The loss scale is so large that every window's gradient overflows, and every step is skipped.",
     needs="a gradient that overflows",
     loop=scaler_overflows,
-    wanted=frozenset({"step-count/skipped-steps"}),
-    says=("GradScaler",),
+    wanted=frozenset({"step-count/skipped-steps", "step-count/skipped-by-size"}),
 )
