@@ -45,8 +45,10 @@ _PLACES = {
 def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
     """Return whether gradients may be sparse; `InvalidArgument` where there is no such optimizer."""
     try:
-        # torch cannot add sparse float16 gradients on the CPU
-        return dtype != "float16" and (optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE)
+        # torch on the CPU cannot add sparse gradients in float16, nor in bfloat16 if their values are not contiguous
+        return dtype not in ("float16", "bfloat16") and (
+            optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE
+        )
     except UsageError as error:
         raise InvalidArgument(str(error)) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -113,3 +114,16 @@ def test_a_share_of_cases_moves_the_parameters_in_several_steps():
     assert 0.05 < len(moving) / len(drawn) < 0.15
     assert all(case.plan.steps in MOVING_STEPS for case in moving)
     assert not any(case.optimizer for case in draw_cases(cases(), examples=100, seed_value=0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_torch_adds_no_sparse_gradients_in_half_precision_so_none_are_drawn():
+    places = torch.tensor([[0, 2]])
+    for dtype in (torch.float16, torch.bfloat16):
+        # the gradient of an embedding whose output is transposed, as before a convolution
+        gradient = torch.sparse_coo_tensor(places, torch.ones(3, 2, dtype=dtype).t(), (4, 3))
+        with pytest.raises(NotImplementedError, match=r"add_out_sparse_cpu|cadd_sparse"):
+            gradient + gradient
+        drawn = draw_cases(cases(dtype=str(dtype).removeprefix("torch.")), examples=150, seed_value=0)
+        assert not any("sparse=True" in repr(case) for case in drawn)
+    assert any("sparse=True" in repr(case) for case in draw_cases(cases(), examples=150, seed_value=0))
