@@ -177,7 +177,8 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
 
 
 def _relative(expected: Array, observed: Array) -> float:
-    return float(np.abs(observed - expected).max() / np.abs(expected).max())
+    size = np.abs(expected).max()
+    return float(np.abs(observed - expected).max() / size) if size else float("inf")
 
 
 def _format(expected: Array, observed: Array) -> str | None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
@@ -145,6 +146,19 @@ def test_it(verify_training_loop):
         kept.append(({**record.data, "seconds": None}, record.environment, record.commit, files))
     assert kept[0] == kept[1]
     assert len(kept[0][-1]) == (0 if loop == "sound" else 2)
+
+
+def test_a_finding_fails_the_test_and_blames_no_loop(run_pytest, monkeypatch):
+    verify = verification.verify
+
+    def with_finding(*arguments, **options):
+        return replace(verify(*arguments, **options), findings=("torch and JAX differ on case 1",))
+
+    monkeypatch.setattr(verification, "verify", with_finding)
+    status, text = run_pytest("def test_it(verify_training_loop):\n    verify_training_loop(sound, examples=1)\n")
+    assert status == 1
+    assert "sound holds, but torch and JAX disagree:\ntorch and JAX differ on case 1" in text
+    assert "violated" not in text
 
 
 def test_jax_has_its_say_on_a_problem_and_export_leaves_no_logs(run_pytest):
