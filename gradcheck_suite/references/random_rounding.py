@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # fmt: off
 SELECTING = frozenset((
-    "_to_copy", "_unsafe_view", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat", "clone",
+    "_to_copy", "_unsafe_view", "abs", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat",
+    "clone",
     "constant_pad_nd", "copy", "cummax", "cummin", "embedding", "empty", "empty_like", "fill", "flip", "full",
     "full_like", "gather", "index", "index_select", "kthvalue", "lift_fresh", "masked_fill", "masked_select", "max",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum", "median", "min", "minimum", "mode", "neg",

@@ -1,10 +1,15 @@
 """Parts of a gradient that cancel, to exactly zero in one order of summation and not in another, are no fault."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.loops import MODES
+from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF, summation_bound
 from gradcheck_suite.numerics.comparison import Layout
 
@@ -47,3 +52,52 @@ def test_the_bound_of_summation_holds_for_every_order_and_is_no_wider_than_it_mu
     sums = [np.add.accumulate(rng.permutation(parts))[-1] for _ in range(200)]
     assert max(sums) - min(sums) <= allowed
     assert allowed <= 200 * UNIT_ROUNDOFF["float64"] * np.abs(parts).sum()
+
+
+NORMED = (Layer("weight_norm", features=1, whole=False),)
+NORM_CANCELS = Case(ProblemSpec(Input("vector", size=1), NORMED, Loss("l1", reduction="mean")), Plan((3, 2, 4, 1), 2))
+"""The direction of a single weight is 1 or -1: its gradient is 0, of products that cancel."""
+
+
+def _by_functional_grad(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        named = {name: p.detach() for name, p in run.model.named_parameters()}
+        for batch in window:
+
+            def part(values, batch=batch, total=total):
+                model = partial(torch.func.functional_call, run.model, values)
+                return part_of_window(SimpleNamespace(**{**vars(run), "model": model}), batch, total)
+
+            for name, gradient in torch.func.grad(part)(named).items():
+                p = run.model.get_parameter(name)
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_products_that_cancel_inside_a_layer_are_not_blamed(dtype):
+    for seed in range(5):
+        verdict = check(_by_functional_grad, NORM_CANCELS.replace(dtype=dtype, seed=seed))
+        assert verdict.violation is None
+        assert verdict.finding is None
+
+
+def test_preactivations_that_cancel_are_no_fault_of_the_problem():
+    """The sum of a row is 0 or a rounding error, by the order of the sum, and ReLU passes a gradient or does not."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        linear = torch.nn.Linear(3, 2)
+        torch.nn.init.ones_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
+        return torch.nn.Sequential(linear, torch.nn.ReLU(), torch.nn.Linear(2, 1))
+
+    def batch(items, seed):
+        return torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64).repeat(items, 1)
+
+    problem = Problem(model, batch, lambda model, batch: model(batch).square().mean())
+    for sizes in ((1, 3), (2, 7), (5, 16), (17, 1)):
+        verdict = check(MODES["zero_"], Case("cancelling", Plan(sizes, 2)), problem=problem)
+        assert verdict.violation is None, sizes
