@@ -30,7 +30,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         type=parsers.positive_integer,
         default=10,
         metavar="M",
-        help="compute the window again in one batch every M steps (default %(default)s)",
+        help="reserved for computing the window again in one batch every M steps, which is not done yet",
     )
     add(
         "--accumulation-steps",

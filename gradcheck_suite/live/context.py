@@ -42,7 +42,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     Args:
         steps: number of optimizer steps to judge; all by default.
-        every: the window is computed again in one batch every so many steps.
+        every: reserved for computing the window again in one batch, which is not done yet.
         accept: diagnoses that the project lives with, such as `"mean-of-means"`.
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.

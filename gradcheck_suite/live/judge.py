@@ -14,7 +14,7 @@ from gradcheck_suite.live.names import parameter_name
 from gradcheck_suite.live.passes import Pass, Watched, is_finite
 from gradcheck_suite.live.places import NOWHERE, Place
 from gradcheck_suite.live.sketches import PROJECTIONS, Sketch, as_array, resolution, tolerance
-from gradcheck_suite.live.sums import Explanation, Sums, empty, exactly, explain
+from gradcheck_suite.live.sums import Explanation, Sums, empty, exactly, explain, parallel
 from gradcheck_suite.live.words import SENTENCES
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.schema.live_results import LiveViolation
@@ -167,10 +167,10 @@ def _judge_sum(
         # `.grad` as the last backward pass left it: what was done to it afterwards is the user's decision
         left, _ = _sketches(state, passes, after, previous)
         before = explain(left)
-        if not before.name and before.factor != 1.0:
+        if before.factor != 1.0 and parallel(left):
             # where all arrivals are parallel, any sum of them is a multiple of any other
-            before = exactly(left) or before
-        if before.name and (before.name != "not-linear" or found.name == "not-linear" or not found.name):
+            found = exactly(left) or found
+        elif found.name and before.name and (before.name != "not-linear" or found.name == "not-linear"):
             found = before
         elif found.name and not before.name:
             state.detail = result.sums = True

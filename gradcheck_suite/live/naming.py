@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcheck_suite.diagnosis.naming import diagnose
-from gradcheck_suite.diagnosis.weights import TOLERANCE, Weights
+from gradcheck_suite.diagnosis.weights import TOLERANCE, Diagnosis, Weights
 from gradcheck_suite.live.objectives import Reading, Term
 from gradcheck_suite.schema.live_results import MAX_ROWS, LiveViolation, WeightRow
 
@@ -24,6 +24,13 @@ def _observed(terms: list[Term], tolerance: float, simple: list[float]) -> np.nd
         share = next((s for s in simple if abs(means[0] - s) <= tolerance * s), float(means[0]))
         return share / counts
     return _snapped(weights, tolerance)
+
+
+def _preferred(found: Diagnosis) -> tuple[str, str]:
+    """Return one name and its sentence where several fit: what scripts do most often."""
+    names, sentences = found.name.split(" or "), found.sentence.split("; or: ")
+    index = names.index("mean-of-means") if "mean-of-means" in names else 0
+    return names[index], sentences[index] if len(sentences) == len(names) else found.sentence
 
 
 def table(reading: Reading) -> tuple[WeightRow, ...]:
@@ -56,7 +63,9 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
                 "step after an epoch's last micro-batch too, and reset after it"
             )
     else:
-        length, k = reading.length, steps or reading.length
+        # the calls of a window in one graph are its micro-batches
+        length = max(reading.length, len(counted))
+        k = steps if steps is not None and len(counted) == reading.length else length
         weights = Weights(
             observed=_observed(counted, tolerance, [1 / length, 1 / k, 1.0]),
             counts=tuple(t.count for t in counted),
@@ -68,7 +77,8 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
             tolerance=max(tolerance, TOLERANCE),
         )
         found = diagnose(weights)
-        name, sentence = found.name, found.sentence.replace("run.count(batch)", "the batch's count")
+        name, sentence = _preferred(found)
+        sentence = sentence.replace("run.count(batch)", "the batch's count")
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     return LiveViolation(
         kind="gradient",

@@ -6,12 +6,12 @@ shape alone: strides, sparsity and device do not matter. On a CPU numpy computes
 mode or profiler of the user's program sees an operation.
 
 The bound. Let a sum of r arrivals a_j be computed in a dtype of unit roundoff u: its element i is off by e_i with
-|e_i| <= u * (r - 1) * sum_j |a_ij|, and a factor applied afterwards (clipping, unscaling) adds a few roundings
-(`FURTHER_ROUNDINGS`). The signs are independent of the e_i, so by Hoeffding's inequality the projection of e exceeds
-`SPREAD` times its 2-norm with probability `FALSE_ALARM`. The contraction of d rows, computed with unit roundoff v, is
-off by SPREAD * sqrt(d) * v times the norm with the same probability (Higham and Mary, as in `bounds`). W. Hoeffding,
-J. Amer. Stat. Assoc. 58 (1963), theorem 2; N. Alon, Y. Matias, M. Szegedy, J. Comput. Syst. Sci. 58 (1999), for the
-norm from the same projections.
+|e_i| <= u * (the sum over j > 1 of |a_i1| + ... + |a_ij|), and a factor applied afterwards (clipping, unscaling) adds
+a few roundings (`FURTHER_ROUNDINGS`). The signs are independent of the e_i, so by Hoeffding's inequality the
+projection of e exceeds `SPREAD` times its 2-norm with probability `FALSE_ALARM`. The contraction of d rows, computed
+with unit roundoff v, is off by SPREAD * sqrt(d) * v times the norm with the same probability (Higham and Mary, as in
+`bounds`). W. Hoeffding, J. Amer. Stat. Assoc. 58 (1963), theorem 2; N. Alon, Y. Matias, M. Szegedy, J. Comput. Syst.
+Sci. 58 (1999), for the norm from the same projections.
 """
 
 from __future__ import annotations
@@ -161,13 +161,13 @@ def tolerance(norms: npt.NDArray[np.float64], shape: tuple[int, ...], dtype: str
     """Return the largest difference of a projection that the rounding of a sum explains.
 
     Args:
-        norms: (r,), 2-norms of what was added up.
+        norms: (r,), 2-norms of what was added up, in this order.
         shape: of the parameter.
         dtype: the coarsest dtype of the sum.
     """
-    total = float(norms.sum())
-    adding = UNIT_ROUNDOFF[dtype] * max(len(norms) - 1, 0) * total
-    return SPREAD * adding + _contraction(total, shape, dtype)
+    # the first arrival is stored as it is; each further one is rounded with the sum so far
+    adding = UNIT_ROUNDOFF[dtype] * float(norms.cumsum()[1:].sum())
+    return SPREAD * adding + _contraction(float(norms.sum()), shape, dtype)
 
 
 def resolution(norm: float, shape: tuple[int, ...], dtype: str) -> float:

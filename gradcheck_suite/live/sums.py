@@ -147,6 +147,14 @@ def explain(sums: Sums) -> Explanation:
     return _faulty(sums, found)
 
 
+def parallel(sums: Sums) -> bool:
+    """Whether all that arrived, and the previous gradient, are multiples of one gradient."""
+    columns = np.concatenate([sums.arrivals, sums.previous[:, None]], axis=1)
+    matrix = np.moveaxis(columns, 1, 0).reshape(columns.shape[1], -1)
+    values = np.linalg.svd(matrix, compute_uv=False)
+    return len(values) < 2 or bool(values[1] <= 1e-4 * values[0])
+
+
 def exactly(sums: Sums) -> Explanation | None:
     """Return what a gradient is made of by a named pattern and without any factor, or None."""
     r = sums.arrivals.shape[1]

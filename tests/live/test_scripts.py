@@ -9,13 +9,18 @@ from tests.live.running import SCRIPTS, audited, trained
 
 SOUND = sorted(path.stem for path in SCRIPTS.glob("sound_*.py"))
 FAULTY = {
+    "faulty_bfloat16_mean_of_means": "mean-of-means",
+    "faulty_bfloat16_never_reset": "stale-window",
+    "faulty_bfloat16_reset": "reset-inside-window",
     "faulty_checkpointed": "mean-of-means",
     "faulty_clipped_per_micro_batch": "not-linear",
     "faulty_closure": "mean-of-means",
+    "faulty_compiled_loss": "stale-window",
     "faulty_declared_denominator": "wrong-scale",
     "faulty_divided_twice": "wrong-scale",
     "faulty_gan_leaks": "stale-window",
     "faulty_hook_clamps": "not-linear",
+    "faulty_loss_scale_moves": "rescaled-accumulator",
     "faulty_mean_of_means": "mean-of-means",
     "faulty_mean_of_means_auxiliary": "mean-of-means",
     "faulty_mean_of_means_chunked": "unrecognised-weights",

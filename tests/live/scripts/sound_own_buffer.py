@@ -1,0 +1,18 @@
+import torch
+import torch.nn.functional as F
+import toy
+
+model = toy.classifier()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for window in toy.windows(*[4] * 12):
+    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for x, y in window:
+        optimizer.zero_grad()
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            total += parameter.grad
+    for total, parameter in zip(sums, model.parameters(), strict=True):
+        parameter.grad = total / len(window)
+    optimizer.step()
