@@ -91,6 +91,11 @@ def judge(
     if not all(is_finite(as_array(s)) for p in passes for s in p.arrivals.values()):
         result.findings.append("a gradient was not finite: that window was not judged")
         return result
+    if not all(is_finite(s) for s in gradients.values()):
+        result.findings.append(
+            "`.grad` was not finite at a step, while all that arrived was: that window was not judged"
+        )
+        return result
     found: Explanation | None = None
     if sums and any(p.arrivals for p in passes):
         found = _judge_sum(state, passes, gradients, previous, place, number, memory, given, result)
@@ -132,7 +137,7 @@ def _sketches(
         sizes = np.array(norms)
         size = 0.0
         for target, source in ((now, gradients), (before, previous)):
-            if key in source:
+            if key in source and is_finite(source[key]):
                 target[index] = source[key][:PROJECTIONS]
                 size = max(size, float(source[key][PROJECTIONS]) ** 0.5)
         dtype = dtypes[index] if dtypes[index] in UNIT_ROUNDOFF else "float32"

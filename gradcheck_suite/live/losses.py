@@ -42,7 +42,7 @@ class Counted:
 
 def _reduction(a: Arguments) -> str:
     if a.get("size_average") is not None or a.get("reduce") is not None:
-        return legacy_get_string(a.get("size_average"), a.get("reduce"))
+        return legacy_get_string(a.get("size_average"), a.get("reduce"), emit_warning=False)
     return a["reduction"]
 
 
