@@ -66,7 +66,8 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
             yield "wrong-epochs", _right(plan, epochs), said
     singles = [frozenset({j}) for j in range(count)] * plan.epochs
     growing = [frozenset(window[: i + 1]) for window in plan.windows for i in range(len(window))] * plan.epochs
-    for steps in (singles, growing):
+    never_reset = [frozenset(range(min(i + 1, count))) for i in range(count * plan.epochs)]
+    for steps in (singles, growing, never_reset):
         if steps != right:
             yield "step-per-micro-batch", steps, ": it stepped once per micro-batch"
     yield (

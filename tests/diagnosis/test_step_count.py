@@ -271,6 +271,13 @@ def _windows_of(size):
     return loop
 
 
+def _every_micro_batch_without_a_reset(run):
+    for _ in range(run.epochs):
+        for batch in run.loader:
+            run.loss(run.model, batch).backward()
+            run.optimizer.step()
+
+
 def _stepped_twice(run):
     for window in windows(run):
         backward_window(run, window)
@@ -300,6 +307,7 @@ def _inverted(run):
         (_windows_of(lambda k: k + 1), "wrong-window-size"),
         (_windows_of(lambda k: 2 * k), "wrong-window-size"),
         (_stepped_twice, "repeated-step"),
+        (_every_micro_batch_without_a_reset, "step-per-micro-batch"),
         (_first_window_skipped, "dropped-window"),
         (_inverted, "inverted-condition"),
         (_once_more, "empty-step"),
