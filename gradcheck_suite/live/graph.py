@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 SCALAR_NODES = {
@@ -10,7 +11,8 @@ SCALAR_NODES = {
     for version in (0, 1)
     for name in (
         *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Mean", "Sum", "Dot", "Pow", "Exp", "Cumsum", "ClampMin"),
-        *("Stack", "Cat", "Where", "Index", "MaskedSelect", "MaskedFill", "Select", "Slice", "Split", "Unbind"),
+        *("Stack", "Cat", "Where", "Index", "MaskedSelect", "MaskedFill", "MaskedScatter"),
+        *("Select", "Slice", "Split", "Unbind"),
         *("ToCopy", "Clone", "View", "UnsafeView", "ReshapeAlias", "Expand", "Squeeze", "Unsqueeze", "Permute", "T"),
         *("Transpose", "Alias", "NanToNum"),
     )
@@ -18,6 +20,8 @@ SCALAR_NODES = {
 """Arithmetic between the results of losses and what goes backward."""
 OPAQUE = ("torch::autograd::AccumulateGrad", "CheckpointFunctionBackward")
 """Nodes that say nothing about a loss: parameters, and regions that are computed again in backward."""
+LOG_PROBABILITIES = ("ChunkedLogProbFunctionBackward",)
+"""Functions of other packages whose first result is the log-probability of each target: trl's fused head and loss."""
 MAX_NODES = 2000
 
 
@@ -31,14 +35,28 @@ def mark(node: Any, call: Any) -> None:
     node.metadata[KEY] = weakref.ref(call)
 
 
-def reached(node: Any) -> tuple[list[Any], str | None]:
-    """Return the calls of losses that a node is made of by arithmetic, and the name of the first node that is neither.
+@dataclass
+class Reached:
+    """What a node is made of by arithmetic.
+
+    Attributes:
+        calls: recognised calls of losses.
+        log_probabilities: nodes that compute the log-probability of each target.
+        other: the name of the first node that is none of these.
+    """
+
+    calls: list[Any] = field(default_factory=list)
+    log_probabilities: list[Any] = field(default_factory=list)
+    other: str | None = None
+
+
+def reached(node: Any) -> Reached:
+    """Return what a node is made of.
 
     Args:
         node: of the tensor that goes backward.
     """
-    found: list[Any] = []
-    other: str | None = None
+    found = Reached()
     queue: list[Any] = [node]
     seen: set[Any] = set()
     while queue and len(seen) < MAX_NODES:
@@ -48,9 +66,11 @@ def reached(node: Any) -> tuple[list[Any], str | None]:
         seen.add(current)
         call = current.metadata.get(KEY)
         if call is not None:
-            found.append(call())
+            found.calls.append(call())
         elif current.name() in SCALAR_NODES:
             queue.extend(child for child, _ in current.next_functions)
+        elif current.name() in LOG_PROBABILITIES:
+            found.log_probabilities.append(current)
         elif current.name() not in OPAQUE:
-            other = other or current.name()
-    return found, other
+            found.other = found.other or current.name()
+    return found

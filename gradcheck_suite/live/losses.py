@@ -62,6 +62,11 @@ def _all_elements(*names: str) -> Callable[[Arguments], Counted]:
     return count
 
 
+def each(x: torch.Tensor) -> Counted:
+    """Return the count of an unreduced loss of the shape of `x`."""
+    return Counted("none", float(x.numel()), _rows(x), x.numel())
+
+
 def _weighted_elements(a: Arguments) -> Counted:
     """As `_all_elements`; with `weight` the mean divides by the sum of the weights."""
     counted = _all_elements("input", "target")(a)

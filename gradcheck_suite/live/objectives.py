@@ -228,9 +228,24 @@ def _scaled(
             return reading(
                 "scale", f"{factors[0]:.6g}, where a window of {r} has {factor:.6g}: no mean is taken over it"
             )
+    if divisor := _divisor_of_a_short_window(factors[0], length, history, tolerance):
+        return reading(
+            "scale", f"{length}/{divisor}: divided by {divisor}, where the window has {length} micro-batches"
+        )
     if length > 1 and _miscounted(weight, totals, history, tolerance):
         return reading("scale", f"{factors[0]:.6g}: each weighs 1/{round(1 / weight)}, where {totals[0]:g} count")
     return reading("coefficient", f"a coefficient of {factors[0]:.6g}")
+
+
+def _divisor_of_a_short_window(factor: float, length: int, history: History, tolerance: float) -> int:
+    """Return the whole number that a short window is divided by and that is not its length, or 0.
+
+    A longer window was right. Such a loop divides by what is left of the epoch, and steps before the epoch ends.
+    """
+    longest = max((r for _, r, earlier, _ in history.seen if _near(earlier, 1.0, tolerance)), default=0)
+    divisor = round(length / factor) if factor > 0 else 0
+    short = 1 < length < longest and length < divisor < longest
+    return divisor if short and _near(factor, length / max(divisor, 1), tolerance) else 0
 
 
 def _miscounted(weight: float, totals: Sequence[float], history: History, tolerance: float) -> bool:

@@ -142,7 +142,7 @@ class Recorder:
 
     def declare(self, output: torch.Tensor, call: Call) -> None:
         """Note a loss that the user declares; recognised calls that it is made of are part of it."""
-        for other in reached(output.grad_fn)[0]:
+        for other in reached(output.grad_fn).calls:
             if other is not None:
                 other.inner = True
         self.note_call(output, call)
@@ -208,10 +208,25 @@ class Recorder:
         for root in tensors:
             node = getattr(root, "grad_fn", None)
             if node is not None:
-                name = reached(node)[1]
-                if name is not None:
-                    backward.unknown = name
-                    self.unrecognised.setdefault(backward.place.line, name)
+                found = reached(node)
+                for inner in found.log_probabilities:
+                    self._watch_log_probabilities(inner, backward.place)
+                if found.other is not None:
+                    backward.unknown = found.other
+                    self.unrecognised.setdefault(backward.place.line, found.other)
+
+    def _watch_log_probabilities(self, node: Any, place: Place) -> None:
+        """Read the weights off what goes backward into a node that computes the log-probability of each target."""
+        name, declared = node.name(), declared_denominator()
+
+        def hook(cotangents: Any) -> None:
+            handle.remove()
+            if cotangents[0] is not None:
+                counted = losses.each(cotangents[0])
+                self._receive(Call(name, place, counted, None, declared=declared), -cotangents[0])
+
+        handle = node.register_prehook(hook)
+        self.losses_seen += 1
 
     def _end(self) -> None:
         backward, self._pass = self._pass, None

@@ -33,3 +33,19 @@ def batches(*sizes, outputs=3):
 def windows(*sizes, steps=4):
     data = batches(*sizes)
     return [data[i : i + steps] for i in range(0, len(data), steps)]
+
+
+class ChunkedLogProbFunction(torch.autograd.Function):
+    """As the fused head and loss of trl's SFTTrainer: the log-probability of each target."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        with torch.enable_grad():
+            ctx.inputs = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            logits = torch.nn.functional.linear(*ctx.inputs)
+            ctx.outputs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return ctx.outputs.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *torch.autograd.grad(ctx.outputs, ctx.inputs, grad), None
