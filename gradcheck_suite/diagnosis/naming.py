@@ -11,7 +11,8 @@ import numpy as np
 
 from gradcheck_suite.diagnosis.factors import constant_meaning, fitting_factors
 from gradcheck_suite.diagnosis.other_windows import outside
-from gradcheck_suite.diagnosis.patterns import INSIDE, Pattern, Steps, rescaled, rounded_to
+from gradcheck_suite.diagnosis.patterns import INSIDE, Pattern, rescaled, rounded_to
+from gradcheck_suite.diagnosis.presence import Steps
 from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, listed
 
 MOST_NAMES = 3

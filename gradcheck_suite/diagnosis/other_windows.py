@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.patterns import Pattern, Steps, units
+from gradcheck_suite.diagnosis.patterns import Pattern, units
+from gradcheck_suite.diagnosis.presence import Steps
 from gradcheck_suite.diagnosis.weights import Weights, listed
 
 RESET = "reset the gradients once after every step, the short last window's too"

@@ -6,20 +6,28 @@ fit all that are wrong, also where its rivals differ from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from gradcheck_suite.diagnosis.presence import (
+    Steps,
+    alone,
+    alone_for_all,
+    dropped_text,
+    more_than_one,
+    more_than_two,
+    repeated,
+    repeated_text,
+    some_dropped,
+    some_missing,
+)
 from gradcheck_suite.diagnosis.weights import Array, Weights
 
-Steps = Sequence[Weights]
 SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
 FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
 """Precision of the formats that weights may have been rounded to, in binary digits, the narrowest first."""
-
-MOST_TIMES = 64
-"""How often a micro-batch may be there to be called repeated."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,6 @@ class Pattern:
     rank: int = 0
     tells: Callable[[Weights], bool] = lambda w: True
     informs: Callable[[Weights], bool] = lambda w: True
-
-
-def _several(w: Weights) -> bool:
-    return len(w.inside) > 2
-
-
-def _two(w: Weights) -> bool:
-    return len(w.inside) > 1
 
 
 def _unequal(w: Weights) -> bool:
@@ -158,7 +158,7 @@ def rescaled(wrong: Steps) -> tuple[Pattern, ...]:
                 f"each micro-batch weighs {step(w):.6g} times the one before it: the running sum itself is rescaled at "
                 "every micro-batch; scale each contribution instead"
             ),
-            informs=_two,
+            informs=more_than_one,
         )
 
     return tuple(pattern(*step) for step in steps)
@@ -180,104 +180,8 @@ def rounded_to(w: Weights) -> str | None:
     return None
 
 
-# Which micro-batches
-
-
-def _alone(place: int) -> Callable[[Weights], bool]:
-    """Whether the window's first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
-
-    def fits(w: Weights) -> bool:
-        ratio = w.ratio
-        if w.foreign or not len(ratio) or not ratio[place] or np.count_nonzero(ratio) != 1:
-            return False
-        mean = w.per_mean[place]
-        return any(w.close(*pair) for pair in ((ratio[place], 1), (mean, 1 / w.accumulation_steps), (mean, 1))) or (
-            w.close(mean, 1 / len(w.window))
-        )
-
-    return fits
-
-
-def _alone_for_all(place: int) -> Callable[[Weights], bool]:
-    """Whether the window's first or last micro-batch stands for all of them."""
-
-    def fits(w: Weights) -> bool:
-        ratio = w.ratio
-        return bool(
-            not w.foreign
-            and len(ratio) > 1
-            and bool(ratio[place])
-            and np.count_nonzero(ratio) == 1
-            and w.close(ratio[place], len(ratio))
-        )
-
-    return fits
-
-
-def _some_dropped(w: Weights) -> bool:
-    for values in (w.ratio, w.per_mean):
-        kept = values[values != 0]
-        if not w.foreign and len(kept) < len(values) and (not len(kept) or w.close(kept, kept[0])):
-            return True
-    return False
-
-
-def _some_missing(w: Weights) -> bool:
-    return not w.foreign and bool(0 < np.count_nonzero(w.ratio) < len(w.ratio))
-
-
-def _repeated(w: Weights) -> bool:
-    """Whether some micro-batches are there several times, or a second time by their means, and others perhaps not."""
-    if w.foreign:
-        return False
-    ratio = w.ratio
-    if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
-        return bool((ratio > 1.5).any() and (ratio <= MOST_TIMES).all())
-    extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
-    more = ~np.isclose(ratio, 1, rtol=w.tolerance, atol=0)
-    return bool(more.any()) and any(
-        w.close(extra[more], share) for share in (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
-    )
-
-
-def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
-    """Return which of the window's micro-batches have a ratio that is chosen, by their place in the window."""
-    return tuple(w.window.index(j) for j, ratio in zip(w.inside, w.ratio, strict=True) if chosen(float(ratio)))
-
-
-def _dropped_text(w: Weights, wrong: Steps) -> str:
-    gone = {places(v, lambda ratio: ratio == 0) for v in wrong}
-    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    said = f"micro-batches {missing} of the window are not in the gradient"
-    last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
-    several = any(_several(v) for v in wrong)
-    if several and gone == {(0,)}:
-        return f"{said}, in every wrong window the first: look for what takes it away before the loop"
-    if several and all(places(v, lambda ratio: ratio == 0) == (len(v.window) - 1,) for v in wrong) and last:
-        return f"{said}, in every wrong window the last: look for a loop that ends one early"
-    if several and all(places(v, lambda ratio: ratio == 0) == tuple(range(1, len(v.window), 2)) for v in wrong):
-        return f"{said}, in every wrong window each second one: the iterator is advanced twice"
-    if several and all(_has_twin(v) for v in wrong):
-        return f"{said}, and each has the count of another in its window: look for what is kept by size or by value"
-    return f"{said}: look for a `continue`, a `break` or a reset between them"
-
-
 def _countdown(count: int) -> str:
     return " and ".join(str(n) for n in range(count, 0, -1)) if count < 3 else f"{count}, {count - 1}, ..., 1"
-
-
-def _has_twin(w: Weights) -> bool:
-    kept = {w.counts[j] for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio}
-    return all(w.counts[j] in kept for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio)
-
-
-def _repeated_text(w: Weights, wrong: Steps) -> str:
-    twice = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)]
-    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
-    said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
-    said = said.replace(" 2 times", " twice")
-    return f"{said}{f', and {gone} not at all' if gone else ''}: send each loss backward once"
 
 
 INSIDE: tuple[Pattern, ...] = (
@@ -340,39 +244,39 @@ INSIDE: tuple[Pattern, ...] = (
             f"the window's micro-batches are in the gradient {_countdown(len(w.inside))} times: "
             "the running sum of the losses goes through backward each time; send each loss through once"
         ),
-        tells=_several,
-        informs=_two,
+        tells=more_than_two,
+        informs=more_than_one,
     ),
     Pattern(
         "reset-inside-window",
-        _alone(-1),
+        alone(-1),
         lambda w, wrong: (
             "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and "
             "add to the gradient, do not assign it"
         ),
-        tells=_several,
-        informs=_two,
+        tells=more_than_two,
+        informs=more_than_one,
     ),
     Pattern(
         "first-only",
-        _alone(0),
+        alone(0),
         lambda w, wrong: (
             "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
             "no_sync, a detached graph)"
         ),
-        tells=_several,
-        informs=_two,
+        tells=more_than_two,
+        informs=more_than_one,
     ),
     *(
         Pattern(
             "repeated-micro-batch",
-            _alone_for_all(place),
+            alone_for_all(place),
             lambda w, wrong, word=word, why=why: (  # type: ignore[misc]
                 f"the window's {word} micro-batch is in the gradient {len(w.inside)} times, and the others not at all: "
                 f"{why}"
             ),
-            tells=_several,
-            informs=_two,
+            tells=more_than_two,
+            informs=more_than_one,
         )
         for place, word, why in (
             (-1, "last", "look for a closure that reads the loop's variable late"),
@@ -380,8 +284,8 @@ INSIDE: tuple[Pattern, ...] = (
         )
     ),
     _means(lambda w: None, lambda w: f"{float(w.per_mean.mean()):.6g}", 1),
-    Pattern("dropped-micro-batch", _some_dropped, _dropped_text, 1),
-    Pattern("repeated-micro-batch", _repeated, _repeated_text, 1, informs=lambda w: not w.close(w.ratio, w.ratio[0])),
-    Pattern("dropped-micro-batch", _some_missing, _dropped_text, 2),
+    Pattern("dropped-micro-batch", some_dropped, dropped_text, 1),
+    Pattern("repeated-micro-batch", repeated, repeated_text, 1, informs=lambda w: not w.close(w.ratio, w.ratio[0])),
+    Pattern("dropped-micro-batch", some_missing, dropped_text, 2),
 )
 """Patterns of the window's own micro-batches."""
