@@ -30,7 +30,7 @@ from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import accumulated, jax_reference, programs
+from gradcheck_suite.references import accumulated, jax_objective, programs
 from gradcheck_suite.references.reference import References
 from gradcheck_suite.verification import check as checking
 from gradcheck_suite.verification.verify import verify
@@ -92,9 +92,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     """Forget everything in memory; keep what is stored."""
     jax.clear_caches()
     monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
-    fresh = programs.Programs()
-    for module in (programs, jax_reference, accumulated):
-        monkeypatch.setattr(module, "PROGRAMS", fresh)
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     monkeypatch.setattr(checking, "REFERENCES", References())
 
 
@@ -159,7 +157,7 @@ def _whole(spec: ProblemSpec) -> Any:
 
     def value(values: Any, batch: Any) -> Any:
         out = accumulated._output(spec, values, batch)
-        return jax_reference.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
+        return jax_objective.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
 
     return jax.grad(value)
 

@@ -15,7 +15,7 @@ from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.comparison import worst_difference
-from gradcheck_suite.references import jax_reference
+from gradcheck_suite.references import programs
 from gradcheck_suite.references.agreement import opinions
 from gradcheck_suite.references.programs import Programs
 from gradcheck_suite.references.reference import Reference
@@ -121,7 +121,7 @@ def test_a_platform_that_is_off_is_noticed():
 def _jax_gradient(reference, platform):
     """Return JAX's gradient of the first window, computed by programs compiled for a platform."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax_reference, "PROGRAMS", _programs(platform))
+        patch.setattr(programs, "PROGRAMS", _programs(platform))
         return reference.by_jax(reference.values64, [reference.window(0).items])[0]
 
 

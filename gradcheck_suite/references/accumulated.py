@@ -17,8 +17,9 @@ from gradcheck_suite.catalogue import input_signal, layer_definition, loss_defin
 from gradcheck_suite.catalogue.build import extra_keys, value_names
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays
 from gradcheck_suite.catalogue.signals import Signal, feature_axis
-from gradcheck_suite.references.jax_reference import objective, pad_rows, padded_rows
-from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.references import programs
+from gradcheck_suite.references.jax_objective import objective
+from gradcheck_suite.references.padding import pad_rows, padded_rows
 from gradcheck_suite.schema.spec import Layer, ProblemSpec, Tie
 
 
@@ -75,7 +76,9 @@ def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[
     def value(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
         return objective(problem.loss, _output(problem, values, batch), batch, weight)
 
-    found, gradient = PROGRAMS.call(("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False)
+    found, gradient = programs.PROGRAMS.call(
+        ("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False
+    )
     return float(found), gradient
 
 
@@ -115,5 +118,5 @@ def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, siz
             return gradient
         return jax.tree.map(lambda g: g / count, gradient)
 
-    accumulated: Arrays = PROGRAMS.call(("scan", problem), accumulate, values, stacked, weights, store=False)
+    accumulated: Arrays = programs.PROGRAMS.call(("scan", problem), accumulate, values, stacked, weights, store=False)
     return accumulated

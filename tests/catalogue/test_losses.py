@@ -21,7 +21,7 @@ from gradcheck_suite.catalogue import LOSSES
 from gradcheck_suite.catalogue.definitions import LossDefinition
 from gradcheck_suite.catalogue.losses.classification import IGNORE_INDEX
 from gradcheck_suite.catalogue.signals import Options, Signal, vector
-from gradcheck_suite.references.jax_reference import objective
+from gradcheck_suite.references.jax_objective import objective
 from gradcheck_suite.references.programs import Programs
 from gradcheck_suite.schema.spec import REDUCTIONS, Loss
 

@@ -10,10 +10,11 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalog
 from gradcheck_suite.catalogue.build import draw_data
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import jax_reference
+from gradcheck_suite.references import jax_reference, padding, programs
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
 from gradcheck_suite.references.agreement import blame
-from gradcheck_suite.references.jax_reference import large_batch_gradient, large_batch_gradients, padded_rows
+from gradcheck_suite.references.jax_reference import large_batch_gradient, large_batch_gradients
+from gradcheck_suite.references.padding import padded_rows
 from gradcheck_suite.references.reference import Reference
 
 
@@ -65,7 +66,8 @@ def test_padding_rows_change_nothing(monkeypatch):
     padded = large_batch_gradients(spec, values, data, windows)
     # a window of its own, and two windows side by side
     for rows in (2, 4):
-        monkeypatch.setattr(jax_reference, "ROWS", {None: rows, 1: rows, 0: 2 * rows})
+        for axes, smallest in ((None, rows), (1, rows), (0, 2 * rows)):
+            monkeypatch.setitem(padding.ROWS, axes, smallest)
         for (_, one), (_, other) in zip(padded, large_batch_gradients(spec, values, data, windows), strict=True):
             _close(one, other)
 
@@ -80,7 +82,7 @@ def test_a_wrong_jax_meaning_is_a_finding_and_no_loops_fault(monkeypatch):
     wrong = dataclasses.replace(kind, name="tanh", jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
     monkeypatch.setitem(catalogue.LAYERS, "tanh", wrong)
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(jax_reference, "PROGRAMS", type(jax_reference.PROGRAMS)())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     jax_reference._walk.cache_clear()
     spec = dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers))
     verdict = check(MODES["zero_"], Case(spec, Plan((1, 2), 2), seed=77))

@@ -15,7 +15,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import jax_reference, reference
+from gradcheck_suite.references import jax_reference, programs, reference
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.verification import check as checking
 
@@ -105,7 +105,7 @@ def _in_jax(fault, acts):
 def _nothing_is_kept(monkeypatch):
     """Compile what a test plants, and forget it afterwards."""
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(jax_reference, "PROGRAMS", type(jax_reference.PROGRAMS)())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     kept = type(reference.REFERENCES)()
     for module in (reference, checking):
         monkeypatch.setattr(module, "REFERENCES", kept)

@@ -14,7 +14,7 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.numerics.bounds import DRAWS, FEW_DRAWS, MANY_DRAWS, student_factor
-from gradcheck_suite.references import jax_reference, reference
+from gradcheck_suite.references import jax_reference, programs, reference
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.verification import check as checking
 
@@ -123,7 +123,7 @@ def test_where_torch_and_jax_differ_no_loop_is_blamed(monkeypatch):
     wrong = dataclasses.replace(kind, jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
     monkeypatch.setitem(catalogue.LAYERS, "tanh", wrong)
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(jax_reference, "PROGRAMS", type(jax_reference.PROGRAMS)())
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     jax_reference._walk.cache_clear()
     case = CASE.replace(problem=dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers)), seed=78)
     verdict = check(BUGS["mean-of-means"].loop, case, shrinking=True)
