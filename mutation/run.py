@@ -74,7 +74,12 @@ TARGETS = {
         f"references/{module}": Target("tests/references/test_reference.py", TORCH, 60.0)
         for module in ("reference", "window", "window_bounds", "agreement")
     },
-    "verification/check": Target("tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0),
+    **{
+        f"verification/{module}": Target(
+            "tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0
+        )
+        for module in ("accumulable", "check", "divergence", "gradient_violation")
+    },
     "verification/search": Target("tests/verification/test_shrinking.py", TORCH, 120.0),
 }
 

@@ -14,7 +14,7 @@ from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.options import VerifyOptions
-from gradcheck_suite.verification.check import DIVERGED
+from gradcheck_suite.verification.divergence import DIVERGED
 
 SPEC = ProblemSpec(
     Input("vector", size=2),

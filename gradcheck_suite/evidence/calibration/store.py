@@ -33,7 +33,10 @@ DECIDING = (
     "loops",
     "numerics",
     "references",
+    "verification/accumulable.py",
     "verification/check.py",
+    "verification/divergence.py",
+    "verification/gradient_violation.py",
 )
 """Modules and folders that the counts depend on."""
 
