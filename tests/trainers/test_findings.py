@@ -1,0 +1,38 @@
+"""The script of each finding under `reports/findings/` prints what the finding says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FINDINGS = sorted((Path(__file__).parents[2] / "reports" / "findings").glob("*.md"))
+PACKAGES = ("transformers", "accelerate", "lightning")
+
+
+@pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
+def test_the_script_prints_what_the_finding_says(path):
+    text = path.read_text()
+    script = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    printed = re.search(r"```text\n(.*?)```", text, re.S)[1]
+    for package in PACKAGES:
+        if re.search(rf"^(from|import) .*\b{package}\b", script, re.M):
+            version = re.search(rf"{package} (\d+\.\d+\.\d+)", text)[1]
+            try:
+                installed = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                installed = None
+            if installed != version:
+                pytest.skip(f"needs {package} {version}")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout == printed, done.stderr
+
+
+def test_the_guide_lists_every_finding():
+    page = (Path(__file__).parents[2] / "docs" / "found-in-trainers.md").read_text()
+    for path in FINDINGS:
+        assert f"`{path.name}`" in page
