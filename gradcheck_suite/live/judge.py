@@ -369,7 +369,7 @@ def _judge_weights(
     result.findings += [f"a part of the loss ({name}) was not recognised: {DECLARE}" for name in unknown]
     steps = memory.steps(given)
     length = len({t.micro_batch for t in terms})
-    readings = objectives.readings(terms, steps if steps is not None and steps > 1 else None, memory.histories)
+    readings = objectives.readings(terms, steps if steps is not None and steps > 1 else None, memory.histories, number)
     memory.lengths[length] += 1
     memory.singles = memory.singles + 1 if length == 1 else 0
     for reading in readings:
@@ -383,7 +383,8 @@ def _judge_weights(
     faulty = next((reading for reading in judged if not reading.holds), None)
     if faulty is not None:
         violation = naming.weight_violation(faulty, steps)
-        result.violation = replace(violation, step=number, backward=_line(passes[-1].place), stepped=place.line)
+        step = number if faulty.step is None else faulty.step
+        result.violation = replace(violation, step=step, backward=_line(passes[-1].place), stepped=place.line)
     elif given is not None and given > 1 and memory.singles == SINGLES:
         result.violation = replace(
             _violation("step-per-micro-batch", passes, place, number),

@@ -20,6 +20,8 @@ from gradcheck_suite.live.calls import Received
 
 TOLERANCE = 1e-6
 """Relative difference of weights that is nobody's fault: counts and quotients are often computed in float32."""
+MAX_SEEN = 256
+"""Windows of an objective that are remembered: the first and the latest."""
 ROUNDINGS = 16
 """Roundings between a loss and what goes backward: scaling, division by counts, a sum of losses, a cast."""
 
@@ -103,6 +105,8 @@ class Reading:
         factor: weight of an item over 1/N, where all are equal.
         length: micro-batches of the window in which the objective occurs.
         note: what a finding or an explanation says about it.
+        step: the number of the step, where it is an earlier one than the one that is judged.
+        changes: whether the coefficient is not the same in all micro-batches of the window.
     """
 
     status: str
@@ -111,6 +115,8 @@ class Reading:
     factor: float = 1.0
     length: int = 1
     note: str = ""
+    step: int | None = None
+    changes: bool = False
 
     @property
     def holds(self) -> bool:
@@ -125,10 +131,33 @@ class History:
     Attributes:
         seen: (N, length of the window, factor, weight) of windows with equal weights.
         integers: windows in which one over the weight is a whole number that is no count of ours.
+        first: the first window, where a factor that is not 1 reads as a coefficient until a longer window is right.
     """
 
     seen: list[tuple[float, int, float, float]] = field(default_factory=list)
     integers: int = 0
+    first: Reading | None = None
+
+    def add(self, reading: Reading, number: int) -> None:
+        """Add a window with equal weights, that of step `number`."""
+        if not self.seen and reading.status == "coefficient":
+            self.first = replace(reading, step=number)
+        weight = next((t.weight for t in reading.terms if t.count), 0.0)
+        count = sum(t.count for t in reading.terms)
+        self.seen.append((count, reading.length, weight * count, weight))
+        if len(self.seen) > MAX_SEEN:
+            del self.seen[1]
+
+    def short_first(self, reading: Reading) -> Reading | None:
+        """Return the first window as a fault where this longer one shows that it was divided by too much."""
+        first = self.first
+        if first is None or reading.status != "right" or reading.length <= first.length:
+            return None
+        self.first = None
+        if not _near(first.factor, first.length / reading.length, max(t.tolerance for t in first.terms)):
+            return None
+        note = f"{first.length}/{reading.length}: divided by {reading.length}, where the run's first window has "
+        return replace(first, status="scale", note=f"{note}{first.length} micro-batch(es)")
 
 
 def _near(a: float, b: float, tolerance: float) -> bool:
@@ -225,6 +254,8 @@ def _scaled(
             return reading("scale", fault, index)
     for _, r, factor, _ in history.seen[:1]:
         if r != length and _near(factors[0] / factor, length / r, tolerance):
+            if _near(factor, 1.0, tolerance):
+                return reading("scale", f"{length}/{r}: divided by {r}, where the window has {length} micro-batches")
             return reading(
                 "scale", f"{factors[0]:.6g}, where a window of {r} has {factor:.6g}: no mean is taken over it"
             )
@@ -293,13 +324,16 @@ def group(terms: Iterable[Term], key: Callable[[Term], Hashable]) -> dict[Hashab
     return groups
 
 
-def readings(terms: Sequence[Term], steps: int | None, histories: dict[Hashable, History]) -> list[Reading]:
+def readings(
+    terms: Sequence[Term], steps: int | None, histories: dict[Hashable, History], number: int = 0
+) -> list[Reading]:
     """Return how a window's calls read, one reading for each objective; faults only where no reading holds.
 
     Args:
         terms: all calls of the window that are in the gradient.
         steps: the number of micro-batches in a whole window, where it is known.
         histories: of each objective; the window is added to them.
+        number: of the step.
     """
     found: list[tuple[Hashable, Reading]] = []
     for key, members in group(terms, lambda t: (t.name, t.line)).items():
@@ -313,13 +347,37 @@ def readings(terms: Sequence[Term], steps: int | None, histories: dict[Hashable,
             replace(r, status="coefficient", note=f"a coefficient of {r.factor:.6g}") if r.status == "scale" else r
             for r in result
         ]
-    result = _averaged_objectives(result)
+    result = _changing_coefficients(_averaged_objectives(result))
+    earlier = []
     for (key, _), reading in zip(found, result, strict=True):
-        if reading.status in ("right", "coefficient") and reading.terms:
-            weight = next((t.weight for t in reading.terms if t.count), 0.0)
-            count = sum(t.count for t in reading.terms)
-            histories.setdefault(key, History()).seen.append((count, reading.length, weight * count, weight))
-    return result
+        if reading.status in ("right", "coefficient") and reading.terms and not reading.changes:
+            history = histories.setdefault(key, History())
+            if (fault := history.short_first(reading)) is not None:
+                earlier.append(fault)
+            history.add(reading, number)
+    return [*earlier, *result]
+
+
+def _changing_coefficients(found: list[Reading]) -> list[Reading]:
+    """Read unequal weights as a coefficient that changes between micro-batches, as annealing does.
+
+    Another objective of the same micro-batches must be right. Means over unequal counts that weigh the same stay a fault.
+    """
+    right = [{t.micro_batch for t in r.terms} for r in found if r.status == "right" and r.length > 1]
+
+    def changes(reading: Reading) -> bool:
+        counted = [t for t in reading.terms if t.count]
+        means = [t.weight * t.count for t in counted]
+        tolerance = max((t.tolerance for t in counted), default=0.0)
+        equal = all(_near(mean, means[0], tolerance) for mean in means)
+        return not equal and any(covered >= {t.micro_batch for t in reading.terms} for covered in right)
+
+    return [
+        replace(r, status="coefficient", changes=True, note="a coefficient that changes between its micro-batches")
+        if r.status == "unequal" and changes(r)
+        else r
+        for r in found
+    ]
 
 
 def _averaged_objectives(found: list[Reading]) -> list[Reading]:

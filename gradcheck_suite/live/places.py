@@ -38,7 +38,7 @@ NOWHERE = Place("?", ())
 @lru_cache(maxsize=4096)
 def _kind(filename: str) -> str:
     """Return `skip`, `library` or `user` for a source file."""
-    if filename.startswith(("<frozen", _TORCH, _SUITE)) or filename == contextlib.__file__:
+    if filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE)) or filename == contextlib.__file__:
         return "skip"
     return "library" if filename.startswith(_INSTALLED) else "user"
 

@@ -18,6 +18,7 @@ FAULTY = {
     "faulty_compiled_loss": "stale-window",
     "faulty_declared_denominator": "wrong-scale",
     "faulty_divided_twice": "wrong-scale",
+    "faulty_first_window_short": "wrong-scale",
     "faulty_gan_leaks": "stale-window",
     "faulty_hook_clamps": "not-linear",
     "faulty_loss_scale_moves": "rescaled-accumulator",
@@ -53,6 +54,7 @@ FAULTY = {
     "faulty_tail_leaks": "tail-leak",
     "faulty_tail_unstepped": "tail-dropped",
     "faulty_values_clipped_per_micro_batch": "not-linear",
+    "faulty_windows_grow": "wrong-scale",
 }
 """Each script with a fault -> its diagnosis."""
 ALSO = {"faulty_tail_leaks": ["tail-dropped"]}
