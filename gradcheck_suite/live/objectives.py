@@ -361,7 +361,7 @@ def readings(
 def _changing_coefficients(found: list[Reading]) -> list[Reading]:
     """Read unequal weights as a coefficient that changes between micro-batches, as annealing does.
 
-    Another objective of the same micro-batches must be right. Means over unequal counts that weigh the same stay a fault.
+    Another objective of the same micro-batches must be right; equal means over unequal counts stay a fault.
     """
     right = [{t.micro_batch for t in r.terms} for r in found if r.status == "right" and r.length > 1]
 
