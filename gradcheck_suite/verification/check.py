@@ -14,7 +14,7 @@ from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.references.agreement import disagreement, precision_fault
+from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
@@ -223,11 +223,11 @@ def _judge_gradients(
 def _reference_fault(window: Window, *, wrong: bool) -> _Finding | None:
     """Return where the references themselves are wrong, so that no loop is to blame.
 
-    Before the loop ran, torch and JAX were compared at the initial parameters. Torch in a lower precision is looked at
-    where a gradient is wrong.
+    Before the loop ran, torch and JAX were compared at the initial parameters. Torch's accumulation in float64, and
+    torch in a lower precision, are looked at where a gradient is wrong.
     """
     if (wrong or window.moved) and (finding := disagreement(window)):
         return _Finding(finding)
-    if wrong and (finding := precision_fault(window)):
+    if wrong and (finding := accumulation_fault(window) or precision_fault(window)):
         return _Finding(finding)
     return None
