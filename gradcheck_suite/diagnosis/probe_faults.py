@@ -241,6 +241,12 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
             f"a micro-batch whose gradient is {what} in an element is not in the window's gradient, or the whole "
             "gradient was set to zero: losses or gradients that are not finite are skipped, and the step hides it",
         )
+    if np.isnan(seen[poisoned]).all():
+        return Diagnosis(
+            "clipped",
+            f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
+            "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
+        )
     values = ", ".join(f"{value:.6g}" for value in seen[poisoned])
     return Diagnosis(
         "replaced-non-finite",

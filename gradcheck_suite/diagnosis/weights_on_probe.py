@@ -67,14 +67,30 @@ def _separated(runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: 
     seen = separating.observed_weights(runner, scale=SMALL_SCALE)
     if seen is None or not np.isfinite(seen).all():
         return None
-    if len(seen) != separating.plan.steps:
-        return _by_steps(separating, seen)
-    other = readings(separating, seen)
-    if other is None or all(w.is_right for w in other):
-        return None
-    step = weights.epoch * len(weights.windows) + (weights.index or 0)
-    named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
-    return None if names_nothing(named) else named
+    miscounted = len(seen) != separating.plan.steps
+    other = _whole_windows(separating, seen) if miscounted else readings(separating, seen)
+    named = None
+    if other and not all(w.is_right for w in other):
+        step = weights.epoch * len(weights.windows) + (weights.index or 0)
+        named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
+    if named is not None and not names_nothing(named):
+        return named
+    return _by_steps(separating, seen) if miscounted else None
+
+
+def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:
+    """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
+
+    A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
+    there.
+    """
+    found: list[Weights] = []
+    for step, items in enumerate(seen[: len(probe.plan.windows)]):
+        observed = per_micro_batch(probe, items)
+        if observed is None or tuple(np.flatnonzero(observed)) != tuple(probe.plan.windows[step]):
+            break
+        found.append(reading(probe, step, observed))
+    return found
 
 
 def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:

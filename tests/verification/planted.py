@@ -102,6 +102,16 @@ def _through_float32(gradient):
     return gradient.to(torch.float32).to(gradient.dtype)
 
 
+def clips_to_a_limit_that_no_finite_gradient_reaches(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e200)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 SIZES = {
     "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
     "nan_to_num": (_each(torch.nan_to_num), "replaced-non-finite"),

@@ -14,7 +14,7 @@ from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
 from gradcheck_suite.verification import search
 from gradcheck_suite.verification.battery import run_battery
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
-from tests.verification.planted import LONG, SIZES
+from tests.verification.planted import LONG, SIZES, clips_to_a_limit_that_no_finite_gradient_reaches
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -291,3 +291,10 @@ def test_slopes_are_read_as_they_are_written():
     slopes = [1.0, 2.0**40, 2.0**-200, float("inf"), 0.5]
     assert slopes_text(slopes) == "1 2**40 2**-200 inf 2**-1"
     assert read_slopes(slopes_text(slopes), 7) == [*slopes, 1.0, 2.0**40]
+
+
+def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
+    """`clip_grad_norm_` multiplies by the limit over the norm: the finite elements become 0, the infinite one NaN."""
+    violation = battery(clips_to_a_limit_that_no_finite_gradient_reaches).violation
+    assert violation.diagnosis == "clipped"
+    assert "clip_grad_norm_ with a finite limit sets them to 0" in violation.explanation
