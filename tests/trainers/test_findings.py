@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FINDINGS = sorted((Path(__file__).parents[2] / "reports" / "findings").glob("*.md"))
-PACKAGES = ("transformers", "accelerate", "lightning")
+PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_accelerated")
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
@@ -21,7 +21,7 @@ def test_the_script_prints_what_the_finding_says(path):
     printed = re.search(r"```text\n(.*?)```", text, re.S)[1]
     for package in PACKAGES:
         if re.search(rf"^(from|import) .*\b{package}\b", script, re.M):
-            version = re.search(rf"{package} (\d+\.\d+\.\d+)", text)[1]
+            version = re.search(rf"{package.replace('_', '-')} (\d+\.\d+\.\d+)", text)[1]
             try:
                 installed = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
