@@ -31,12 +31,14 @@ class Judged:
         violation: the fault, or None.
         weights: whether the weights of a recognised loss were judged.
         sums: whether the sum was judged.
+        handmade: whether the gradient was put together by the user, in a way that says nothing about weights.
         findings: what is worth knowing.
     """
 
     violation: LiveViolation | None = None
     weights: bool = False
     sums: bool = False
+    handmade: bool = False
     findings: list[str] = field(default_factory=list)
 
 
@@ -101,7 +103,7 @@ def judge(
         found = _judge_sum(state, passes, gradients, previous, place, number, memory, given, result)
         if result.violation is not None:
             return result
-    if weights and result.violation is None:
+    if weights and result.violation is None and not result.handmade:
         _judge_weights(state, passes, found, place, number, memory, given, result)
     return result
 
@@ -166,12 +168,18 @@ def _judge_sum(
     if _untouched(sums, passes):
         result.findings.append("gradients were written by hand: what arrived by backward was not used")
         return None
-    found = explain(sums)
+    found, own_buffer = explain(sums), False
     after = {key: as_array(sketch) for key, sketch in passes[-1].after.items()}
     if after and any(g[:PROJECTIONS].any() for g in gradients.values()):
         # `.grad` as the last backward pass left it: what was done to it afterwards is the user's decision
         left, _ = _sketches(state, passes, after, previous)
         before = explain(left)
+        own_buffer = not found.name and before.name == "reset-inside-window"
+        if _handmade(state, found, before):
+            state.detail, memory.unclear = True, None
+            result.findings.append(HANDMADE)
+            result.handmade = found.name == "not-linear"
+            return None if result.handmade else replace(found, name="")
         if before.factor != 1.0 and parallel(left):
             # where all arrivals are parallel, any sum of them is a multiple of any other
             found = exactly(left) or found
@@ -182,7 +190,8 @@ def _judge_sum(
             memory.unclear = None
             result.findings.append("gradients were edited between the last backward and the step, not by one factor")
             return replace(before, factor=1.0)
-    state.detail = not found.name and abs(found.factor / _clip_factor(passes) - 1) > UNEXPLAINED
+    unexplained = not found.name and abs(found.factor / _clip_factor(passes) - 1) > UNEXPLAINED
+    state.detail = own_buffer or unexplained
     if found.name and (excuse := _excuse(state, passes, found, memory, given)):
         result.findings.append(excuse)
         # what is left in the gradient is a window of its own
@@ -214,6 +223,14 @@ def _untouched(sums: Sums, passes: Sequence[Pass]) -> bool:
     unused = {p.place.line for p, c in zip(passes, found.coefficients, strict=True) if abs(c) < 1e-3}
     used = {p.place.line for p, c in zip(passes, found.coefficients, strict=True) if abs(c) >= 1e-3}
     return found.name == "not-linear" or (found.name != "" and not unused & used)
+
+
+def _handmade(state: Watched, found: Explanation, before: Explanation) -> bool:
+    """Whether the user has put a gradient together from passes that he had reset, as per-example clipping does."""
+    if before.name != "reset-inside-window" or found.name not in ("unrecognised-weights", "not-linear"):
+        return False
+    again = any(abs(f) >= 1e-3 > abs(b) for f, b in zip(found.coefficients, before.coefficients, strict=True))
+    return again if found.name == "unrecognised-weights" else state.replaced()
 
 
 def _foreign(passes: Sequence[Pass], found: Explanation, optional: np.ndarray) -> bool:
@@ -393,6 +410,7 @@ def _judge_weights(
         )
 
 
+HANDMADE = "gradients were put together by hand from several backward passes: their sum was not judged"
 UNEXPLAINED = 1e-3
 """Relative deviation from what clipping explains, from which on the next window is looked at in detail."""
 SINGLES = 3

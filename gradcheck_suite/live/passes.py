@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
 
 from gradcheck_suite.live.calls import Received
 from gradcheck_suite.live.places import NOWHERE, Place
@@ -30,6 +31,7 @@ class Pass:
         received: the cotangents that calls of losses received.
         arrivals: id of each parameter -> sketch of what arrived, after the user's hooks.
         after: id of each parameter -> sketch of its `.grad` when the pass had ended; kept for few windows.
+        held: id of each parameter -> its `.grad` when the pass had ended, weakly; kept where `after` is.
         edited: names of edits of user hooks: id of a parameter -> whether its elements got fixed factors.
         consumers: ids of the optimizers that have stepped on the pass.
         clips: factors of gradient clipping since the pass, as (parameter ids, total norm, largest norm).
@@ -44,6 +46,7 @@ class Pass:
     received: list[Received] = field(default_factory=list)
     arrivals: dict[int, Sketch | torch.Tensor] = field(default_factory=dict)
     after: dict[int, Sketch | torch.Tensor] = field(default_factory=dict)
+    held: dict[int, TensorWeakRef] = field(default_factory=dict)
     edited: dict[int, bool] = field(default_factory=dict)
     consumers: set[int] = field(default_factory=set)
     clips: list[tuple[frozenset[int], Any, float]] = field(default_factory=list)
@@ -104,6 +107,12 @@ class Watched:
         sample = [p.detach() for p in parameters[:8] if p.device.type == "cpu" and p.numel()]
         values = tuple(float(p.as_strided((), ())) for p in sample if p.layout == torch.strided)
         return sum(p._version for p in parameters), sum(p.data_ptr() for p in parameters), values
+
+    def replaced(self) -> bool:
+        """Whether each `.grad` is another tensor than the last backward pass left; False where that was not noted."""
+        held = self.pending[-1].held if self.pending else {}
+        both = [(held[key](), p.grad) for key, p in self.live() if key in held and p.grad is not None]
+        return bool(both) and all(then is not now for then, now in both)
 
     def gradients(self) -> dict[int, Sketch]:
         """Return the sketch of each parameter's `.grad`, zeros for None."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
 
 from gradcheck_suite.live import calls, losses
 from gradcheck_suite.live.calls import Call, Received
@@ -237,6 +238,7 @@ class Recorder:
                 for key, parameter in state.live():
                     if parameter.grad is not None and supported(parameter.grad):
                         backward.after[key] = sketch(parameter.grad)
+                        backward.held[key] = TensorWeakRef(parameter.grad)
 
     def note_clip(self, parameters: Any, norm: Any, largest: float) -> None:
         """Note that the gradients of some parameters were clipped to a largest norm."""

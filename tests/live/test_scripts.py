@@ -38,10 +38,12 @@ FAULTY = {
     "faulty_one_parameter_lost": "reset-inside-window",
     "faulty_one_number": "stale-window",
     "faulty_overwritten": "reset-inside-window",
+    "faulty_own_buffer_weights": "unrecognised-weights",
     "faulty_padded_language_model": "mean-of-means",
     "faulty_reset_before_step": "no-gradient",
     "faulty_reset_of_a_part": "stale-window",
     "faulty_reset_per_micro_batch": "reset-inside-window",
+    "faulty_reset_then_noise": "reset-inside-window",
     "faulty_running_loss": "running-loss",
     "faulty_scaled_accumulator": "rescaled-accumulator",
     "faulty_short_window": "wrong-scale",
@@ -68,6 +70,14 @@ def test_a_sound_script_is_not_blamed(name):
         result, _ = audited(SCRIPTS / f"{name}.py", dtype)
         assert result.verdict == "holds", (dtype, result)
         assert result.windows >= result.steps - 1, (dtype, result)
+
+
+@pytest.mark.parametrize("name", ["unjudged_clipped_per_example"])
+def test_gradients_put_together_by_hand_are_unjudged(name):
+    for dtype in DTYPES:
+        result, _ = audited(SCRIPTS / f"{name}.py", dtype)
+        assert result.verdict == "unjudged", (dtype, result)
+        assert "put together by hand" in result.unjudged, (dtype, result)
 
 
 def test_every_faulty_script_has_a_diagnosis():

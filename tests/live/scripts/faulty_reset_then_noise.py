@@ -1,0 +1,15 @@
+import torch
+import torch.nn.functional as F
+import toy
+
+model = toy.classifier()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for window in toy.windows(*[4] * 12):
+    for x, y in window:
+        optimizer.zero_grad()
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / len(window)
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad += 0.01 * torch.randn_like(parameter)
+    optimizer.step()
