@@ -54,6 +54,22 @@ def diagnose_elements(
     return Diagnosis(" or ".join(common), where + said[wrong[0]])
 
 
+def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of a gradient whose elements are all numbers of a narrow format that the right ones are not.
+
+    The read-out probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
+    """
+    expected, observed = comparison.expected, comparison.observed
+    form = _format(expected, observed)
+    if form is None or _format(expected, expected) is not None:
+        return None
+    return Diagnosis(
+        "rounded-gradient",
+        f"the gradient is right to {_relative(expected, observed):.1g} only, and all its elements are numbers of "
+        f"{form}: accumulate in the parameter's dtype or a wider one",
+    )
+
+
 def place_of_the_fault(comparison: Comparison) -> str:
     """Return which parameters are wrong and which right, and of which elements, as a clause."""
     wrong, right = wrong_and_right(comparison)
@@ -120,8 +136,13 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
-    said = f"every element is {factor:.6g} times what it should be"
+    said = f"every element is {_times(factor)} what it should be"
     return f"{said}: {meaning}; {remedy}" if meaning else said
+
+
+def _times(factor: float) -> str:
+    off = factor - 1
+    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
 
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -167,8 +188,8 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     what = "other values than they should be"
     if not np.any(np.abs(observed[off]) > allowed[off]):
         what = "0"
-    elif np.allclose(ratio, ratio.flat[0], rtol=1e-6):
-        what = f"{ratio.flat[0]:.6g} times what they should be"
+    elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
+        what = f"{_times(float(ratio.flat[0]))} what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "

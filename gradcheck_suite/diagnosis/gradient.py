@@ -4,7 +4,8 @@ The first run is on the weight read-out probe, under the same plan. Where the we
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
 one with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
-they are: that takes one run if the case is not like that already, and one with the small loss.
+they are: that takes one run if the case is not like that already, and one with the small loss. A diagnosis that rests
+on the difference of two runs is held against two more of the case itself.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import diagnose_elements, place_of_the_fault
+from gradcheck_suite.diagnosis.elements import as_rounded_gradient, diagnose_elements, place_of_the_fault
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
+from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
 from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference
@@ -60,6 +63,11 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
             or _on_case(runner, window, comparison, epoch, is_linear_there=on_probe is None)
             or diagnosis
         )
+    if diagnosis.name == "rounded-weights":
+        diagnosis = as_rounded_gradient(comparison) or diagnosis
+    if diagnosis.name == "no-gradient" and on_probe is None:
+        diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
+    diagnosis = unless_gone(diagnosis, runner, instance, comparison, lambda run: _of_step(run, window.reference, step))
     return replace(diagnosis, details=numbers + diagnosis.details)
 
 
@@ -198,7 +206,11 @@ def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) ->
 def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, step: int) -> Vector | None:
     """Return the gradient at a step of one more run; None where no run is left, the loop raises or it stops before."""
     outcome = runner.run(instance)
-    if outcome is None or outcome.raised is not None or step >= len(outcome.observations):
+    return None if outcome is None else _of_step(outcome, reference, step)
+
+
+def _of_step(outcome: Outcome, reference: Reference, step: int) -> Vector | None:
+    if outcome.raised is not None or step >= len(outcome.observations):
         return None
     return reference.flat(outcome.observations[step].gradients)
 

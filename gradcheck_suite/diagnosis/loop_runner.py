@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome, run_loop
@@ -38,3 +38,8 @@ class LoopRunner:
             return None
         self.runs_left -= 1
         return run_loop(self._loop, instance, time_limit_s=self._time_limit_s)
+
+    def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
+        """Yield what the loop does with the very instance that showed the violation; takes none of `runs_left`."""
+        for _ in range(times):
+            yield run_loop(self._loop, instance, time_limit_s=self._time_limit_s)

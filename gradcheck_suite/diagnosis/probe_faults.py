@@ -241,13 +241,19 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
             f"a micro-batch whose gradient is {what} in an element is not in the window's gradient, or the whole "
             "gradient was set to zero: losses or gradients that are not finite are skipped, and the step hides it",
         )
-    if np.isnan(seen[poisoned]).all():
+    if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
         return Diagnosis(
             "clipped",
             f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
             "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
         )
-    values = ", ".join(f"{value:.6g}" for value in seen[poisoned])
+    values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
+    if not values:
+        return not_linear(
+            f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "
+            "come out wrong: something depends on the loss's value or on the largest element (a comparison, a "
+            "threshold, a norm)"
+        )
     return Diagnosis(
         "replaced-non-finite",
         f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "

@@ -109,7 +109,9 @@ def _added_text(extra: Vector, parameters: Vector | None) -> str:
         there = (np.abs(extra) > noise) & (parameters != 0)
         if there.any():
             factor = float(np.median(extra[there] / parameters[there]))
-            if _near(extra[there], factor * parameters[there]) and (np.abs(extra[~there]) <= noise).all():
+            # one element is a multiple of any other: it shows decay by a round factor alone
+            telling = np.count_nonzero(there) > 1 or np.isclose(factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0)
+            if telling and _near(extra[there], factor * parameters[there]) and (np.abs(extra[~there]) <= noise).all():
                 return (
                     f"{factor:.3g} times the parameter is added to the gradient, whatever the loss: weight decay or "
                     "the gradient of a penalty; leave it to the optimizer, or make it part of the objective"

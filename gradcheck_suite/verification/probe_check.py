@@ -15,6 +15,7 @@ from gradcheck_suite.diagnosis.probe_weights import (
     may_be_non_finite,
     ranges_text,
 )
+from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.execution.autocast import Compute, coarsest
@@ -56,7 +57,8 @@ def judge_probe(
         seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
         comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
         if comparison.ratio > 1:
-            return _gradient_violation(case, steps, step, comparison, runner), ratio
+            violation = _gradient_violation(case, steps, step, comparison, runner)
+            return _unless_gone(violation, instance, comparison, taken, runner), ratio
         ratio = max(ratio, comparison.ratio)
     return None, ratio
 
@@ -95,6 +97,30 @@ def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
     shown = range(max(0, first - 1), min(len(held), first + MOST_STEPS - 1))
     lines = [f"  step {step}: {ranges_text(held[step]) or 'none'}" for step in shown]
     return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
+
+
+def _unless_gone(
+    violation: Violation, instance: Instance, comparison: Comparison, taken: int, runner: LoopRunner | None
+) -> Violation:
+    """Return a violation with the diagnosis `not-repeatable` where the loop does not show it in each of two more runs.
+
+    Args:
+        violation: of a gradient.
+        instance: the probe.
+        comparison: of the wrong gradient.
+        taken: index of its step among those of the run.
+        runner: of the loop; None while shrinking.
+    """
+    if runner is None:
+        return violation
+
+    def gradient(outcome: Outcome) -> Vector | None:
+        steps = gradients_of_steps(outcome)
+        return steps[taken] if outcome.raised is None and taken < len(steps) else None
+
+    found = Diagnosis(violation.diagnosis, violation.explanation, violation.details)
+    named = unless_gone(found, runner, instance, comparison, gradient)
+    return replace(violation, diagnosis=named.name, explanation=named.sentence, details=named.details)
 
 
 def _gradient_violation(

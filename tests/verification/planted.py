@@ -132,6 +132,10 @@ SIZES = {
     "clip micro-batches at 1000": (clips_micro_batches, "clipped"),
     "flush below 1e-6": (_each(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), "flushed-to-zero"),
     "flush below 1e-30": (_each(lambda g: torch.where(g.abs() < 1e-30, 0.0, g)), "flushed-to-zero"),
+    "drop below a share of the largest": (
+        _each(lambda g: torch.where(g.abs() < 1e-4 * g.abs().max(), 0.0, g)),
+        "not-linear",
+    ),
     "halve above 100": (
         _each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g),
         "not-linear",
