@@ -392,7 +392,8 @@ def _judge_weights(
     for reading in readings:
         if reading.status == "unknown":
             line = reading.terms[0].line
-            result.findings.append(f"{line}: a loss {reading.note} was not judged")
+            remedy = f": {DECLARE}" if reading.note.startswith("with different") else ""
+            result.findings.append(f"{line}: a loss {reading.note} was not judged{remedy}")
         elif reading.status == "coefficient" and reading.note.startswith("a coefficient") and reading.length > 1:
             result.findings.append(f"{reading.terms[0].line}: the loss has {reading.note.split(' of ')[0]}")
     judged = [reading for reading in readings if reading.status != "unknown"]

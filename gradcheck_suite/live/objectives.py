@@ -150,10 +150,11 @@ class History:
 
     def short_first(self, reading: Reading) -> Reading | None:
         """Return the first window as a fault where this longer one shows that it was divided by too much."""
-        first = self.first
+        first, self.first = self.first, self.first if reading.status == "coefficient" else None
         if first is None or reading.status != "right" or reading.length <= first.length:
             return None
-        self.first = None
+        if not all(_near(factor, first.factor, TOLERANCE) and r == first.length for _, r, factor, _ in self.seen):
+            return None  # a coefficient that grows
         if not _near(first.factor, first.length / reading.length, max(t.tolerance for t in first.terms)):
             return None
         note = f"{first.length}/{reading.length}: divided by {reading.length}, where the run's first window has "

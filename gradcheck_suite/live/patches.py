@@ -21,6 +21,12 @@ from gradcheck_suite.live.losses import LOSSES
 from gradcheck_suite.live.recorder import Recorder
 
 
+def _transformed(outputs: Any) -> bool:
+    """Whether the results belong to a transformation of torch.func, which calls `torch.autograd.grad` itself."""
+    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    return isinstance(first, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(first)
+
+
 class Patches:
     """The replaced attributes of one audit."""
 
@@ -111,7 +117,7 @@ class Patches:
 
         @functools.wraps(function)
         def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not patches.active or torch.compiler.is_compiling():
+            if not patches.active or torch.compiler.is_compiling() or _transformed(outputs):
                 return function(outputs, *args, **kwargs)
             with recorder.backward(outputs, accumulates=False):
                 return function(outputs, *args, **kwargs)

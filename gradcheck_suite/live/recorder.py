@@ -130,6 +130,9 @@ class Recorder:
             self._loss_depth -= 1
         if self._loss_depth or not self.weights or type(output) is not torch.Tensor or not output.requires_grad:
             return output
+        if torch._C._functorch.is_functorch_wrapped_tensor(output):
+            self.findings["a loss inside of torch.func is not seen: its weights were not judged"] += 1
+            return output
         with self.guarded("a call of a loss"):
             counted, target = losses.counted(name, args, kwargs)
             call = Call(name, here(), counted, calls.target_place(target), declared=declared_denominator())
