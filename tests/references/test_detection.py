@@ -50,7 +50,7 @@ def _planted(dtype, case):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", STATED)
 def test_errors_are_found_down_to_the_stated_sizes(dtype):
-    """Of the errors of twice the ninth decile 95% are found, and of those of half the first decile at most 5%."""
+    """At 1.25 times the ninth decile 90% of the errors are found, and at 0.8 times the first decile at most 10%."""
     small, large = {}, {}
     for case in CASES:
         for cancellations, is_found in _planted(dtype, case):
@@ -58,9 +58,9 @@ def test_errors_are_found_down_to_the_stated_sizes(dtype):
                 for (low, high), (first, ninth) in STATED[dtype].items():
                     if low <= cancellation < high:
                         sign = (-1) ** element
-                        small.setdefault(low, []).append(is_found(element, sign * first / 2))
-                        large.setdefault(low, []).append(is_found(element, sign * ninth * 2))
+                        small.setdefault(low, []).append(is_found(element, sign * 0.8 * first))
+                        large.setdefault(low, []).append(is_found(element, sign * 1.25 * ninth))
     for low, found in large.items():
         assert len(found) >= 50
-        assert np.mean(found) >= 0.95, (low, np.mean(found))
-        assert np.mean(small[low]) <= 0.05, (low, np.mean(small[low]))
+        assert np.mean(found) >= 0.9, (low, np.mean(found))
+        assert np.mean(small[low]) <= 0.1, (low, np.mean(small[low]))
