@@ -83,23 +83,20 @@ def fault_between(
     return None
 
 
-def fault_before(
-    previous: Observation, observation: Observation, start: Values, *, moves: bool
-) -> ParameterFault | None:
+def fault_before(previous: Observation, observation: Observation, start: Values) -> ParameterFault | None:
     """Return what keeps a step from continuing where the previous one ended, or None.
 
     Args:
         previous: the previous step.
         observation: the step.
         start: the parameters before the run.
-        moves: whether the optimizer's steps change the parameters in its groups.
     """
     if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
         return fault
     held = {name for group in observation.groups for name in group}
-    for name in observation.gradients if moves else ():
+    for name in observation.gradients:
         if name not in held:
-            sentence = f"{name} is in no parameter group of the optimizer at the step, which does not change it"
+            sentence = f"{name} is in no parameter group of the optimizer, which neither changes it nor resets it"
             return ParameterFault("parameter-not-updated", name, sentence)
     return None
 

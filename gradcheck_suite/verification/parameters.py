@@ -48,7 +48,7 @@ class Trajectory:
     def before(self, step: int) -> Violation | None:
         """Return what changed parameters or state between the previous step and this one, or None."""
         observation = self._outcome.observations[step]
-        fault = fault_before(self._previous, observation, self._outcome.start, moves=self._make is not None)
+        fault = fault_before(self._previous, observation, self._outcome.start)
         return None if fault is None else self._violation(fault, step)
 
     def at(self, step: int) -> Violation | None:

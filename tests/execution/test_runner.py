@@ -84,6 +84,25 @@ def freezes_a_parameter(run):
     run.model[0].bias.requires_grad_(False)
 
 
+def forgets_a_parameter(run):
+    del run.optimizer.param_groups[0]["params"][0]
+    sound(run)
+
+
+def forgets_a_parameter_and_resets_it(run):
+    del run.optimizer.param_groups[0]["params"][0]
+    for window in windows(run):
+        run.model.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+
+
+def regroups_parameters(run):
+    (group,) = run.optimizer.param_groups
+    run.optimizer.param_groups = [{**group, "params": [p]} for p in reversed(group["params"])]
+    sound(run)
+
+
 def takes_no_argument():
     return
 
@@ -107,6 +126,8 @@ def changes_the_run(run):
         (adds_a_parameter, "parameters", "changed-model", "added extra"),
         (replaces_a_parameter, "parameters", "changed-model", "replaced 0.weight"),
         (removes_a_parameter, "parameters", "changed-model", "removed 0.bias"),
+        (forgets_a_parameter, "parameters", "parameter-not-updated", "0.weight is in no parameter group"),
+        (forgets_a_parameter_and_resets_it, "parameters", "parameter-not-updated", "nor resets it"),
         (freezes_a_parameter, "parameters", "changed-model", "0.bias.requires_grad from True to False"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -135,8 +156,9 @@ def test_a_users_interrupt_is_no_verdict():
         run_loop(interrupted, generated_instance(CASE))
 
 
-def test_a_sound_loop_holds():
-    assert check(sound, CASE).holds
+@pytest.mark.parametrize("loop", [sound, regroups_parameters])
+def test_a_sound_loop_holds(loop):
+    assert check(loop, CASE).holds
 
 
 def turns_gradients_off(run):
@@ -234,3 +256,13 @@ def test_an_outcome_holds_start_and_end():
     outcome = run_loop(moves, generated_instance(CASE))
     assert (outcome.parameters["0.bias"] - outcome.start["0.bias"]).item() == 1
     assert torch.equal(outcome.parameters["0.weight"], outcome.start["0.weight"])
+
+
+def test_functional_call_does_not_give_back_parameters_of_a_module_with_two_names():
+    """Torch: each name swaps the parameter, and the second one keeps what the first put there (pytorch #164759)."""
+    shared = torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(shared, shared)
+    given = {name: p.detach() for name, p in model.named_parameters()}
+    before = shared.weight
+    torch.func.functional_call(model, given, (torch.ones(1, 1),))
+    assert shared.weight is not before

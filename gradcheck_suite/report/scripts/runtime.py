@@ -167,7 +167,7 @@ def first_fault(
     """
     previous = start
     for observation in observations:
-        fault = fault_before(previous, observation, start.after, moves=make_optimizer is not None)
+        fault = fault_before(previous, observation, start.after)
         if fault := fault or fault_of_step(make_optimizer, previous, observation):
             return fault
         previous = observation
