@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -391,6 +392,7 @@ def _crafted(torchs, jaxs, allowed):
     window.__dict__["jax"] = np.full_like(window.torch, jaxs)
     window.bound.__dict__["summing"] = np.zeros_like(window.torch)
     window.bound.__dict__["errors"] = _Errors(np.full_like(window.torch, allowed))
+    window.bound.__dict__["computation"] = SimpleNamespace(gradient=lambda *parts: window.torch)
     return window
 
 
