@@ -38,9 +38,10 @@ LONG = (
     Plan((*_mixed(33), 2, 1, 1), 33),
     Plan((3, 1, 2, 2, 2), 2, 12),
     Plan((*(1, 1, 2) * 91, 4), 3),
+    Plan((*range(1, 17), 31, 32, 33, 17), 4),
 )
 """Plans that no strategy draws: windows of 17 and of 33 micro-batches, 12 epochs, 274 micro-batches in windows of
-three, so that a counter that wraps at a power of two loses the windows."""
+three, so that a counter that wraps at a power of two loses the windows, and micro-batches of every size up to 17."""
 
 LARGE = {"float64": (12, 40, 200), "float32": (12, 40, 60), "bfloat16": (12, 40, 60), "float16": (13,)}
 SMALL = {"float64": (-12, -40, -200), "float32": (-12, -40, -100), "bfloat16": (-12, -40, -100), "float16": (-16,)}

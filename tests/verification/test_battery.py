@@ -298,3 +298,20 @@ def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
     violation = battery(clips_to_a_limit_that_no_finite_gradient_reaches).violation
     assert violation.diagnosis == "clipped"
     assert "clip_grad_norm_ with a finite limit sets them to 0" in violation.explanation
+
+
+@pytest.mark.parametrize("size", [6, 7, 9, 15, 16, 17, 31, 33])
+def test_a_fault_of_one_size_of_a_micro_batch_is_found(size):
+    """Planted fault: one item of a micro-batch of this size is not counted. No strategy draws such sizes."""
+
+    def loses_an_item(run):
+        for window in windows(run):
+            total = window_count(run, window)
+            for batch in window:
+                wrong = len(batch[next(iter(batch))]) == size
+                (part_of_window(run, batch, total) * ((size - 1) / size if wrong else 1)).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = battery(loses_an_item).violation
+    assert size in violation.case.plan.micro_batches
