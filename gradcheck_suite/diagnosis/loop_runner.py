@@ -40,6 +40,9 @@ class LoopRunner:
         return run_loop(self._loop, instance, time_limit_s=self._time_limit_s)
 
     def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
-        """Yield what the loop does with the very instance that showed the violation; takes none of `runs_left`."""
+        """Yield what the loop does with the very instance that showed the violation, while runs are left."""
         for _ in range(times):
-            yield run_loop(self._loop, instance, time_limit_s=self._time_limit_s)
+            outcome = self.run(instance)
+            if outcome is None:
+                return
+            yield outcome
