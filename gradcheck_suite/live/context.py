@@ -13,13 +13,15 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.live.calls import DECLARED, Call
-from gradcheck_suite.live.judge import DECLARE, Judged, Memory, judge
+from gradcheck_suite.live.judge import judge
 from gradcheck_suite.live.losses import Counted
 from gradcheck_suite.live.options import AuditOptions
 from gradcheck_suite.live.passes import Watched
 from gradcheck_suite.live.patches import Patches
 from gradcheck_suite.live.places import Place, here
 from gradcheck_suite.live.recorder import Recorder
+from gradcheck_suite.live.steps import Judged, Memory, Step
+from gradcheck_suite.live.weight_judge import DECLARE
 from gradcheck_suite.live.words import KNOWN, SENTENCES
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
@@ -160,15 +162,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._process != os.getpid():
             return
         memory = self._memories.setdefault(id(state), Memory())
-        judged = judge(
-            state,
-            place,
-            self._recorder.steps_seen - 1,
-            memory,
-            given=self.options.accumulation_steps,
-            weights=self._recorder.weights,
-            sums=self._recorder.sums,
-        )
+        step = Step(state, place, self._recorder.steps_seen - 1, memory, self.options.accumulation_steps)
+        judged = judge(step, weights=self._recorder.weights, sums=self._recorder.sums)
         self._note(judged)
         if self.options.steps is not None and self._windows >= self.options.steps:
             self._detach()

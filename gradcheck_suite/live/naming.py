@@ -6,7 +6,8 @@ import numpy as np
 
 from gradcheck_suite.diagnosis.naming import diagnose
 from gradcheck_suite.diagnosis.weights import TOLERANCE, Diagnosis, Weights
-from gradcheck_suite.live.objectives import Reading, Term
+from gradcheck_suite.live.reading import Reading
+from gradcheck_suite.live.terms import Term
 from gradcheck_suite.schema.live_results import MAX_ROWS, LiveViolation, WeightRow
 
 

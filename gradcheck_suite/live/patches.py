@@ -48,8 +48,8 @@ class Patches:
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._replace(place, "clip_grad_norm_", by_identity[id(clip)])
         self._replace_imported(by_identity)
-        self._replace(torch.autograd, "backward", self._backward(torch.autograd.backward))
-        self._replace(torch.autograd, "grad", self._grad(torch.autograd.grad))
+        self._replace(torch.autograd, "backward", self._backward(torch.autograd.backward, accumulates=True))
+        self._replace(torch.autograd, "grad", self._backward(torch.autograd.grad, accumulates=False))
         self._replace(torch.jit, "script", self._script(torch.jit.script))
         optimizer = torch.optim.Optimizer
         self._replace(optimizer, "add_param_group", self._add_param_group(optimizer.add_param_group))
@@ -100,29 +100,18 @@ class Patches:
 
         return loss
 
-    def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward(self, function: Callable[..., Any], *, accumulates: bool) -> Callable[..., Any]:
         patches, recorder = self, self._recorder
 
         @functools.wraps(function)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not patches.active or torch.compiler.is_compiling():
-                return function(tensors, *args, **kwargs)
-            with recorder.backward(tensors, accumulates=True):
-                return function(tensors, *args, **kwargs)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            if not patches.active or torch.compiler.is_compiling() or _transformed(roots):
+                return function(*args, **kwargs)
+            with recorder.backward(roots, accumulates=accumulates):
+                return function(*args, **kwargs)
 
         return backward
-
-    def _grad(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not patches.active or torch.compiler.is_compiling() or _transformed(outputs):
-                return function(outputs, *args, **kwargs)
-            with recorder.backward(outputs, accumulates=False):
-                return function(outputs, *args, **kwargs)
-
-        return grad
 
     def _clip(self, function: Callable[..., Any]) -> Callable[..., Any]:
         patches, recorder = self, self._recorder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradcheck_suite.schema.results import ViolationKind, json_number
+from gradcheck_suite.schema.results import ViolationKind, json_number, violation_to_json
 
 MAX_ROWS = 64
 """Rows of a table of weights that are kept."""
@@ -78,17 +78,9 @@ class LiveViolation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the violation as JSON-ready data: the fields of `verify`, and those of a live run."""
+        found_after = None if self.step is None else self.step + 1
         return {
-            "kind": self.kind,
-            "diagnosis": self.diagnosis,
-            "explanation": self.explanation,
-            "parameter": self.parameter,
-            "epoch": None,
-            "window": self.step,
-            "error": json_number(self.error),
-            "allowed": json_number(self.allowed),
-            "found_after": None if self.step is None else self.step + 1,
-            "case": None,
+            **violation_to_json(self, epoch=None, window=self.step, found_after=found_after, case=None),
             "step": self.step,
             "where": self.where,
             "backward": self.backward,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradcheck_suite.numerics.comparison import Comparison
-    from gradcheck_suite.schema.live_results import LiveResult
+    from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
 ViolationKind = Literal[
     "gradient", "step-count", "none-pattern", "non-finite", "parameters", "not-accumulable", "raised"
@@ -52,18 +52,9 @@ class Violation:
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
-        return {
-            "kind": self.kind,
-            "diagnosis": self.diagnosis,
-            "explanation": self.explanation,
-            "parameter": self.parameter,
-            "epoch": self.epoch,
-            "window": self.window,
-            "error": json_number(self.error),
-            "allowed": json_number(self.allowed),
-            "found_after": found_after,
-            "case": self.case.to_json(),
-        }
+        return violation_to_json(
+            self, epoch=self.epoch, window=self.window, found_after=found_after, case=self.case.to_json()
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +154,19 @@ class Result:
 def results_to_json(results: Sequence[Result | LiveResult], environment: dict[str, Any]) -> dict[str, Any]:
     """Return the document that `verify --json` and `audit --json` write."""
     return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
+
+
+def violation_to_json(violation: Violation | LiveViolation, **place: Any) -> dict[str, Any]:
+    """Return what the JSON of each violation has, and its place in the run."""
+    return {
+        "kind": violation.kind,
+        "diagnosis": violation.diagnosis,
+        "explanation": violation.explanation,
+        "parameter": violation.parameter,
+        "error": json_number(violation.error),
+        "allowed": json_number(violation.allowed),
+        **place,
+    }
 
 
 def json_number(value: float | None) -> float | str | None:
