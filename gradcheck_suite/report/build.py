@@ -9,17 +9,17 @@ from pathlib import Path
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.records.step_times import summary
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.bridge_section import bridge
-from gradcheck_suite.report.calibration_section import calibration
-from gradcheck_suite.report.compiled_section import compiled
 from gradcheck_suite.report.content import Report, Section, device_name
-from gradcheck_suite.report.costs_section import costs
-from gradcheck_suite.report.decision_section import decision, timed_steps
-from gradcheck_suite.report.memory_section import memory
 from gradcheck_suite.report.records_view import environments, latest, read_all
-from gradcheck_suite.report.sections import claims, counterexamples, verification
-from gradcheck_suite.report.trainers_section import trainers
-from gradcheck_suite.report.zoo_section import zoo
+from gradcheck_suite.report.sections.bridge import bridge
+from gradcheck_suite.report.sections.calibration import calibration
+from gradcheck_suite.report.sections.compiled import compiled
+from gradcheck_suite.report.sections.costs import costs
+from gradcheck_suite.report.sections.decision import decision, timed_steps
+from gradcheck_suite.report.sections.memory import memory
+from gradcheck_suite.report.sections.trainers import trainers
+from gradcheck_suite.report.sections.verification import claims, counterexamples, verification
+from gradcheck_suite.report.sections.zoo import zoo
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 EQUIVALENCE = "C2.5"

@@ -10,7 +10,7 @@ from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, device_name
 from gradcheck_suite.report.records_view import latest
-from gradcheck_suite.report.slow_resets import slow_resets
+from gradcheck_suite.report.sections.slow_resets import slow_resets
 
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
 MEASURES = ("reset", "backward", "window")

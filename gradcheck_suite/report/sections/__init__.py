@@ -1,0 +1,1 @@
+"""The sections of the report, a file each: records in, text, tables and figures out."""
