@@ -7,6 +7,8 @@ most: the last line says whether there were any.
   filled (warm), and with everything in memory (steady).
 - plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
 - floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
+
+Where an optimizer moves the parameters, each of its steps has a gradient of its own, for the suite and the plain way.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.generation.cases import cases
+from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
+from gradcheck_suite.generation.drawing import draw_cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import accumulated, jax_objective, programs
 from gradcheck_suite.references.reference import REFERENCES
@@ -37,6 +39,8 @@ from gradcheck_suite.verification.verify import verify
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
 LOOP = MODES["set_to_none"]
 SECONDS: dict[str, float] = {}
+PROCESSOR: dict[str, float] = {}
+"""Seconds of the processor, in all threads: of use for comparison on a busy machine."""
 SHARES: dict[str, float] = {}
 """Seconds of the processor that this process had, over seconds of the clock; below 1 where others kept it waiting."""
 LOAD = os.getloadavg()[0]
@@ -46,23 +50,7 @@ ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
 
 def drawn(count: int) -> list[Case]:
     """Return the cases that `verify` draws for seed 0."""
-    kept: list[Case] = []
-
-    @seed(0)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases())
-    def keep(case: Case) -> None:
-        kept.append(case)
-
-    keep()
-    return kept
+    return draw_cases(cases(optimizer=SOMETIMES_MOVING), examples=count, seed_value=0)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +99,18 @@ def _suite() -> None:
 
 def _measure(benchmark: Any, name: str, run: Callable[[], None], setup: Callable[[], None], rounds: int) -> None:
     """Time some rounds of a run; note the share of the processor in the round that had least of it."""
+    processor: list[float] = []
 
     def timed() -> None:
-        clock, processor = time.perf_counter(), time.process_time()
+        clock, began = time.perf_counter(), time.process_time()
         run()
-        share = (time.process_time() - processor) / (time.perf_counter() - clock)
+        processor.append(time.process_time() - began)
+        share = processor[-1] / (time.perf_counter() - clock)
         SHARES[name] = min(share, SHARES.get(name, share))
 
     benchmark.pedantic(timed, setup=setup, rounds=rounds)
     SECONDS[name] = statistics.median(benchmark.stats.stats.data)
+    PROCESSOR[name] = statistics.median(processor)
     benchmark.extra_info["milliseconds per case"] = round(1e3 * SECONDS[name] / CASES, 2)
     benchmark.extra_info["share of the processor"] = round(SHARES[name], 2)
 
@@ -152,7 +143,7 @@ def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Pa
 
 def _values(model: torch.nn.Module) -> dict[str, Any]:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return {n: t.detach().numpy() for n, t in tensors if t.is_floating_point()}
+    return {n: t.detach().numpy().copy() for n, t in tensors if t.is_floating_point()}
 
 
 def _whole(spec: ProblemSpec) -> Any:
@@ -165,37 +156,42 @@ def _whole(spec: ProblemSpec) -> Any:
     return jax.grad(value)
 
 
-def _windows(instance: Instance) -> list[dict[str, Any]]:
+def _trained(instance: Instance) -> list[Any]:
+    """Run the loop; return the arguments of each gradient to be compared: the parameters of a step and its window.
+
+    Where the optimizer leaves the parameters as they are, the windows of all epochs are those of the first.
+    """
     assert instance.arrays is not None
-    plan = instance.case.plan
-    spans = [plan.window_items(w) for w in range(len(plan.windows))]
-    return [{name: a[span.start : span.stop] for name, a in instance.arrays.items()} for span in spans]
+    run, plan, arrays = instance.run(), instance.case.plan, instance.arrays
+    steps: list[Any] = []
 
+    def note(*_: Any) -> None:
+        items = plan.window_items(len(steps) % len(plan.windows))
+        values = steps[0][0] if steps and instance.case.optimizer is None else _values(run.model)
+        steps.append((values, {name: array[items.start : items.stop] for name, array in arrays.items()}))
 
-def _train(instance: Instance) -> torch.nn.Module:
-    run = instance.run()
+    handle = run.optimizer.register_step_pre_hook(note)
     LOOP(run)
-    return run.model
+    handle.remove()
+    return steps if instance.case.optimizer else steps[: len(plan.windows)]
 
 
 def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:
     def plain() -> None:
         for case in same_cases:
             instance = generated_instance(case)
-            values = _values(_train(instance))
-            gradient, batches = jax.jit(_whole(case.problem)), _windows(instance)
-            for batch in batches:
+            steps, gradient = _trained(instance), jax.jit(_whole(case.problem))
+            for values, batch in steps:
                 jax.block_until_ready(gradient(values, batch))
-            compiled.append((instance, gradient, values, batches))
+            compiled.append((instance, gradient))
 
     _measure(benchmark, "plain", plain, _nothing, rounds=1)
 
 
 def test_floor(benchmark: Any, compiled: list[Any]) -> None:
     def floor() -> None:
-        for instance, gradient, values, batches in compiled:
-            _train(instance)
-            for batch in batches:
+        for instance, gradient in compiled:
+            for values, batch in _trained(instance):
                 jax.block_until_ready(gradient(values, batch))
 
     assert len(compiled) == CASES, "the floor runs what the plain way compiled"
@@ -212,8 +208,9 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
         print(f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}")
         for name, seconds in SECONDS.items():
             per_case = 1e3 * seconds / CASES
-            print(f"{name:>14}: {seconds:8.2f} s, {per_case:8.2f} ms per case, {SHARES[name]:5.0%} of a processor")
+            share = f"{PROCESSOR[name]:.2f} s of the processors, at least {SHARES[name]:.0%} of one"
+            print(f"{name:>14}: {seconds:8.2f} s, {per_case:8.2f} ms per case; {share}")
         for a, b in (("plain", "suite, warm"), ("plain", "suite, cold"), ("suite, steady", "floor")):
             if a in SECONDS and b in SECONDS:
-                print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f}")
+                print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f} ({PROCESSOR[a] / PROCESSOR[b]:.2f} of the processors)")
         print(_others() or "The process had the machine to itself.")
