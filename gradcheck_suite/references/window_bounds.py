@@ -56,6 +56,9 @@ class WindowBound(Protocol):
     def expect_computable(self) -> None:
         """Raise `CannotJudgeError` if torch cannot compute the large batch in the case's dtype."""
 
+    def is_out_of_range(self) -> bool:
+        """Return whether the computation of the gradient leaves, or nearly leaves, the range of the precision."""
+
     def is_torchs(self, observed: Vector) -> bool:
         """Return whether a gradient is that of torch's large batch, without JAX; only float64 can tell."""
 
@@ -136,6 +139,10 @@ class Float64Bound:
 
     def expect_computable(self) -> None:
         """Accept every window: it would not exist without its float64 gradient."""
+
+    def is_out_of_range(self) -> bool:
+        """Return False: nothing that is finite is out of float64's range."""
+        return False
 
     def is_torchs(self, observed: Vector) -> bool:
         """Whether a gradient is that of torch's large batch within the quick part of the bound."""
@@ -224,11 +231,17 @@ class LowPrecisionBound:
         finite = np.isfinite(self._window.expected)
         if not any((np.isfinite(gradient) != finite).any() for gradient in (large, accumulated)):
             return
-        computation, parts = self._window.float64_bound.computation, _parts(self._window)
-        if leaves_range(computation, [(self._window.items, 1.0), *parts], torch_dtype(self._unit)):
+        if self.is_out_of_range():
             raise CannotJudgeError(
                 f"the plain gradient of a batch is finite in float64 and not in {where}, or vice versa"
             )
+
+    def is_out_of_range(self) -> bool:
+        """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""
+        computation, parts = self._window.float64_bound.computation, _parts(self._window)
+        in_use = [torch_dtype(name) for name in (self._window.reference.instance.case.dtype, self._compute) if name]
+        narrowest = min(in_use, key=lambda dtype: torch.finfo(dtype).max)
+        return leaves_range(computation, [(self._window.items, 1.0), *parts], narrowest)
 
     def is_torchs(self, observed: Vector) -> bool:
         """Return False: in a lower precision no gradient is told to be torch's float64 one."""

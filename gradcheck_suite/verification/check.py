@@ -31,7 +31,7 @@ from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
-SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite"
+SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
@@ -121,7 +121,7 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
     if is_probe(case):
         violation, ratio = judge_probe(reference.instance, outcome, runner, autocast)
         return Verdict(case, violation or _parameters_violation(case, outcome), ratio=ratio, windows=case.plan.steps)
-    places = steps_of_plan(case.plan, outcome, lambda window: _is_finite(reference, window))
+    places = steps_of_plan(case.plan, outcome, lambda *step: _may_skip(reference, outcome, autocast, *step))
     if places is None:
         named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
         return Verdict(case, Violation("step-count", named.name, named.sentence, case))
@@ -139,6 +139,13 @@ def _parameters_violation(case: Case, outcome: Outcome) -> Violation | None:
 
 def _is_finite(reference: Reference, window: int) -> bool:
     return bool(np.isfinite(reference.window(window).expected).all())
+
+
+def _may_skip(reference: Reference, outcome: Outcome, autocast: Compute, window: int, taken: int) -> bool:
+    """Whether a gradient scaler may skip a window after so many steps: a real optimizer may have moved parameters."""
+    moved = taken and reference.instance.case.optimizer is not None
+    found = reference.window(window, outcome.observations[taken - 1].after if moved else None, autocast)
+    return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
 
 
 def _judge_steps(

@@ -45,7 +45,7 @@ def judge_probe(
     """
     case = instance.case
     expected = expected_gradients(case)
-    places = steps_of_plan(case.plan, outcome, lambda window: bool(np.isfinite(expected[window]).all()))
+    places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
     if places is None:
         return _step_violation(instance, outcome, runner), 0.0
     gradients = gradients_of_steps(outcome)
