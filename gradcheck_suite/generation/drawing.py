@@ -56,7 +56,8 @@ def run_on_cases(
     """Call `judge` with distinct cases until it raises; then call it with smaller cases, and raise the exception.
 
     Args:
-        judge: called with every case, and while shrinking with further ones.
+        judge: called with every case, and while shrinking with further ones. Where it calls `hypothesis.reject()`,
+            another case is drawn instead, at most `ATTEMPTS` times.
         drawn: the strategy.
         examples: number of cases; fewer are drawn only where the strategy has no more.
         seed_value: the same seed gives the same cases with the same versions of the suite and of Hypothesis.
@@ -79,8 +80,8 @@ def run_on_cases(
     @given(drawn)
     def run(case: Case) -> None:
         if shrinking or case.digest not in seen:
-            seen.add(case.digest)
             judge(case)
+            seen.add(case.digest)
 
     fuzz: Callable[[bytes], object] = cast("Any", run).hypothesis.fuzz_one_input
     for number in range(examples):

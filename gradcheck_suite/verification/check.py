@@ -16,7 +16,7 @@ from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.references.reference import REFERENCES, Reference
+from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
@@ -95,12 +95,6 @@ def check(
         return Verdict(case, skipped=str(error))
 
 
-def has_finite_gradients(case: Case, problem: Problem | None) -> bool:
-    """Return whether the reference gradient of every window of a case is finite, at the initial parameters."""
-    reference = REFERENCES.get(case, problem)
-    return all(_is_finite(reference, window) for window in range(len(case.plan.windows)))
-
-
 def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
     """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
     case = reference.instance.case
@@ -135,10 +129,6 @@ def _parameters_violation(case: Case, outcome: Outcome) -> Violation | None:
         if violation := trajectory.before(step) or trajectory.at(step):
             return violation
     return trajectory.end()
-
-
-def _is_finite(reference: Reference, window: int) -> bool:
-    return bool(np.isfinite(reference.window(window).expected).all())
 
 
 def _may_skip(reference: Reference, outcome: Outcome, autocast: Compute, window: int, taken: int) -> bool:

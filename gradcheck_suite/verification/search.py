@@ -6,19 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
-from gradcheck_suite.generation.drawing import run_on_cases
+from gradcheck_suite.generation.drawing import ATTEMPTS, run_on_cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import FINITE_GRADIENTS, MEAN_REDUCTION, SUM_REDUCTION, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.battery import Battery, run_battery
-from gradcheck_suite.verification.check import check, has_finite_gradients
+from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.moment import Moment
 
 SHRINK_SECONDS = 30.0
@@ -68,6 +70,7 @@ class Search:
         self._moves_by_chance = moves_by_chance
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
         self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
+        self._outside = 0
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -172,6 +175,8 @@ class Search:
             self.stopped = f"shrinking stopped after {SHRINK_SECONDS:g} s, so a smaller case may exist"
             return
         try:
+            if self._is_outside(case) and self._outside % ATTEMPTS:
+                reject()
             verdict = self._check(case, shrinking=shrinking)
             if self._moves_by_chance and case.optimizer and verdict.violation:
                 # the simpler case, if it shows a fault too
@@ -223,6 +228,8 @@ class Search:
 
     def _check(self, case: Case, *, shrinking: bool = False) -> Verdict:
         problem = None if case.spec else self._problem
+        if self._finite_only and not is_probe(case) and not starts_finite(case, problem):
+            return Verdict(case, skipped=OUTSIDE)
         verdict = check(
             self._loop,
             case,
@@ -232,11 +239,15 @@ class Search:
             autocast=self._autocast,
             assumes=self._assumes,
         )
-        if verdict.violation and self._finite_only and not is_probe(case) and not has_finite_gradients(case, problem):
-            return Verdict(
-                case, skipped="a window's gradient is infinite or NaN, and the loop assumes finite-gradients"
-            )
+        if verdict.violation and self._finite_only and not is_probe(case) and not stays_finite(case, problem):
+            return Verdict(case, skipped=OUTSIDE)
         return verdict
+
+    def _is_outside(self, case: Case) -> bool:
+        """Whether a drawn case has gradients that the loop assumes away; such cases in a row are counted."""
+        outside = self._finite_only and not starts_finite(case, None if case.spec else self._problem)
+        self._outside = self._outside + 1 if outside else 0
+        return outside
 
     def _note(self, verdict: Verdict) -> None:
         self.ratio = max(self.ratio, verdict.ratio)
