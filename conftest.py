@@ -12,6 +12,7 @@ whose examples take longer. Neither torch nor JAX is imported here: tests of pla
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -65,6 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile(DEFAULT_PROFILE)
+
+
+def pytest_collection_finish() -> None:
+    """Take what has been imported out of garbage collection: it lives until the end, and audits look at all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

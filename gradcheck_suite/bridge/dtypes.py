@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -143,6 +144,7 @@ def absolute(x: Array) -> Array:
 def to_array(tensor: torch.Tensor) -> Array:
     """Return a copy of a torch tensor's values as a JAX array of the same dtype."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    # `jnp.array` would compile a copy for every shape
     if tensor.dtype is torch.bfloat16:
-        return jnp.asarray(tensor.to(torch.float32).numpy()).astype(jnp.bfloat16)
-    return jnp.array(tensor.numpy(force=True), copy=True)
+        return jax.device_put(tensor.to(torch.float32).numpy().astype(jnp.bfloat16))
+    return jax.device_put(np.array(tensor.numpy(force=True)))

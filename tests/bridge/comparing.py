@@ -1,8 +1,9 @@
-"""One ATen operation in torch and in JAX: shapes, dtypes, values and gradients."""
+"""ATen operations in torch and in JAX: shapes, dtypes, values and gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +60,20 @@ def _left_empty(op: Any, args: Any, kwargs: Any, lowering: Any) -> set[int]:
     """Return the indices of the results that only torch's own backward reads; lowerings leave them empty."""
     if op._schema.name.partition("::")[2] not in LEAVE_SOME_EMPTY:
         return set()
-    as_array = lambda x: to_array(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    results = lowering(*pytree.tree_map(as_array, list(args)), **pytree.tree_map(as_array, dict(kwargs)))
-    return {i for i, result in enumerate(results) if result.size == 0}
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    arrays = {i: to_array(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
+
+    def run(arrays: Any) -> Any:
+        a, k = pytree.tree_unflatten([arrays.get(i, x) for i, x in enumerate(leaves)], spec)
+        return lowering(*a, **k)
+
+    return {i for i, result in enumerate(jax.eval_shape(run, arrays)) if result.size == 0}
 
 
-def compare(
-    op: Any, args: Any, kwargs: Any, *, tolerance: float = TOLERANCE, jit: bool = True, skip_gradients_of: Any = ()
-) -> None:
-    """Assert that JAX's values and gradients of an operation agree with torch's, for random cotangents.
+class Call(NamedTuple):
+    """A call of an operation, and how its results are compared.
 
-    Args:
+    Attributes:
         op: an overload such as `torch.ops.aten.add.Tensor`.
         args: tensors that require a gradient are differentiated.
         kwargs: likewise.
@@ -77,7 +81,53 @@ def compare(
         jit: whether to compile; operations whose shapes depend on values run one by one.
         skip_gradients_of: numbers of the arguments' leaves whose gradient is not looked at.
     """
+
+    op: Any
+    args: Any
+    kwargs: Any
+    tolerance: float = TOLERANCE
+    jit: bool = True
+    skip_gradients_of: Any = ()
+
+
+class _InTorch(NamedTuple):
+    """What torch computes of a call, and the function of three trees of arrays with which JAX computes it."""
+
+    outs: list[torch.Tensor]
+    empty: set[int]
+    gradients: dict[int, Any]
+    key: Any
+    function: Any
+    arguments: tuple[Any, Any, Any]
+
+
+def compare(op: Any, args: Any, kwargs: Any, **options: Any) -> None:
+    """Assert that JAX's values and gradients of an operation agree with torch's; see `Call`."""
     __tracebackhide__ = True
+    compare_all([Call(op, args, kwargs, **options)])
+
+
+def compare_all(calls: Sequence[Call]) -> None:
+    """Assert that JAX's values and gradients agree with torch's, for random cotangents, in one compiled program."""
+    __tracebackhide__ = True
+    prepared = [_in_torch(call) for call in calls]
+    compiled = [i for i, call in enumerate(calls) if call.jit and not is_dynamic(call.op)]
+
+    def run(*arguments: Any) -> Any:
+        return tuple(prepared[i].function(*each) for i, each in zip(compiled, arguments, strict=True))
+
+    found = {i: prepared[i].function(*prepared[i].arguments) for i in range(len(calls)) if i not in compiled}
+    if compiled:
+        arguments = [prepared[i].arguments for i in compiled]
+        results = _PROGRAMS.call(tuple(prepared[i].key for i in compiled), run, *arguments, store=False)
+        found |= dict(zip(compiled, results, strict=True))
+    for i, call in enumerate(calls):
+        (_, results), gradients = found[i]
+        _assert_agree(call, prepared[i], results, gradients)
+
+
+def _in_torch(call: Call) -> _InTorch:
+    op, args, kwargs = call[:3]
     lowering = lowering_of(op)
     assert lowering is not None, f"{op} is not in the table"
     leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
@@ -85,10 +135,9 @@ def compare(
     a, k = pytree.tree_unflatten(leaves, spec)
     outs = [x for x in pytree.tree_leaves(op(*a, **k)) if isinstance(x, torch.Tensor)]
     inputs = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-    through = [i for i, x in enumerate(outs) if x.requires_grad]
-    generator = torch.Generator().manual_seed(20)
     empty = _left_empty(op, args, kwargs, lowering)
-    through = [i for i in through if i not in empty]
+    through = [i for i, x in enumerate(outs) if x.requires_grad and i not in empty]
+    generator = torch.Generator().manual_seed(20)
     cotangents = {i: torch.randn(outs[i].shape, generator=generator, dtype=outs[i].dtype) for i in through}
     expected: Any = ()
     if through and inputs:
@@ -102,7 +151,11 @@ def compare(
     def run(moving: Any, still: Any, weights: Any) -> Any:
         full = [moving.get(i, still.get(i, x)) for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(full, spec)
-        results = tuple(jax.tree.leaves(lowering(*a, **k)))
+        try:
+            results = tuple(jax.tree.leaves(lowering(*a, **k)))
+        except Exception as error:
+            error.add_note(f"in {op}")
+            raise
         total = sum((jnp.sum(jnp.real(results[i] * jnp.conj(w))) for i, w in weights.items()), jnp.zeros(()))
         return total, results
 
@@ -110,24 +163,25 @@ def compare(
     moving = {i: arrays.pop(i) for i in inputs}
     weights = {i: to_array(c) for i, c in cotangents.items()}
     function = jax.value_and_grad(run, has_aux=True) if through and inputs else lambda *a: (run(*a), {})
-    if jit and not is_dynamic(op):
-        fixed = tuple(repr(x) for i, x in enumerate(leaves) if i not in moving and i not in arrays)
-        key = (lowering, str(op), repr(spec), fixed)
-        (_, results), gradient = _PROGRAMS.call(key, function, moving, arrays, weights, store=False)
-    else:
-        (_, results), gradient = function(moving, arrays, weights)
+    fixed = tuple(repr(x) for i, x in enumerate(leaves) if i not in moving and i not in arrays)
+    gradients = dict(zip(inputs, expected, strict=False))
+    return _InTorch(outs, empty, gradients, (lowering, str(op), repr(spec), fixed), function, (moving, arrays, weights))
 
+
+def _assert_agree(call: Call, torchs: _InTorch, results: Any, gradients: Any) -> None:
+    __tracebackhide__ = True
+    op, outs = call.op, torchs.outs
     assert len(results) >= len(outs), f"{op}: {len(results)} results, expected {len(outs)}"
     for i, (x, y) in enumerate(zip(outs, results, strict=False)):
-        if i in empty:
+        if i in torchs.empty:
             continue
         assert (y.dtype, y.shape) == (jax_dtype(x.dtype), tuple(x.shape)), f"{op}: result {i} is {y.dtype}{y.shape}"
         error = error_between(_numpy(x), y)
         assert error <= TOLERANCE, f"{op}: result {i} is off by {error:.2g}\ntorch {_numpy(x)}\nJAX {y}"
-    for i, g in zip(inputs, expected, strict=False):
-        if i in skip_gradients_of:
+    for i, g in torchs.gradients.items():
+        if i in call.skip_gradients_of:
             continue
-        want = np.zeros(moving[i].shape) if g is None else _numpy(g)
-        got = np.conj(np.asarray(gradient[i]))
+        want = np.zeros(torchs.arguments[0][i].shape) if g is None else _numpy(g)
+        got = np.conj(np.asarray(gradients[i]))
         error = error_between(want, got)
-        assert error <= tolerance, f"{op}: gradient of argument {i} is off by {error:.2g}\ntorch {want}\nJAX {got}"
+        assert error <= call.tolerance, f"{op}: gradient of argument {i} is off by {error:.2g}\ntorch {want}\nJAX {got}"

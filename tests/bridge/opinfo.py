@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,9 +43,11 @@ def _inputs(info: Any, *, requires_grad: bool, count: int) -> list[Any]:
     dtype = torch.float64 if torch.float64 in info.dtypes else torch.int64
     if dtype not in info.dtypes:
         return []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as seeding:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
+        # torch's samples seed before each: `torch.manual_seed` formats a traceback for each other device
+        seeding.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=requires_grad and dtype is torch.float64))
     return samples[:: max(1, len(samples) // count)][:count]
 

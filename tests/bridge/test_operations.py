@@ -15,7 +15,7 @@ from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
 from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
 from gradcheck_suite.bridge.errors import RandomnessError
 from gradcheck_suite.bridge.op_table import lowering_of, register_op, table
-from tests.bridge.comparing import TOLERANCE, compare
+from tests.bridge.comparing import TOLERANCE, Call, compare, compare_all
 from tests.bridge.opinfo import direct, recorded
 from tests.bridge.samples import ALSO, HAND, THROUGH, tensor
 
@@ -68,28 +68,39 @@ def _still(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
-@pytest.mark.parametrize("each", [1, pytest.param(20, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in VALUES_ARE_ANYTHING | PYTHON_NUMBERS])
-def test_an_operation_agrees_with_torch(name, each):
+def _calls(name: str, each: int) -> list[Call]:
     samples = _samples(name, each)
     untested = {o for o in table() if o.startswith(f"aten.{name}.")} - {str(op) for op, _, _ in samples}
     assert samples, f"no sample of aten.{name}: add one to tests/bridge/samples.py"
     assert not untested, f"no sample of {untested}: add one to tests/bridge/samples.py"
+    calls = []
     for op, args, kwargs in samples:
         if name.startswith("nll_loss"):
             args = (args[0], *map(_still, args[1:]))
         if name in NO_DERIVATIVE:
             args = torch.utils._pytree.tree_map(_still, args)
         masked = name in ("index", "index_put", "one_hot")
-        compare(
-            op,
-            args,
-            kwargs,
-            tolerance=LOOSER.get(name, TOLERANCE),
-            jit=not masked,
-            skip_gradients_of=NO_GRADIENT_OF.get(name, ()),
-        )
+        calls.append(Call(op, args, kwargs, LOOSER.get(name, TOLERANCE), not masked, NO_GRADIENT_OF.get(name, ())))
+    return calls
+
+
+COMPARED = [name for name in OPERATIONS if name not in VALUES_ARE_ANYTHING | PYTHON_NUMBERS]
+TOGETHER = 8
+"""Operations that are compiled into one program: XLA takes most of its time for any program, however small."""
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
+@pytest.mark.parametrize("first", range(0, len(COMPARED), TOGETHER), ids=lambda i: f"from {COMPARED[i]}")
+def test_operations_agree_with_torch(first):
+    compare_all([call for name in COMPARED[first : first + TOGETHER] for call in _calls(name, 1)])
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COMPARED)
+def test_an_operation_agrees_with_torch_on_all_samples(name):
+    for call in _calls(name, 20):
+        compare_all([call])
 
 
 @pytest.mark.parametrize("name", sorted(VALUES_ARE_ANYTHING))
