@@ -1,4 +1,4 @@
-"""What the properties share beside assertions: numbers of examples, devices, and running a loop for its gradients."""
+"""What the properties share beside assertions: numbers of examples, and running a loop for its gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
 import torch
@@ -15,13 +14,13 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.numerics.bounds import quick_bound
 from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
 from gradcheck_suite.references.noise import Computation, RoundingErrors, cancellation
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import Gradients
+from properties.devices import repeatable_run
 
 REGRESSION = ProblemSpec(
     Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")
@@ -29,38 +28,6 @@ REGRESSION = ProblemSpec(
 """Linear regression on two features."""
 TWO_WINDOWS = Case(REGRESSION, Plan((1, 3, 2), 2, 2), seed=1)
 """Two epochs of two windows with unequal micro-batches; the last window is short."""
-
-DEVICES = (
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(
-                not torch.cuda.is_available(), reason=f"torch {torch.__version__} sees no CUDA device here"
-            ),
-        ],
-    ),
-)
-
-
-def _jax_sees(platform: str) -> bool:
-    try:
-        return bool(jax.devices(platform))
-    except RuntimeError:
-        return False
-
-
-JAX_PLATFORMS = (
-    "cpu",
-    pytest.param(
-        "gpu",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not _jax_sees("gpu"), reason=f"jax {jax.__version__} sees no GPU here"),
-        ],
-    ),
-)
 
 
 def scaled(divisor: int) -> hypothesis.settings:
@@ -71,7 +38,7 @@ def scaled(divisor: int) -> hypothesis.settings:
 def observe(loop: Loop, instance: Instance) -> list[Observation]:
     """Run a loop and return the gradients at each of its steps; fail where it raises or miscounts steps."""
     __tracebackhide__ = True
-    outcome = run_loop(loop, instance)
+    outcome = repeatable_run(loop, instance)
     if outcome.raised is not None:
         pytest.fail(f"the loop raised {outcome.raised}, but should train [{instance.case!r}]\n{outcome.trace}")
     taken, due = len(outcome.observations), instance.case.plan.steps

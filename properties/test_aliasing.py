@@ -14,7 +14,8 @@ from gradcheck_suite.evidence.zoo.bugs.backward_buffers import Reusing
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES, RESET_MODES
 from properties.assertions import assert_equal, assert_holds
-from properties.helpers import DEVICES, scaled
+from properties.devices import DEVICES
+from properties.helpers import scaled
 
 
 class _Twins(torch.autograd.Function):

@@ -34,7 +34,8 @@ from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
 from gradcheck_suite.schema.costs import ParameterUse, Traffic, WindowUse, uniform_window
 from properties.assertions import assert_equal
-from properties.helpers import DEVICES, scaled
+from properties.devices import DEVICES
+from properties.helpers import scaled
 from properties.routed import routed_instance
 from properties.tally import TALLY
 

@@ -15,7 +15,8 @@ from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import Gradients, assert_gradients_equal, assert_within_rounding, differing
-from properties.helpers import DEVICES, REGRESSION, apart, observe, scaled, with_items, with_loss
+from properties.devices import DEVICES
+from properties.helpers import REGRESSION, apart, observe, scaled, with_items, with_loss
 
 LOOPS = {name: BUILT_IN[name] for name in ("zero_", "set_to_none", "flat_buffer", "rescale_at_the_end")}
 ONE_WINDOW = Case(REGRESSION, Plan((1, 3, 2), 3), seed=1)
@@ -163,9 +164,10 @@ def test_a_fault_that_depends_on_the_order_is_caught(name):
         assert_same(BUGS[name].loop, instance, reordered(instance, [2, 0, 1]), "the order of micro-batches")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["mean-of-means", "no-divide", "double-divide"])
-def test_a_fault_that_depends_on_the_split_is_caught(name):
-    instance = generated_instance(ONE_WINDOW)
+def test_a_fault_that_depends_on_the_split_is_caught(name, device):
+    instance = generated_instance(ONE_WINDOW.replace(device=device))
     with pytest.raises(AssertionError, match="change of the gradient by a finer split"):
         assert_same(BUGS[name].loop, instance, recut(instance, [1, 1, 2, 2]), "a finer split")
 

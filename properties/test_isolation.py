@@ -15,7 +15,8 @@ from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.loops import MODES, RESET_MODES
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import assert_gradients_equal
-from properties.helpers import DEVICES, TWO_WINDOWS, observe, on_leaves, scaled, with_loss
+from properties.devices import DEVICES
+from properties.helpers import TWO_WINDOWS, observe, on_leaves, scaled, with_loss
 
 several_windows = cases(plan=plans(min_windows=2, max_accumulation_steps=4))
 NO_RESET, BY_MULTIPLICATION = BUGS["no-reset"].loop, BUGS["reset-by-multiplication"].loop
@@ -131,9 +132,10 @@ def test_non_finite_gradients_leave_no_trace(device, case, value, data):
     assert_all_modes_isolated(instance, poisoned_loss(instance, window, value), window)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_reset_by_multiplication_is_caught(value):
-    instance = generated_instance(TWO_WINDOWS)
+def test_reset_by_multiplication_is_caught(value, device):
+    instance = generated_instance(TWO_WINDOWS.replace(device=device))
     with pytest.raises(pytest.fail.Exception, match="other data in other windows"):
         assert_isolated(BY_MULTIPLICATION, instance, poisoned_data(instance, 1, value), window=1)
 
@@ -143,8 +145,9 @@ def test_reset_by_multiplication_is_sound_on_finite_data():
     assert_isolated(BY_MULTIPLICATION, instance, other_data(instance, 1), window=1)
 
 
-def test_no_reset_is_caught():
-    instance = generated_instance(TWO_WINDOWS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_reset_is_caught(device):
+    instance = generated_instance(TWO_WINDOWS.replace(device=device))
     with pytest.raises(pytest.fail.Exception, match="other data in other windows"):
         assert_isolated(NO_RESET, instance, other_data(instance, 1), window=1)
 

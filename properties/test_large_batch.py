@@ -21,7 +21,8 @@ from gradcheck_suite.references.programs import Programs
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.schema.contract import assumptions_of
 from properties.assertions import assert_holds, assert_within_rounding
-from properties.helpers import DEVICES, JAX_PLATFORMS, REGRESSION, scaled
+from properties.devices import DEVICES, JAX_PLATFORMS
+from properties.helpers import REGRESSION, scaled
 
 ASSUMING = {name: loop for name, loop in BUILT_IN.items() if assumptions_of(loop)}
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
@@ -130,15 +131,17 @@ def _programs(platform):
     return Programs(platform=platform)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught(name):
-    violation = check(BUGS[name].loop, UNEQUAL).violation
+def test_a_planted_fault_is_caught(name, device):
+    violation = check(BUGS[name].loop, UNEQUAL.replace(device=device)).violation
     assert violation is not None
     assert violation.kind == "gradient"
 
 
-def test_a_fault_behind_an_optimizer_is_caught():
-    violation = check(BUGS["mean-of-means"].loop, UNEQUAL.replace(optimizer="adamw")).violation
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fault_behind_an_optimizer_is_caught(device):
+    violation = check(BUGS["mean-of-means"].loop, UNEQUAL.replace(optimizer="adamw", device=device)).violation
     assert violation is not None
     assert violation.diagnosis == "mean-of-means"
 

@@ -16,7 +16,8 @@ from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.torch_reference import gradients_of
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import assert_equal, assert_gradients_equal
-from properties.helpers import DEVICES, TWO_WINDOWS, observe, scaled
+from properties.devices import DEVICES
+from properties.helpers import TWO_WINDOWS, observe, scaled
 from properties.routed import EXPERTS, routed_instance
 from properties.tally import TALLY
 
@@ -85,11 +86,11 @@ def test_all_modes_agree_where_parameters_are_missed(device, routes, k, epochs):
     assert_modes_agree(instance, MODES, check_none=True)
 
 
-def test_a_forgotten_reset_is_caught():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forgotten_reset_is_caught(device):
+    instance = generated_instance(TWO_WINDOWS.replace(device=device))
     with pytest.raises(pytest.fail.Exception, match=r"step 1, fault against zero_: the gradients of .* differ"):
-        assert_modes_agree(
-            generated_instance(TWO_WINDOWS), {"zero_": MODES["zero_"], "fault": BUGS["own-groups-only"].loop}
-        )
+        assert_modes_agree(instance, {"zero_": MODES["zero_"], "fault": BUGS["own-groups-only"].loop})
 
 
 def zeros_for_none(run: TrainingRun) -> None:

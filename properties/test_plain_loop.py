@@ -11,11 +11,11 @@ from gradcheck_suite import Case, Plan, TrainingRun, cases, plans, problems
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
-from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops import MODES, RESET_MODES
 from gradcheck_suite.schema.contract import Loop
 from properties.assertions import assert_gradients_equal
-from properties.helpers import DEVICES, REGRESSION, scaled
+from properties.devices import DEVICES, repeatable_run
+from properties.helpers import REGRESSION, scaled
 
 EACH_ALONE = Case(REGRESSION, Plan((1, 3, 2), 1, 2), seed=1, optimizer="momentum")
 one_at_a_time = plans(max_accumulation_steps=1, max_windows=8)
@@ -48,7 +48,7 @@ def assert_is_the_plain_loop(loop: Loop, instance: Instance, *, releases: bool) 
         releases: whether the loop resets to None; its gradients must then equal the plain loop's to the sign of a zero.
     """
     __tracebackhide__ = True
-    expected, got = (run_loop(each, instance) for each in (plain if releases else plain_with_zeros, loop))
+    expected, got = (repeatable_run(each, instance) for each in (plain if releases else plain_with_zeros, loop))
     assert expected.raised is None, expected.trace
     assert got.raised is None, got.trace
     for step, (a, b) in enumerate(zip(expected.observations, got.observations, strict=True)):
@@ -93,10 +93,12 @@ def test_one_micro_batch_a_window_takes_the_plain_path(name, case):
     assert_is_the_plain_loop(MODES[name], generated_instance(case), releases=RESET_MODES[name].releases)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["no-reset", "decay-per-micro-batch"])
-def test_a_loop_that_is_not_the_plain_one_is_caught(name):
+def test_a_loop_that_is_not_the_plain_one_is_caught(name, device):
+    instance = generated_instance(EACH_ALONE.replace(device=device))
     with pytest.raises(pytest.fail.Exception, match="against the plain loop"):
-        assert_is_the_plain_loop(BUGS[name].loop, generated_instance(EACH_ALONE), releases=True)
+        assert_is_the_plain_loop(BUGS[name].loop, instance, releases=True)
 
 
 def test_a_last_bit_is_caught():

@@ -9,7 +9,8 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, 
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.loops import BUILT_IN
 from properties.assertions import assert_holds
-from properties.helpers import DEVICES, REGRESSION, scaled
+from properties.devices import DEVICES
+from properties.helpers import REGRESSION, scaled
 
 LOW = ("float32", "bfloat16", "float16")
 LOOPS = ("zero_", "set_to_none", "flat_buffer", "plain", "rescale_at_the_end")
@@ -47,10 +48,12 @@ def test_what_torch_cannot_run_in_a_dtype_is_no_fault_of_the_loop():
     assert "fails in bfloat16" in verdict.skipped
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", ["mean-of-means", "no-divide", "no-reset", "reset-per-micro-batch"])
-def test_a_planted_fault_is_caught(name, dtype):
+def test_a_planted_fault_is_caught(name, dtype, device):
     # one item against three: a mean of means is off by far more than the 2**-8 of bfloat16
-    violation = check(BUGS[name].loop, Case(REGRESSION, Plan((1, 3, 2, 2), 2, 2), dtype=dtype, seed=1)).violation
+    case = Case(REGRESSION, Plan((1, 3, 2, 2), 2, 2), dtype=dtype, device=device, seed=1)
+    violation = check(BUGS[name].loop, case).violation
     assert violation is not None
     assert violation.kind == "gradient"

@@ -19,7 +19,8 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.weight_probe import probe_case
 from properties.assertions import assert_equal
-from properties.helpers import DEVICES, observe, scaled
+from properties.devices import DEVICES
+from properties.helpers import observe, scaled
 
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
 
@@ -31,10 +32,13 @@ def weights(loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu"
     return [[0.0] * plan.total_items if g is None else g.tolist() for g in gradients]
 
 
-def assert_weights(loop: Loop, plan: Plan, expected: list[list[float]], reduction: str = "mean") -> None:
+def assert_weights(
+    loop: Loop, plan: Plan, expected: list[list[float]], reduction: str = "mean", device: str = "cpu"
+) -> None:
     """Fail unless a loop gives exactly these weights."""
     __tracebackhide__ = True
-    assert_equal(what=f"weights ({reduction})", observed=weights(loop, plan, reduction), expected=expected, case=plan)
+    observed = weights(loop, plan, reduction, device)
+    assert_equal(what=f"weights ({reduction})", observed=observed, expected=expected, case=plan)
 
 
 @st.composite
@@ -110,10 +114,11 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_a_known_bug_by_hand(name):
+def test_weights_of_a_known_bug_by_hand(name, device):
     plan, expected = WEIGHTS[name]
-    assert_weights(BUGS[name].loop, plan, expected)
+    assert_weights(BUGS[name].loop, plan, expected, device=device)
 
 
 def test_no_reset_counts_a_second_epoch_twice():

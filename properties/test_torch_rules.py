@@ -13,10 +13,13 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gradcheck_suite import cases, plans, problems
+from gradcheck_suite import TrainingRun, cases, plans, problems
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops.windows import backward_window, windows
-from properties.helpers import DEVICES, scaled
+from gradcheck_suite.schema.contract import Loop
+from properties.assertions import assert_gradients_equal
+from properties.devices import DEVICES, repeatable_run
+from properties.helpers import scaled
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 seeds = st.integers(0, 2**31 - 1)
@@ -278,21 +281,25 @@ def test_zero_grad_touches_only_its_own_groups(set_to_none, owned, seed):
 @scaled(2)
 @given(case=cases(problem=problems(), plan=plans(max_epochs=1)))
 def test_foreach_or_not_gives_the_same(device, case):
-    found = []
-    for foreach in (False, True):
-        run = generated_instance(case.replace(device=device)).run()
-        run.optimizer.defaults["foreach"] = foreach
-        kept = []
-        for window in windows(run):
-            backward_window(run, window)
-            kept += [None if p.grad is None else p.grad.detach().clone() for p in run.model.parameters()]
-            run.optimizer.zero_grad(set_to_none=False)
-            kept += [None if p.grad is None else p.grad.detach().clone() for p in run.model.parameters()]
-        found.append(kept)
-    for plain, foreach in zip(*found, strict=True):
-        assert (plain is None) == (foreach is None)
-        assert plain is None or torch.equal(_dense(plain), _dense(foreach))
+    def with_foreach(foreach: bool) -> Loop:
+        def loop(run: TrainingRun) -> None:
+            run.optimizer.defaults["foreach"] = foreach
+            for window in windows(run):
+                backward_window(run, window)
+                run.optimizer.step()
+                run.optimizer.zero_grad(set_to_none=False)
+                run.optimizer.step()
 
+        return loop
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    instance = generated_instance(case.replace(device=device))
+    plain, foreach = (repeatable_run(with_foreach(which), instance) for which in (False, True))
+    assert plain.raised is None, plain.trace
+    for one, other in zip(plain.observations, foreach.observations, strict=True):
+        assert_gradients_equal(
+            what="foreach against a loop over parameters",
+            observed=other.gradients,
+            expected=one.gradients,
+            case=case,
+            to_the_bit=True,
+        )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.devices import seeded
 
 Parameters = dict[str, torch.nn.Parameter]
 Backwards = Sequence[Callable[[], torch.Tensor]]
@@ -99,8 +100,8 @@ def _sums(parameters: Parameters, losses: Backwards, *, zeros: bool) -> dict[str
     """Accumulate all micro-batches from zeros or from None; return dense copies."""
     for p in parameters.values():
         p.grad = torch.zeros_like(p) if zeros else None
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    with seeded(0, device):
         for loss in losses:
             _backward(loss)
     return {name: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for name, p in parameters.items()}

@@ -33,6 +33,24 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed the random states of the CPU and of a device, and restore them afterwards.
+
+    Args:
+        seed: the seed; None leaves the states as they are at the start.
+        device: the device.
+    """
+    # torch.manual_seed would queue a call for every kind of device, each with a formatted stack
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            if on_cuda:
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 def checked_device(name: str) -> torch.device:
     """Return the device of that name.
 

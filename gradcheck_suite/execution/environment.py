@@ -106,6 +106,9 @@ def set_precision() -> None:
             raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    # otherwise cuBLAS may round partial sums to the dtype of the matrices
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_enable_x64", True)
 

@@ -5,7 +5,7 @@ An instance of a generated problem and one of a user's problem have the same int
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,10 @@ class Instance:
         if dtype not in (None, self.dtype):
             model = model.to(dtype)
         return model.train()
+
+    def on_cpu(self) -> Instance:
+        """Return this instance with its data and its models on the CPU."""
+        return replace(self, case=self.case.replace(device="cpu"), data=map_leaves(lambda t: t.cpu(), self.data))
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the divisor of the mean over a batch, a floating-point scalar.

@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
+from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
@@ -71,13 +72,11 @@ def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEF
     try:
         with (
             loop_output(),
-            torch.random.fork_rng(devices=[]),
+            seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
             skipped_steps(lambda: len(observer.observations)) as skipped,
             time_limit(time_limit_s) as limit,
         ):
-            # torch.manual_seed would queue a call for every kind of device, each with a formatted stack
-            torch.default_generator.manual_seed(instance.case.seed)
             loop(run)
     except KeyboardInterrupt:
         raise

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.measure.clock import settle
+
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Bytes of one copy, far beyond every cache."""
 REPEATS = 7
@@ -47,10 +49,11 @@ def _median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
 
 
 def flush(device: str) -> Callable[[], None]:
-    """Return a function that evicts everything else from the caches."""
-    scratch = torch.empty(COPY_BYTES[device] // 8, device=device)
+    """Return a function that evicts everything else from the caches and waits until the device is idle."""
+    scratch = torch.zeros(COPY_BYTES[device] // 8, device=device)
 
     def run() -> None:
         scratch.add_(1)
+        settle(device)
 
     return run

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.measure.ledger import Ledger
 from gradcheck_suite.schema.case import Case
@@ -37,8 +38,6 @@ def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:
             return run.loss(model, batch)
 
     # restoring the random state allocates, so it stays outside the ledger
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.default_generator.manual_seed(seed)
-        with ledger:
-            loop(replace(run, loss=loss))
+    with seeded(seed, run.device), torch.enable_grad(), ledger:
+        loop(replace(run, loss=loss))
     return ledger

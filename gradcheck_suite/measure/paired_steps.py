@@ -170,7 +170,6 @@ def _in_turn(steps: dict[str, Callable[[], None]], pairs: int, device: str) -> d
     for _ in range(WARM + pairs):
         for name in turns:
             flush_caches()
-            settle(device)
             faults, host, processor, start = _page_faults(), time.perf_counter(), time.process_time(), clock()
             steps[name]()
             seconds = clock() - start

@@ -7,6 +7,7 @@ Parker, UCLA CSD-970002, 1997) of its float64 computation. `random_rounding` has
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -51,12 +52,39 @@ class Computation:
         self._batches: dict[range, Batch] = {}
         self._guarded = False
 
+    def on_cpu(self, part: Part) -> Computation:
+        """Return this computation on the CPU, or itself where the problem computes a part on its own device only.
+
+        There a value that rounding moves out of a loss's range raises an exception. A CUDA kernel asserts instead, and
+        every later CUDA call of the process fails.
+        """
+        if self._is_on_cpu:
+            return self
+        instance = self.instance.on_cpu()
+        try:
+            model = instance.model(self._dtype)
+            model.load_state_dict(self._model.state_dict())
+            found = Computation(instance, model, self._dtype, self._compute)
+            found.gradient(part)
+        except (RuntimeError, NotImplementedError, ValueError):
+            return self
+        return found
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.instance.device.type == "cpu"
+
     def gradient(self, *parts: Part) -> Vector:
         """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
     def rounded_at_random(self, part: Part, dtype: torch.dtype, draw: int) -> Vector:
-        """Return a part's gradient with every operation rounded at random as in a dtype, (P,)."""
+        """Return a part's gradient with every operation rounded at random as in a dtype, (P,).
+
+        On another device than the CPU, only the parameters are moved: their values are in no loss's range.
+        """
+        if not self._is_on_cpu:
+            return self._at_moved_values(part, dtype, draw, data=False)
         try:
             for guarded in (self._guarded, True):
                 with RandomRounding(draw, dtype, guarded=guarded):
@@ -70,17 +98,17 @@ class Computation:
             return self._at_moved_values(part, dtype, draw)
         raise AssertionError("a guarded draw returns")
 
-    def _at_moved_values(self, part: Part, dtype: torch.dtype, draw: int) -> Vector:
+    def _at_moved_values(self, part: Part, dtype: torch.dtype, draw: int, *, data: bool = True) -> Vector:
         items, share = part
         generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
         batch, values = self._batch(items), [p.detach().clone() for p in self._model.parameters()]
         try:
             self._put([_moved(value, eps, generator) for value in values])
-            try:
-                return self._gradient([(map_leaves(lambda t: _moved_data(t, eps, generator), batch), share)])
-            except (RuntimeError, NotImplementedError, ValueError):
+            if data:
                 # a loss may reject a target outside of its range: only the parameters are moved then
-                return self._gradient([(batch, share)])
+                with suppress(RuntimeError, NotImplementedError, ValueError):
+                    return self._gradient([(map_leaves(lambda t: _moved_data(t, eps, generator), batch), share)])
+            return self._gradient([(batch, share)])
         finally:
             self._put(values)
 
@@ -116,11 +144,11 @@ class RoundingErrors:
         """Prepare the draws.
 
         Args:
-            computation: in float64.
+            computation: in float64; the draws are made on the CPU where the problem allows it.
             part: whose gradient.
             dtype: the precision whose rounding errors are drawn.
         """
-        self._computation, self._part, self._dtype = computation, part, dtype
+        self._computation, self._part, self._dtype = computation.on_cpu(part), part, dtype
         self._kept: dict[tuple[int, int], Vector] = {}
 
     def noise(self, draws: int = DRAWS) -> Vector:

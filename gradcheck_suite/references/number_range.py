@@ -39,9 +39,12 @@ class _Narrowed(TorchDispatchMode):
     ) -> Any:
         """Run the operation and round its results."""
         out = func(*args, **(kwargs or {}))
-        if not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        if all(alias.is_write for alias in aliases):
             for value in out if isinstance(out, list | tuple) else [out]:
-                self._round(value)
+                # cuDNN's recurrent operation returns its flat weights, which are the model's parameters
+                if aliases or not any(value is argument for argument in args):
+                    self._round(value)
         return out
 
     def _round(self, value: Any) -> None:
@@ -63,6 +66,7 @@ def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.d
         parts: whose gradients are computed, each by itself.
         dtype: of the lower precision.
     """
+    computation = computation.on_cpu(parts[0])
     for part in parts:
         mode = _Narrowed(dtype)
         with mode:

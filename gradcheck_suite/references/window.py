@@ -53,7 +53,7 @@ class Window:
             raise CannotJudgeError(f"the plain large batch fails in float64: {error}") from error
         self.reached = frozenset(name for name, g in gradients.items() if g is not None)
         self.torch = reference.flat(gradients)
-        self.float64_bound = Float64Bound(self)
+        self.float64_bound = Float64Bound(self, compute)
         exact = instance.case.dtype == "float64"
         self.bound: WindowBound = self.float64_bound if exact else LowPrecisionBound(self, compute)
 

@@ -95,8 +95,8 @@ def compare_within(bound: WindowBound, evidence: Comparison, *, roughly: bool = 
 class Float64Bound:
     """The bound in float64, where autocast changes nothing."""
 
-    def __init__(self, window: Window) -> None:
-        self._window, self._terms = window, len(window.members)
+    def __init__(self, window: Window, compute: Compute) -> None:
+        self._window, self._terms, self._compute = window, len(window.members), compute
 
     @cached_property
     def computation(self) -> Computation:
@@ -138,7 +138,18 @@ class Float64Bound:
         return observed
 
     def expect_computable(self) -> None:
-        """Accept every window: it would not exist without its float64 gradient."""
+        """Expect torch to compute the large batch under the loop's autocast; without one the window has its gradient.
+
+        Raises:
+            CannotJudgeError: autocast refuses an operation, as it refuses `binary_cross_entropy` on CUDA.
+        """
+        if self._compute is None:
+            return
+        instance = self._window.reference.instance
+        try:
+            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._parts)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CannotJudgeError(f"the plain large batch fails under autocast {self._compute}: {error}") from error
 
     def is_out_of_range(self) -> bool:
         """Return False: nothing that is finite is out of float64's range."""

@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.batches import Items, leaves
+from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import make_optimizer
 from gradcheck_suite.schema.contract import Batch
@@ -40,7 +41,7 @@ def objective_fault(instance: Instance) -> str | None:
             or has no trainable parameter; its loss is not a scalar, does not depend on the parameters, is not finite
             or is random; or its count is not a positive number.
     """
-    with torch.random.fork_rng(devices=[]):
+    with seeded(None, instance.device):
         return _objective_fault(instance)
 
 

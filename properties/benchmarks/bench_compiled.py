@@ -17,7 +17,7 @@ import torch
 
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.bandwidth import flush
-from gradcheck_suite.measure.clock import settle, timer
+from gradcheck_suite.measure.clock import timer
 from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
 from gradcheck_suite.measure.cuda_graphs import PLACES, CapturedWindow
 from gradcheck_suite.measure.workload import Size
@@ -29,17 +29,6 @@ ROUNDS = 15
 NEVER = replace(RESET_MODES["zero_"], name="never", reset=lambda parameters, optimizer: None)
 WARM = 2 * EXPERTS
 """Windows before timing: every expert runs twice, so that nothing is compiled during timing."""
-
-
-def _prepared(device: str) -> Callable[[], None]:
-    """Return a function that empties the caches and waits for the device, as before every other benchmark's round."""
-    flush_caches = flush(device)
-
-    def run() -> None:
-        flush_caches()
-        settle(device)
-
-    return run
 
 
 needs_compiler = pytest.mark.skipif(
@@ -63,7 +52,7 @@ def test_compiled(
     for _ in range(WARM):
         run()
     benchmark._timer = timer(device)
-    benchmark.pedantic(run, setup=_prepared(device), rounds=ROUNDS)
+    benchmark.pedantic(run, setup=flush(device), rounds=ROUNDS)
     made = graphs()
     benchmark.extra_info.update(
         measures="compiled",
@@ -95,7 +84,7 @@ def test_captured(
         pytest.skip("CUDA graphs need --bench-device cuda")
     captured = CapturedWindow(mode, place, SIZE, micro_batches)
     benchmark._timer = timer("cuda")
-    benchmark.pedantic(captured.replay, setup=_prepared("cuda"), rounds=ROUNDS, warmup_rounds=3)
+    benchmark.pedantic(captured.replay, setup=flush("cuda"), rounds=ROUNDS, warmup_rounds=3)
     found = captured.finding()
     benchmark.extra_info.update(
         measures="captured",

@@ -22,7 +22,7 @@ import torch
 
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
-from gradcheck_suite.measure.clock import quartiles, settle, timed, timer
+from gradcheck_suite.measure.clock import quartiles, timed, timer
 from gradcheck_suite.measure.jax_window import compiled_window, flush_caches, memory_bytes, runner
 from gradcheck_suite.measure.launches import LARGE, SMALL, foreach_launches
 from gradcheck_suite.measure.machine import cache_bytes, regime
@@ -75,7 +75,6 @@ def _measure(
     def prepared() -> None:
         setup()
         flush_caches()
-        settle(device)
 
     benchmark._timer = timer(device)
     benchmark.extra_info.update(about, device=device, **_bandwidths(device))

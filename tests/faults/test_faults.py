@@ -6,6 +6,7 @@ import pytest
 
 from gradcheck_suite import check, verify
 from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means
+from properties.devices import DEVICES
 from tests.faults.loops import WANTED, reset_once_per_epoch, updates_by_hand_as_well
 from tests.faults.small_cases import diagnoses
 
@@ -14,9 +15,10 @@ SEARCHED = (reset_once_per_epoch, updates_by_hand_as_well)
 """The faults that are searched for in every run of the tests; the others are marked `full`."""
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loop", WANTED, ids=lambda loop: loop.__name__)
-def test_a_fault_is_found_and_named_on_a_small_case(loop):
-    assert set(diagnoses(loop)) & WANTED[loop]
+def test_a_fault_is_found_and_named_on_a_small_case(loop, device):
+    assert set(diagnoses(loop, device=device)) & WANTED[loop]
 
 
 @pytest.mark.parametrize(

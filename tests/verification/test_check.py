@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.loops import MODES
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
@@ -47,6 +47,39 @@ def test_a_fault_before_the_divergence_is_still_found():
     assert verdict.violation is not None
     assert verdict.violation.diagnosis == "wrong-scale"
     assert verdict.violation.window == 0
+
+
+def _refused_by_autocast(model, batch):
+    if torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("unsafe to autocast")  # as `binary_cross_entropy` on CUDA
+    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def _weight_of_one(seed):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return model
+
+
+REFUSED_BY_AUTOCAST = Problem(
+    model=_weight_of_one,
+    batch=lambda items, seed: {"x": torch.ones(items, 1), "y": torch.zeros(items, 1)},
+    loss=_refused_by_autocast,
+)
+
+
+@pytest.mark.parametrize(("autocast", "blamed"), [("bfloat16", False), (None, True)])
+def test_a_loop_that_declares_autocast_is_not_blamed_for_a_loss_that_autocast_refuses(autocast, blamed):
+    verdict = check(_under_autocast, Case("REFUSED", Plan((1, 2), 2)), problem=REFUSED_BY_AUTOCAST, autocast=autocast)
+    assert (verdict.violation is not None) == blamed
+    if not blamed:
+        assert verdict.skipped == "the plain large batch fails under autocast bfloat16: unsafe to autocast"
+
+
+def _under_autocast(run):
+    for batch in run.loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            run.loss(run.model, batch).backward()
 
 
 SATURATED = Case(

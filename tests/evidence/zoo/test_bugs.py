@@ -10,6 +10,7 @@ from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
 from gradcheck_suite.evidence.zoo.scoreboard import run_bug
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.verification.check import check
+from properties.devices import DEVICES
 from tests.faults.small_cases import diagnoses
 
 CORPUS = range(1, 48)
@@ -25,9 +26,10 @@ SEARCHED = (
 ACCUMULABLE = [b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
-def test_a_known_bug_is_found_and_named_on_a_small_case(bug):
-    names = set(diagnoses(bug.loop, bug.problem, bug.assumes))
+def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
+    names = set(diagnoses(bug.loop, bug.problem, bug.assumes, device))
     assert names & bug.wanted, f"diagnosis {names}, should be one of {bug.wanted}"
 
 
