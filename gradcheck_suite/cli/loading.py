@@ -105,13 +105,15 @@ def _built_in(text: str) -> Loop:
     if text in TRAINERS:
         return TRAINERS[text].load()
     from gradcheck_suite.loops import BUILT_IN
+    from gradcheck_suite.loops.ranks import RANK_LOOPS
 
-    if text not in BUILT_IN:
+    loops = {**BUILT_IN, **RANK_LOOPS}
+    if text not in loops:
         raise UsageError(
-            f"no built-in loop is called {text!r}{_suggestion(text, [*BUILT_IN, *TRAINERS])}; "
+            f"no built-in loop is called {text!r}{_suggestion(text, [*loops, *TRAINERS])}; "
             "`gradcheck-suite verify --list` prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
         )
-    return BUILT_IN[text]
+    return loops[text]
 
 
 def _find(text: str, what: str) -> tuple[Any, ModuleType]:

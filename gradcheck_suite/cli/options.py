@@ -14,7 +14,7 @@ from gradcheck_suite.cli import parsers
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.case import DEVICES, DTYPES
 from gradcheck_suite.schema.contract import ASSUMPTIONS, AUTOCAST_DTYPES, checked_assumptions
-from gradcheck_suite.schema.options import OPTIMIZER_NAMES, VerifyOptions
+from gradcheck_suite.schema.options import MAX_RANKS, OPTIMIZER_NAMES, VerifyOptions
 
 DEFAULTS = VerifyOptions()
 MARKER_OPTIONS = tuple(field.name for field in fields(VerifyOptions))
@@ -73,6 +73,14 @@ OPTIONS = (
     SEED,
     Option("dtype", "--dtype", "DTYPE", f"of parameters and data: {', '.join(DTYPES)}", parsers.one_of(DTYPES)),
     Option("device", "--device", "DEVICE", " or ".join(DEVICES), parsers.one_of(DEVICES)),
+    Option(
+        "ranks",
+        "--ranks",
+        "N",
+        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own micro-batches, and a "
+        "window is what all contribute",
+        parsers.positive_integer,
+    ),
     Option(
         "optimizer",
         "--optimizer",

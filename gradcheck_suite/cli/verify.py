@@ -38,7 +38,11 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="FILE.py:NAME, package.module:NAME, a built-in's or a trainer's name; without one, every built-in reset "
         "mode",
     )
-    parser.add_argument("--list", action="store_true", help="print the built-in loops and the trainers, and stop")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the built-in loops and the trainers, and stop; with --ranks, those for several ranks",
+    )
     parsers.add_problem(parser)
     for option in OPTIONS:
         add_option(parser, option)
@@ -50,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify the loops that the arguments name; print and store the results."""
     environment.expect_main_job()
     if arguments.list:
-        return _list()
+        return _list(arguments.ranks)
     output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json)
     from gradcheck_suite.cli.loading import expect_file
 
@@ -63,8 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.cli import verdict_text
     from gradcheck_suite.cli.libraries import libraries_of
     from gradcheck_suite.execution.devices import checked_device
+    from gradcheck_suite.execution.ranks.pool import expect_ranks
 
     checked_device(options.device)
+    if options.ranks > 1:
+        expect_ranks(options.ranks, options.device)
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
     print(verdict_text.header(arguments.loops, options, arguments.problem, about, libraries), flush=True)
@@ -98,10 +105,11 @@ def _verify_all(
 ) -> None:
     """Verify, record and print the subjects one after the other, until Ctrl-C."""
     from gradcheck_suite.cli.verdict_text import result_lines
+    from gradcheck_suite.execution.ranks.pool import kept_ranks
 
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
-    with Progress(examples=options.examples, then=then) as progress, noted_interrupts() as pressed:
+    with Progress(examples=options.examples, then=then) as progress, noted_interrupts() as pressed, kept_ranks():
 
         def advance(verdict: Verdict) -> None:
             if pressed:
@@ -125,12 +133,14 @@ def _verify_all(
             done.interrupted = True
 
 
-def _list() -> int:
+def _list(ranks: int) -> int:
     from gradcheck_suite.loops import BUILT_IN
+    from gradcheck_suite.loops.ranks import RANK_LOOPS
 
-    built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in BUILT_IN.items()]
+    loops = BUILT_IN if ranks == 1 else RANK_LOOPS
+    built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
-    print("\n".join(aligned([*built_in, *trainers])))
+    print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
     return exit_status.HOLDS
 
 
@@ -139,9 +149,10 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
     from gradcheck_suite.generation.problems import expect_layers_left
     from gradcheck_suite.loops.modes import MODES
+    from gradcheck_suite.loops.ranks import RANK_MODES
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text) for text in arguments.loops} or dict(MODES)
+    loops = {text: resolve_loop(text) for text in arguments.loops} or dict(MODES if options.ranks == 1 else RANK_MODES)
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

@@ -22,13 +22,12 @@ from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
-from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.instance import Instance, scaled
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
-from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 RIGHT_ON_PROBE = (
@@ -180,7 +179,7 @@ def _on_case(
     if not np.isfinite(comparison.observed).all():
         return None
     found = diagnose_case(window, comparison, epoch)
-    small = replace(reference.instance, problem=_scaled_down(reference.instance.problem))
+    small = scaled(reference.instance, SMALL_SCALE)
     trust_probe = is_linear_there and not runner.runs_left
     again = None if trust_probe else _gradient_at(runner, reference, small, step)
     if again is None and not trust_probe:
@@ -213,7 +212,3 @@ def _of_step(outcome: Outcome, reference: Reference, step: int) -> Vector | None
     if outcome.raised is not None or step >= len(outcome.observations):
         return None
     return reference.flat(outcome.observations[step].gradients)
-
-
-def _scaled_down(problem: Problem) -> Problem:
-    return replace(problem, loss=lambda model, batch: SMALL_SCALE * problem.loss(model, batch))

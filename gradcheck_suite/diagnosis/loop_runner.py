@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.runner import Outcome, run_loop
+from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
@@ -19,6 +20,7 @@ class LoopRunner:
     Attributes:
         runs_left: number of runs that may still be asked for.
         assumes: what the loop assumes, names from `ASSUMPTIONS`.
+        rank: the rank whose outcome is looked at.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class LoopRunner:
         time_limit_s: float | None = DEFAULT_TIME_LIMIT,
         max_runs: int = MAX_RUNS,
         assumes: Iterable[str] = (),
+        rank: int = 0,
     ) -> None:
         self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
+        self.rank = rank
         self.assumes = frozenset(assumes) | assumptions_of(loop)
 
     def run(self, instance: Instance) -> Outcome | None:
@@ -37,7 +41,9 @@ class LoopRunner:
         if not self.runs_left:
             return None
         self.runs_left -= 1
-        return run_loop(self._loop, instance, time_limit_s=self._time_limit_s)
+        outcomes = run_ranks(self._loop, instance, time_limit_s=self._time_limit_s)
+        failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
+        return failed or outcomes[self.rank]
 
     def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
         """Yield what the loop does with the very instance that showed the violation, while runs are left."""

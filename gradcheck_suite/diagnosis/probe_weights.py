@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,10 @@ import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.execution.batches import Items
-from gradcheck_suite.execution.instance import Instance, generated_instance
+from gradcheck_suite.execution.instance import Instance, generated_instance, recounted, scaled
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Batch, Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Reduction
 from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case, slopes_of, slopes_text
@@ -74,9 +73,9 @@ class WeightProbe:
         """
         case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
         instance = generated_instance(case)
-        problem = instance.problem if self.count is None else _counted(instance.problem, self.count)
-        scaled = replace(problem, loss=lambda model, batch: scale * problem.loss(model, batch))
-        outcome = runner.run(replace(instance, problem=scaled))
+        if self.count is not None:
+            instance = recounted(instance, self.count)
+        outcome = runner.run(scaled(instance, scale))
         return None if outcome is None or outcome.raised is not None else outcome
 
     def observed_weights(
@@ -183,16 +182,3 @@ def held_by(plan: Plan, items: Vector) -> list[int]:
     """Return the micro-batches of which some item has a weight other than 0."""
     held: list[int] = np.flatnonzero(np.logical_or.reduceat(items != 0, list(plan.starts))).tolist()
     return held
-
-
-def _counted(probe: Problem, count: Count) -> Problem:
-    """Return the probe with a mean that divides by another count; the mean over a count of 0 is 0."""
-
-    def count_batch(batch: Batch) -> torch.Tensor:
-        return torch.tensor(count(batch["x"].reshape(-1).tolist()), dtype=torch.float64)
-
-    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        total, divisor = model(batch).sum(), count_batch(batch)
-        return total / divisor if divisor else 0 * total
-
-    return replace(probe, loss=loss, count=count_batch)

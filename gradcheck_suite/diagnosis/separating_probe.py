@@ -11,6 +11,7 @@ from itertools import cycle, islice
 
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe
 from gradcheck_suite.diagnosis.weights import Weights
+from gradcheck_suite.generation.rank_plans import over_ranks
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.schema.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS
 from gradcheck_suite.schema.plan import Plan
@@ -33,6 +34,7 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     shapes = UNEQUAL if not equal else EQUAL if EQUAL_BATCHES not in assumes else ((2,),) * len(lengths)
     sizes = [n for shape, length in zip(shapes, lengths, strict=False) for n in islice(cycle(shape), length)]
     plan = Plan(tuple(sizes), k, 1 if ONE_EPOCH in assumes else max(2, probe.plan.epochs))
+    plan = over_ranks(plan, probe.plan.world_size, assumes)
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
     empty = {i for window in plan.windows for i in plan.items(window[1])} if 0 in probe.counts else set()

@@ -63,7 +63,7 @@ class MicroBatchSampler(BatchSampler):
 
     def __init__(self, items: Items, micro_batches: Iterable[range]) -> None:
         self.micro_batches = [list(indices) for indices in micro_batches]
-        super().__init__(SequentialSampler(items), max(map(len, self.micro_batches)), drop_last=False)
+        super().__init__(SequentialSampler(items), max(map(len, self.micro_batches), default=1), drop_last=False)
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.micro_batches)

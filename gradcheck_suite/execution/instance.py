@@ -5,6 +5,7 @@ An instance of a generated problem and one of a user's problem have the same int
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,23 +37,25 @@ class Instance:
         data: one epoch's items, in the case's dtype and on its device.
         arrays: a generated problem's items in float64 as numpy arrays, already rounded to the case's dtype; None for a
             user's problem.
+        scale: factor that the loss of `problem` has over the case's own.
+        item_counts: what each item counts, (total items,), where `problem` counts otherwise than the case's own does
+            and ranks run it; None for the case's own counts.
+        users_problem: the user's problem as it was given, or None for a generated one.
     """
 
     case: Case
     problem: Problem
     data: Batch
     arrays: Arrays | None
+    scale: float = 1.0
+    item_counts: tuple[float, ...] | None = None
+    users_problem: Problem | None = None
 
     @property
     def accumulable_spec(self) -> ProblemSpec | None:
         """The generated problem, where its objective is a sum over items by construction and JAX has its gradient."""
         spec = self.case.spec
         return spec if spec is not None and is_accumulable(spec) else None
-
-    @property
-    def users_problem(self) -> Problem | None:
-        """The user's problem, or None for a generated one."""
-        return None if self.case.spec else self.problem
 
     @property
     def device(self) -> torch.device:
@@ -107,14 +110,14 @@ class Instance:
         batch = self.problem.batch(items, self.case.seed)
         return map_leaves(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype), batch)
 
-    def loader(self) -> DataLoader[Any]:
-        """Return a loader whose passes yield the plan's micro-batches in order."""
+    def loader(self, rank: int = 0) -> DataLoader[Any]:
+        """Return a loader whose passes yield the plan's micro-batches of a rank in order."""
         plan = self.case.plan
-        return loader_over(self.data, [plan.items(j) for j in range(len(plan.micro_batches))])
+        return loader_over(self.data, [plan.items(j) for j in plan.of_rank(rank)])
 
-    def run(self) -> TrainingRun:
-        """Return the argument of a loop."""
-        model, loader = self.model(), self.loader()
+    def run(self, rank: int = 0) -> TrainingRun:
+        """Return the argument of a loop, as one rank gets it."""
+        model, loader = self.model(), self.loader(rank)
         loss = AutocastRecorder(self.problem.loss, self.device)
         pairs = Pairs(loss)
         return TrainingRun(
@@ -130,7 +133,47 @@ class Instance:
             reduction=self.problem.reduction,
             device=self.device,
             dtype=self.dtype,
+            rank=rank,
+            world_size=self.case.plan.world_size,
         )
+
+
+def scaled(instance: Instance, factor: float) -> Instance:
+    """Return an instance whose loss is so many times as large."""
+    problem = instance.problem
+    larger = replace(problem, loss=lambda model, batch: factor * problem.loss(model, batch))
+    return replace(instance, problem=larger, scale=instance.scale * factor)
+
+
+def recounted(instance: Instance, count: Callable[[list[int]], float]) -> Instance:
+    """Return a weight probe with a mean that divides by another count; the mean over a count of 0 is 0.
+
+    Args:
+        instance: a weight probe.
+        count: what the mean over some items, given by their indices, divides by.
+    """
+    plan = instance.case.plan
+
+    def count_batch(batch: Batch) -> torch.Tensor:
+        return torch.tensor(count(batch["x"].reshape(-1).tolist()), dtype=torch.float64)
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        total, divisor = model(batch).sum(), count_batch(batch)
+        return total / divisor if divisor else 0 * total
+
+    return replace(
+        instance,
+        problem=replace(instance.problem, loss=loss, count=count_batch),
+        item_counts=tuple(count([i]) for i in range(plan.total_items)) if plan.ranks else None,
+    )
+
+
+def as_changed(instance: Instance, scale: float, item_counts: Sequence[float] | None) -> Instance:
+    """Return an instance with the changes that another process has made to its own."""
+    if item_counts is not None:
+        counts = item_counts
+        instance = recounted(instance, lambda indices: float(sum(counts[i] for i in indices)))
+    return instance if scale == 1.0 else scaled(instance, scale)
 
 
 def instance_of(case: Case, problem: Problem | None) -> Instance:
@@ -185,4 +228,4 @@ def user_instance(case: Case, problem: Problem) -> Instance:
                 f"got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item count asked for, "
                 "and pad items of different lengths to one tensor"
             )
-    return Instance(case=case, problem=problem, data=data, arrays=None)
+    return Instance(case=case, problem=problem, data=data, arrays=None, users_problem=problem)

@@ -21,9 +21,14 @@ def quiet_loops(quiet: bool) -> Iterator[None]:
         _QUIET.reset(token)
 
 
+def is_quiet() -> bool:
+    """Return whether the output of loops is discarded."""
+    return _QUIET.get()
+
+
 def loop_output() -> AbstractContextManager[None]:
     """Return the context that a loop runs in: one that discards its output, or one that does nothing."""
-    return _discarded_output() if _QUIET.get() else nullcontext()
+    return _discarded_output() if is_quiet() else nullcontext()
 
 
 @contextmanager

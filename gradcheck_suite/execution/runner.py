@@ -41,6 +41,9 @@ class Outcome:
         compute: the autocast dtype of its losses, or None.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
         skipped: for each step that a `GradScaler` skipped, the number of steps before it.
+        deadlock: whether the loop was stopped because its ranks wait for each other.
+        mismatched: whether this rank was ended because other ranks were in another collective.
+        collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
     """
 
     observations: list[Observation]
@@ -55,15 +58,20 @@ class Outcome:
     compute: Compute = None
     refused: str | None = None
     skipped: tuple[int, ...] = ()
+    deadlock: bool = False
+    mismatched: bool = False
+    collectives: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
-def run_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT) -> Outcome:
+def run_loop(
+    loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, rank: int = 0
+) -> Outcome:
     """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome.
 
     Raises:
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
     """
-    run = instance.run()
+    run = instance.run(rank)
     observer = Observer(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()

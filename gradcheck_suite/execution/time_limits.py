@@ -23,7 +23,7 @@ PATIENCE = 10.0
 """Factor of the limit that a process gets at most while other processes keep the processor busy."""
 STARTUP_S = 300.0
 """Seconds in all that imports and compilation may take beside the limit."""
-_STARTING = (
+STARTING = (
     "<frozen importlib._bootstrap>",
     "/torch/_dynamo/convert_frame.py",
     "/torch/_inductor/compile_fx.py",
@@ -98,7 +98,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
             start = _Start()
             signal.setitimer(signal.ITIMER_REAL, seconds)
             return
-        if not limit.expired and (rest := _rest(seconds, start.passed, start.computed)):
+        if not limit.expired and (rest := rest_of_limit(seconds, start.passed, start.computed)):
             signal.setitimer(signal.ITIMER_REAL, rest)
             return
         # random pauses interrupt the block at every place, also outside of its exception handlers
@@ -115,7 +115,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         yield limit
 
 
-def _rest(limit: float, passed: float, computed: float) -> float:
+def rest_of_limit(limit: float, passed: float, computed: float) -> float:
     """Return how many seconds a block has left, or 0.
 
     Args:
@@ -160,7 +160,7 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
 def _is_starting(frame: FrameType | None, block: FrameType | None) -> bool:
     """Return whether the block is importing or compiling."""
     while frame is not None and frame is not block:
-        if frame.f_code.co_filename.endswith(_STARTING):
+        if frame.f_code.co_filename.endswith(STARTING):
             return True
         frame = frame.f_back
     return False

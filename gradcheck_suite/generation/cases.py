@@ -54,11 +54,13 @@ def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
 
 
 @cache
-def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool) -> st.SearchStrategy[Plan]:
+def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: int) -> st.SearchStrategy[Plan]:
     if not small:
-        return plans(assumes=assumes, maskable=maskable)
-    few = plans(max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=assumes, maskable=maskable)
-    return few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES)
+        return plans(assumes=assumes, maskable=maskable, ranks=ranks)
+    few = plans(
+        max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=assumes, maskable=maskable, ranks=ranks
+    )
+    return few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES * plan.world_size)
 
 
 @cache
@@ -87,6 +89,7 @@ def _cases(
     plan: st.SearchStrategy[Plan] | None,
     assumes: str | tuple[str, ...],
     small: bool,
+    ranks: int,
     optimizer: st.SearchStrategy[str | None] | None,
     fixed: Mapping[str, Any],
 ) -> Case:
@@ -101,7 +104,7 @@ def _cases(
     drawn = problem if isinstance(problem, str) else draw(problem)
     if plan is None:
         maskable = not isinstance(drawn, str) and loss_definition(drawn.loss).maskable(drawn.loss.o)
-        plan = _plans(assumes, maskable, small)
+        plan = _plans(assumes, maskable, small, ranks)
     seed = draw(integers(0, MAX_SEED))
     case = Case(drawn, draw(plan), seed=seed, **fixed, groups=draw(sampled(GROUPS)))
     if optimizer is not None and case.plan.steps in MOVING_STEPS:
@@ -118,6 +121,7 @@ def cases(
     optimizer: str | st.SearchStrategy[str | None] | None = None,
     assumes: Iterable[str] = (),
     small: bool = False,
+    ranks: int = 1,
 ) -> st.SearchStrategy[Case]:
     """Return a strategy of cases.
 
@@ -129,14 +133,16 @@ def cases(
         optimizer: optimizer of every case; None for one whose step changes nothing. It may be a strategy of optimizers
             that take sparse gradients, such as `SOMETIMES_MOVING`.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
-        small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches.
+        small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches
+            in each rank.
+        ranks: largest number of ranks of the plans that are drawn.
 
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
     drawn, same = (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
     fixed = {"dtype": dtype, "device": device, "optimizer": same}
-    return _cases(problem, plan, hashable(assumes), small, drawn, fixed)
+    return _cases(problem, plan, hashable(assumes), small, ranks, drawn, fixed)
 
 
 def size_of(case: Case) -> tuple[int, ...]:

@@ -12,8 +12,10 @@ from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.contract import (
+    BUSY_RANKS,
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
+    EVEN_RANKS,
     ONE_EPOCH,
     PLAIN_COUNTS,
     WHOLE_WINDOWS,
@@ -61,6 +63,7 @@ class _Bounds:
     min_accumulation_steps: int
     max_accumulation_steps: int
     max_items: int
+    ranks: int
 
 
 @cache
@@ -71,10 +74,22 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
     low, high = bounds.min_accumulation_steps, bounds.max_accumulation_steps
     check_range(low, high, "accumulation_steps")
     check_range(1, bounds.max_items, "items")
+    check_range(1, bounds.ranks, "ranks")
     steps = sorted((*ACCUMULATION_STEPS, *{low, high}.difference(ACCUMULATION_STEPS)))
     return sampled(tuple(n for n in SIZES if n <= bounds.max_items)), sampled(
         tuple(k for k in steps if low <= k <= high)
     )
+
+
+def _shares(draw: st.DrawFn, windows: int, k: int, world: int, assumes: frozenset[str]) -> tuple[int, ...]:
+    """Return how many micro-batches each rank gets in an epoch of so many windows, the last one possibly short."""
+    if WHOLE_WINDOWS in assumes:
+        return (windows * k,) * world
+    if world == 1 or EVEN_RANKS in assumes:
+        return (windows * k - (0 if k == 1 else draw(integers(0, k - 1))),) * world
+    # a rank may run out of micro-batches before others do, but has at least one
+    most = k - 1 if BUSY_RANKS in assumes or windows == 1 else k
+    return tuple(windows * k - (draw(integers(0, most)) if most else 0) for _ in range(world))
 
 
 @st.composite
@@ -82,22 +97,24 @@ def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tupl
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
+    world = bounds.ranks if bounds.ranks <= 2 else draw(sampled(tuple(range(2, bounds.ranks + 1))))
     k = draw(steps)
-    most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // k))
-    windows = draw(counts(bounds.min_windows, most))
-    missing = 0 if k == 1 or WHOLE_WINDOWS in chosen else draw(integers(0, k - 1))
-    count = windows * k - missing
+    most = max(bounds.min_windows, min(bounds.max_windows, MAX_MICRO_BATCHES // (k * world)))
+    shares = _shares(draw, draw(counts(bounds.min_windows, most)), k, world, chosen)
+    count, ranks = sum(shares), shares if world > 1 else ()
     if EQUAL_BATCHES in chosen:
-        return Plan((draw(sizes),) * count, k, epochs)
+        return Plan((draw(sizes),) * count, k, epochs, ranks=ranks)
     if EQUAL_MICRO_BATCHES in chosen:
-        per_window = [draw(sizes) for _ in range(windows)]
-        return Plan(tuple(per_window[j // k] for j in range(count)), k, epochs)
+        windows = Plan((1,) * count, k, ranks=ranks).windows
+        per_window = [draw(sizes) for _ in windows]
+        equal = tuple(n for n, window in zip(per_window, windows, strict=True) for _ in window)
+        return Plan(equal, k, epochs, ranks=ranks)
     if not (maskable and PLAIN_COUNTS not in chosen and draw(sampled((False, True, True, True)))):
-        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs)
+        return Plan(tuple(draw(sizes) for _ in range(count)), k, epochs, ranks=ranks)
     # size and mask are adjacent draws, so that shrinking deletes a whole micro-batch
     drawn = [draw(_with_mask(sizes)) for _ in range(count)]
     masked = {j for j, (_, mask) in enumerate(drawn) if mask}
-    plan = Plan(tuple(n for n, _ in drawn), k, epochs)
+    plan = Plan(tuple(n for n, _ in drawn), k, epochs, ranks=ranks)
     # a window without valid targets is outside the contract
     masked -= {window[0] for window in plan.windows if masked.issuperset(window)}
     return plan.replace(masked=tuple(masked))
@@ -113,6 +130,7 @@ def plans(
     max_items: int = max(SIZES),
     maskable: bool = False,
     assumes: Iterable[str] = (),
+    ranks: int = 1,
 ) -> st.SearchStrategy[Plan]:
     """Return a strategy of plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, epochs.
 
@@ -126,9 +144,12 @@ def plans(
         max_items: largest number of items in a micro-batch.
         maskable: whether some micro-batches may have no valid targets, which only some losses support.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
+        ranks: largest number of ranks; if it is more than 1, every plan has two ranks or more.
 
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    bounds = _Bounds(max_epochs, min_windows, max_windows, min_accumulation_steps, max_accumulation_steps, max_items)
+    bounds = _Bounds(
+        max_epochs, min_windows, max_windows, min_accumulation_steps, max_accumulation_steps, max_items, ranks
+    )
     return _plans(bounds, maskable, hashable(assumes))

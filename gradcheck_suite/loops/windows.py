@@ -1,4 +1,8 @@
-"""The windows of an epoch and the backward of one window, shared by the correct loops."""
+"""The windows of an epoch and the backward of one window, shared by the correct loops.
+
+With several ranks a window is what all of them contribute to one step. They agree on the number of windows and on the
+count of each; who adds up their gradients is for the loop to say (`loops.ranks`).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,37 @@ from gradcheck_suite.schema.contract import Batch, TrainingRun
 
 
 def windows(run: TrainingRun) -> Iterator[list[Batch]]:
-    """Yield each epoch's micro-batches in windows of `accumulation_steps`, the last one possibly shorter."""
+    """Yield each epoch's micro-batches in windows of `accumulation_steps`, the last one possibly shorter.
+
+    A rank that has no micro-batch left yields empty windows until all ranks are at the end.
+    """
     for _ in range(run.epochs):
         micro_batches = iter(run.loader)
-        while window := list(islice(micro_batches, run.accumulation_steps)):
+        while (window := list(islice(micro_batches, run.accumulation_steps))) or run.world_size > 1:
+            if not over_ranks(run, torch.tensor(len(window))):
+                break
             yield window
 
 
+def over_ranks(run: TrainingRun, value: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a value over all ranks."""
+    if run.world_size > 1:
+        value = value.to(run.device)
+        torch.distributed.all_reduce(value)
+    return value
+
+
+def _nothing(run: TrainingRun) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.promote_types(run.dtype, torch.float32), device=run.device)
+
+
 def window_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
-    """Return the denominator of the window's mean: the sum of its micro-batches' counts."""
-    total: torch.Tensor = sum((run.count(batch) for batch in window[1:]), start=run.count(window[0]))
-    return total
+    """Return the denominator of the window's mean: the sum of its micro-batches' counts, over all ranks."""
+    counts = [run.count(batch) for batch in window] or [
+        torch.zeros((), dtype=torch.promote_types(torch.float32, run.dtype))
+    ]
+    total: torch.Tensor = sum(counts[1:], start=counts[0])
+    return over_ranks(run, total)
 
 
 def part_of_window(run: TrainingRun, batch: Batch, total: Any) -> torch.Tensor:

@@ -14,6 +14,8 @@ from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
 from gradcheck_suite.schema.results import Violation
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
+SPLIT = (*ALWAYS_WRITTEN, "ranks")
+"""The fields of a plan that its split shows."""
 MOST_SHOWN = 24
 """Micro-batches of an epoch that are shown one by one."""
 SURE_VIOLATION = 100
@@ -37,10 +39,17 @@ def error_text(error: float, allowed: float) -> str:
 def split_text(plan: Plan) -> str:
     """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
 
-    In a plan of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
+    `[1 3 / 2 | 1 / -]` is that of two ranks, of which the second has fewer micro-batches and at last none. In a plan
+    of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
     """
     shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
     windows = [[shown[j] for j in window] for window in plan.windows]
+    if plan.ranks:
+        members = [plan.of_rank(rank) for rank in range(plan.world_size)]
+        windows = [
+            " / ".join(" ".join(shown[j] for j in window if j in own) or "-" for own in members).split(" ")
+            for window in plan.windows
+        ]
     if len(shown) <= MOST_SHOWN:
         return f"[{' | '.join(map(' '.join, windows))}]"
     texts = [" ".join(_runs(window, 6)) for window in windows]
@@ -69,7 +78,8 @@ def describe_plan(plan: Plan) -> list[str]:
     lines = [
         f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
         f"{counted(plan.epochs, 'epoch')}"
-        + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in ALWAYS_WRITTEN)
+        + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in SPLIT)
+        + (f"; {plan.world_size} ranks, between which / stands" if plan.ranks else "")
     ]
     if plan.masked:
         lines.append("* a micro-batch without valid targets: all of them are ignored")

@@ -30,6 +30,8 @@ SUM_REDUCTION = "sum-reduction"
 MEAN_REDUCTION = "mean-reduction"
 DENSE_GRADIENTS = "dense-gradients"
 FINITE_GRADIENTS = "finite-gradients"
+BUSY_RANKS = "busy-ranks"
+EVEN_RANKS = "even-ranks"
 NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
     EQUAL_MICRO_BATCHES: "every micro-batch of a window has the same count",
@@ -41,6 +43,8 @@ ASSUMPTIONS = {
     MEAN_REDUCTION: "the loss is a mean over items",
     DENSE_GRADIENTS: "no sparse gradients",
     FINITE_GRADIENTS: "no gradient of a window is infinite or NaN",
+    BUSY_RANKS: "every rank has a micro-batch in every window",
+    EVEN_RANKS: "every rank has the same number of micro-batches",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
 """Every assumption and its meaning; KIND stands for the name of a layer kind."""
@@ -66,8 +70,9 @@ class TrainingRun:
         reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's items in one batch.
         device: device of the model and the batches.
         dtype: dtype of the parameters.
-        rank: index of this process among those that train together.
-        world_size: number of processes that train together.
+        rank: index of this process among those that train together. `loader` yields this rank's micro-batches, and
+            `count` is of one of them; the window is what all ranks together contribute to one step.
+        world_size: number of processes that train together, in the default group of `torch.distributed`.
     """
 
     model: torch.nn.Module
@@ -151,7 +156,9 @@ def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
     if chosen >= {SUM_REDUCTION, MEAN_REDUCTION}:
         raise UsageError(f"{MEAN_REDUCTION} and {SUM_REDUCTION} exclude each other: assume one of them")
     if EQUAL_BATCHES in chosen:
-        return chosen | {EQUAL_MICRO_BATCHES}
+        chosen |= {EQUAL_MICRO_BATCHES}
+    if EVEN_RANKS in chosen:
+        chosen |= {BUSY_RANKS}
     return chosen
 
 

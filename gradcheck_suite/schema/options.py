@@ -11,6 +11,8 @@ from gradcheck_suite.schema.contract import checked_assumptions, checked_autocas
 
 OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "normalized")
 """The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
+MAX_RANKS = 4
+"""Ranks that a verification may start on one machine."""
 DEFAULT_TIME_LIMIT = 30.0
 """Seconds that the loop may take on one case; a generated case takes milliseconds."""
 SECOND_OPINION_S = 60.0
@@ -26,6 +28,7 @@ class VerifyOptions:
         seed: seed of the drawn cases; the same seed and versions draw the same cases.
         dtype: dtype of parameters and data, one of `DTYPES`.
         device: `"cpu"` or `"cuda"`.
+        ranks: number of processes of `torch.distributed` that train together, 1 to `MAX_RANKS`.
         optimizer: one of `OPTIMIZER_NAMES`, or None for one whose step changes nothing, in some cases `normalized`.
         assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
         autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
@@ -49,6 +52,7 @@ class VerifyOptions:
     time_limit_s: float | None = DEFAULT_TIME_LIMIT
     second_opinion_s: float = SECOND_OPINION_S
     quiet_loop: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
@@ -57,6 +61,8 @@ class VerifyOptions:
             raise UsageError(f"quiet_loop must be True or False, got {self.quiet_loop!r}")
         if not isinstance(self.examples, int) or self.examples < 1:
             raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
+        if not isinstance(self.ranks, int) or not 1 <= self.ranks <= MAX_RANKS:
+            raise UsageError(f"ranks must be a number from 1 to {MAX_RANKS}, got {self.ranks!r}")
         if not isinstance(self.seed, int):
             raise UsageError(f"seed must be an integer, got {self.seed!r}")
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("optimizer", (None, *OPTIMIZER_NAMES))):

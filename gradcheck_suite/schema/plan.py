@@ -28,6 +28,9 @@ class Plan:
             if K does not divide the number of micro-batches.
         epochs: number of passes over the items, at least 1.
         masked: indices of the micro-batches without valid targets: all their targets are ignored.
+        ranks: number of micro-batches that each rank gets in an epoch, each at least 1; empty for one rank. A rank's
+            window has `accumulation_steps` micro-batches or what is left, possibly none. `micro_batches` lists the
+            first window's micro-batches of rank 0, then those of rank 1 and so on, then the second window's.
 
     Raises:
         UsageError: a value is out of range, or a window has no valid targets.
@@ -37,9 +40,11 @@ class Plan:
     accumulation_steps: int
     epochs: int = 1
     masked: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
+        object.__setattr__(self, "ranks", () if len(self.ranks) == 1 else tuple(self.ranks))
         object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
         if not self.micro_batches or not all(_is_int(n) and n >= 1 for n in self.micro_batches):
             raise UsageError(f"Plan: micro_batches must be positive integers, at least one, got {self.micro_batches}")
@@ -47,6 +52,13 @@ class Plan:
             value = getattr(self, name)
             if not _is_int(value) or value < 1:
                 raise UsageError(f"Plan: {name} must be a positive integer, got {value!r}")
+        if not all(_is_int(n) and n >= 1 for n in self.ranks) or (
+            self.ranks and sum(self.ranks) != len(self.micro_batches)
+        ):
+            raise UsageError(
+                f"Plan: ranks must be positive integers that add up to the {len(self.micro_batches)} micro-batches, "
+                f"got {self.ranks}"
+            )
         if not all(_is_int(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
             raise UsageError(
                 f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)}, got {self.masked}"
@@ -55,11 +67,35 @@ class Plan:
             if set(window) <= set(self.masked):
                 raise UsageError(f"Plan: window {w} has no valid targets: all its micro-batches {window} are masked")
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that train together."""
+        return len(self.ranks) or 1
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[range, ...], ...]:
+        """For each window the indices of each rank's micro-batches in it."""
+        k, left, start = self.accumulation_steps, self.ranks or (len(self.micro_batches),), 0
+        parts: list[tuple[range, ...]] = []
+        while any(left):
+            ends = tuple(accumulate((min(n, k) for n in left), initial=start))
+            parts.append(tuple(map(range, ends, ends[1:])))
+            left, start = tuple(n - min(n, k) for n in left), ends[-1]
+        return tuple(parts)
+
     @cached_property
     def windows(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the micro-batches of each window of one epoch."""
-        count, k = len(self.micro_batches), self.accumulation_steps
-        return tuple(tuple(range(i, min(i + k, count))) for i in range(0, count, k))
+        """The indices of the micro-batches of each window of one epoch, over all ranks."""
+        return tuple(tuple(range(parts[0].start, parts[-1].stop)) for parts in self._parts)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The rank that gets each micro-batch."""
+        return tuple(rank for parts in self._parts for rank, part in enumerate(parts) for _ in part)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of the micro-batches that a rank gets in an epoch, in order."""
+        return tuple(j for parts in self._parts for j in parts[rank])
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -93,18 +129,35 @@ class Plan:
     @property
     def has_short_window(self) -> bool:
         """Whether the last window of an epoch has fewer than `accumulation_steps` micro-batches."""
-        return len(self.windows[-1]) < self.accumulation_steps
+        return len(self.windows[-1]) < self.accumulation_steps * self.world_size
+
+    @property
+    def has_idle_rank(self) -> bool:
+        """Whether some rank has no micro-batch in the last window of an epoch, while others have some."""
+        return not all(self._parts[-1])
 
     def replace(self, **changes: Any) -> Plan:
         """Return the plan with some fields changed."""
         return replace(self, **changes)
 
     def select(self, kept: Iterable[int]) -> Plan:
-        """Return the plan of some of its micro-batches, given by their indices in the order wanted."""
+        """Return the plan of some of its micro-batches, given by their indices in the order wanted.
+
+        Each goes to the rank that it had. A rank that keeps none is left out.
+        """
         kept = tuple(kept)
+        if self.ranks:
+            counts = [sum(self.owners[j] == rank for j in kept) for rank in range(self.world_size)]
+            given = [iter([j for j in kept if self.owners[j] == rank]) for rank, n in enumerate(counts) if n]
+            ranks = tuple(n for n in counts if n)
+            owners = Plan((1,) * len(kept), self.accumulation_steps, ranks=ranks).owners
+            kept = tuple(next(given[owner]) for owner in owners)
+        else:
+            ranks = ()
         return self.replace(
             micro_batches=tuple(self.micro_batches[j] for j in kept),
             masked=tuple(i for i, j in enumerate(kept) if j in self.masked),
+            ranks=ranks,
         )
 
     def to_json(self) -> dict[str, Any]:

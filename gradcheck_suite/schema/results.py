@@ -31,6 +31,7 @@ class Violation:
         parameter: name of the parameter with the largest error, or None.
         epoch: index of the epoch of the step, from 0, or None.
         window: index of the window in its epoch, from 0, or None.
+        rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
         error: largest `|observed - expected|` of an element, in the units of the gradient, or None.
         allowed: largest error of that element that rounding explains, or None.
         details: further lines for a reader: expected and observed values, a traceback.
@@ -47,14 +48,14 @@ class Violation:
     window: int | None = None
     error: float | None = None
     allowed: float | None = None
+    rank: int | None = None
     details: tuple[str, ...] = ()
     evidence: Comparison | None = field(default=None, repr=False, compare=False)
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
-        return violation_to_json(
-            self, epoch=self.epoch, window=self.window, found_after=found_after, case=self.case.to_json()
-        )
+        place = {"epoch": self.epoch, "window": self.window, "rank": self.rank}
+        return violation_to_json(self, **place, found_after=found_after, case=self.case.to_json())
 
 
 @dataclass(frozen=True)

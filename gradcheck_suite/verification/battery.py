@@ -45,6 +45,7 @@ def run_battery(
     dtype: str,
     device: str,
     time_limit_s: float | None,
+    ranks: int = 1,
 ) -> Battery:
     """Check a loop on the battery, within its assumptions.
 
@@ -55,16 +56,17 @@ def run_battery(
         dtype: of the probe's parameter.
         device: of the runs.
         time_limit_s: seconds after which the loop is stopped on one probe.
+        ranks: number of ranks of the probes.
     """
     pace = _Pace(time_limit_s)
-    for case in first_cases(assumes, dtype, device):
+    for case in first_cases(assumes, dtype, device, ranks):
         verdict = pace.timed(checked, case)
         if verdict.skipped:
             return Battery(skipped=(f"the weight probes: {verdict.skipped}",))
         if verdict.violation is not None:
-            return Battery(_with_size_fault(verdict.violation, slopes_case(assumes, dtype, device), runner))
+            return Battery(_with_size_fault(verdict.violation, slopes_case(assumes, dtype, device, ranks), runner))
     skipped: list[str] = []
-    for case in (slopes_case(assumes, dtype, device), *long_cases(assumes, dtype, device)):
+    for case in (slopes_case(assumes, dtype, device, ranks), *long_cases(assumes, dtype, device, ranks)):
         if reason := pace.too_slow(case):
             skipped.append(reason)
             continue

@@ -13,7 +13,8 @@ from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
-from gradcheck_suite.execution.runner import Outcome, run_loop
+from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import Reference
@@ -28,6 +29,7 @@ from gradcheck_suite.verification.divergence import DIVERGED, ended_in_divergenc
 from gradcheck_suite.verification.gradient_violation import gradient_violation
 from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
+from gradcheck_suite.verification.ranks import judge_ranks
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
@@ -78,16 +80,20 @@ def check(
         asked = not shrinking and not is_probe(case)
         if asked:
             reference.start()
-        outcome = run_loop(loop, reference.instance, time_limit_s=time_limit_s)
+        outcomes = run_ranks(loop, reference.instance, time_limit_s=time_limit_s)
         if asked and reference.finding:
             return Verdict(case, finding=reference.finding)
-        if outcome.refused and problem is not None:
-            # the user's problem is the same in every case
-            raise CannotRunHere(outcome.refused)
-        if outcome.refused:
-            return Verdict(case, skipped=outcome.refused)
-        runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes)
-        verdict = _judge(reference, outcome, runner, autocast or autocast_of(loop))
+        if refused := next((outcome.refused for outcome in outcomes if outcome.refused), None):
+            if problem is not None:
+                # the user's problem is the same in every case
+                raise CannotRunHere(refused)
+            return Verdict(case, skipped=refused)
+
+        def judged(rank: int) -> Verdict:
+            runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank)
+            return _judge(reference, outcomes[rank], runner, autocast or autocast_of(loop))
+
+        verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:
             return Verdict(case, finding=reference.finding)
         return verdict
@@ -107,7 +113,9 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
             reference.window(0, compute=autocast).bound.expect_computable()
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
-        diagnosis = "timed-out" if outcome.timed_out else "raised"
+        diagnosis = "mismatched-collectives" if outcome.mismatched else "raised"
+        if outcome.timed_out:
+            diagnosis = "deadlock" if outcome.deadlock else "timed-out"
         return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
     if outcome.structure:
         explanation = f"the loop changed the model's parameters: {outcome.structure}"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from gradcheck_suite.generation.problems import reductions_within
+from gradcheck_suite.generation.rank_plans import over_ranks
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_BATCHES,
@@ -68,20 +69,22 @@ def within(plan: Plan, assumes: frozenset[str]) -> Plan:
     return plan
 
 
-def first_cases(assumes: frozenset[str], dtype: str, device: str) -> Iterator[Case]:
+def first_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
     """Yield the probes that show most faults, within a loop's assumptions."""
-    for plan in FIRST:
+    for number, plan in enumerate(FIRST):
+        dealt = over_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
         for reduction in reductions_within(assumes):
-            yield probe_case(within(plan, assumes), reduction, dtype=dtype, device=device)
+            yield probe_case(dealt, reduction, dtype=dtype, device=device)
 
 
-def long_cases(assumes: frozenset[str], dtype: str, device: str) -> Iterator[Case]:
+def long_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
     """Yield the probes with plans that no strategy draws, within a loop's assumptions."""
     for plan in LONG:
-        yield probe_case(within(plan, assumes), reductions_within(assumes)[0], dtype=dtype, device=device)
+        dealt = over_ranks(within(plan, assumes), ranks, assumes)
+        yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
 
-def slopes_case(assumes: frozenset[str], dtype: str, device: str) -> Case:
+def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Case:
     """Return the probe whose windows have gradients of many sizes, and an infinity and a NaN in two of them.
 
     Between them are windows of ordinary gradients, which show what a window leaves behind. Its plan is within every
@@ -93,7 +96,11 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str) -> Case:
         windows += [WITH_INFINITY, ORDINARY, WITH_NAN, ORDINARY]
     slopes = slopes_text(slope for window in windows for slope in window)
     reduction: Reduction = reductions_within(assumes)[0]
-    return probe_case(Plan((2, 2) * len(windows), 2), reduction, dtype=dtype, device=device, slopes=slopes)
+    plan = Plan((2, 2) * len(windows), 2)
+    if ranks > 1:
+        # the same items in each window, dealt to two ranks
+        plan = Plan((1, 1, 1, 1) * len(windows), 2, ranks=(2 * len(windows),) * 2)
+    return probe_case(plan, reduction, dtype=dtype, device=device, slopes=slopes)
 
 
 def _of_size(exponent: int) -> tuple[float, ...]:

@@ -66,7 +66,9 @@ class Search:
         assumes: frozenset[str] = frozenset(),
         *,
         moves_by_chance: bool = False,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._moves_by_chance = moves_by_chance
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
         self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
@@ -141,6 +143,7 @@ class Search:
             dtype=dtype,
             device=device,
             time_limit_s=self._time_limit_s,
+            ranks=self._ranks,
         )
 
     def probe(self, cases: Iterable[Case]) -> None:
@@ -159,7 +162,8 @@ class Search:
             return False
         self._found_at = Moment()
         layers, micro_batches, *_ = size_of(self._settled.case)
-        return self._wandered or layers > 2 or micro_batches > SMALL_MICRO_BATCHES
+        most = SMALL_MICRO_BATCHES * self._settled.case.plan.world_size
+        return self._wandered or layers > 2 or micro_batches > most
 
     def turn_to_other_fault(self) -> bool:
         """Search for the fault of drawn cases where they show another than the probes; return whether they do."""

@@ -80,7 +80,7 @@ NUMBERS = (
     _Number(
         "micro-batches in an epoch = {}",
         lambda plan: len(plan.micro_batches),
-        lambda plan, n: replace(plan, micro_batches=plan.micro_batches[:n]),
+        lambda plan, n: plan.select(range(n)),
     ),
     _Number("accumulation_steps = {}", lambda plan: plan.accumulation_steps, _with_steps),
 )

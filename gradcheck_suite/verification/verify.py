@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
 from gradcheck_suite.execution.quiet import quiet_loops
+from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.generation.problems import expect_layers_left
+from gradcheck_suite.generation.rank_plans import over_ranks
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_BATCHES,
@@ -49,7 +51,8 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Veri
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
     if EQUAL_BATCHES in assumes:
         micro_batches = (2, 2, 2, 2)
-    return Case(problem_name, Plan(micro_batches, 2), dtype=options.dtype, device=options.device)
+    plan = over_ranks(Plan(micro_batches, 2), options.ranks, assumes)
+    return Case(problem_name, plan, dtype=options.dtype, device=options.device)
 
 
 def verify(
@@ -90,11 +93,13 @@ def verify(
         expect_within(problem, chosen, name=problem_name)
     expect_layers_left(chosen)
     by_chance = options.optimizer is None
-    search = Search(loop, problem, options.time_limit_s, progress, autocast, chosen, moves_by_chance=by_chance)
+    search = Search(
+        loop, problem, options.time_limit_s, progress, autocast, chosen, moves_by_chance=by_chance, ranks=options.ranks
+    )
     started = time.perf_counter()
     opinion, interrupted = None, False
     try:
-        with _threads(problem), _frozen_heap(), _settled(search), quiet_loops(options.quiet_loop):
+        with _threads(problem), _frozen_heap(), kept_ranks(), _settled(search), quiet_loops(options.quiet_loop):
             _search(search, options, chosen, None if problem is None else problem_name, plan)
         opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
@@ -149,6 +154,7 @@ def _search(
             optimizer=options.optimizer or SOMETIMES_MOVING,
             assumes=tuple(sorted(assumes)),
             small=few,
+            ranks=options.ranks,
         )
         for few in (False, True)
     )

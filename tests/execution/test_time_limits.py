@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gradcheck_suite.execution.time_limits import TimedOut, _rest, time_limit
+from gradcheck_suite.execution.time_limits import TimedOut, rest_of_limit, time_limit
 
 SHORT = 0.05
 FOREVER = 20.0
@@ -47,7 +47,7 @@ def test_a_sleep_is_stopped():
     ],
 )
 def test_a_busy_machine_gives_more_time(passed, computed, rest):
-    assert _rest(30.0, passed, computed) == pytest.approx(rest)
+    assert rest_of_limit(30.0, passed, computed) == pytest.approx(rest)
 
 
 def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):

@@ -1,0 +1,53 @@
+"""A loop run on all ranks of a case."""
+
+from __future__ import annotations
+
+import sys
+
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.quiet import is_quiet
+from gradcheck_suite.execution.ranks.messages import Request
+from gradcheck_suite.execution.ranks.pool import kept_ranks, pool_of
+from gradcheck_suite.execution.ranks.sources import source_of
+from gradcheck_suite.execution.runner import Outcome, run_loop
+from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
+
+
+def run_ranks(
+    loop: Loop,
+    instance: Instance,
+    *,
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    count_traffic: bool = False,
+) -> list[Outcome]:
+    """Run a loop on an instance, on each rank of its plan, and return what each did.
+
+    One rank is this process. Several are processes of their own, which import the loop.
+
+    Args:
+        loop: the subject.
+        instance: what it trains.
+        time_limit_s: seconds after which it is stopped.
+        count_traffic: whether to count the collectives, which takes longer; one rank has none.
+
+    Raises:
+        UsageError: the ranks cannot import the loop.
+        CannotRunHere: the ranks cannot start, or the loop cannot import what it needs.
+    """
+    case = instance.case
+    if case.plan.world_size == 1:
+        return [run_loop(loop, instance, time_limit_s=time_limit_s)]
+    problem = instance.users_problem
+    request = Request(
+        loop=source_of(loop, "the loop"),
+        case=case,
+        problem=None if problem is None else source_of(problem, "the problem of"),
+        scale=instance.scale,
+        item_counts=instance.item_counts,
+        quiet=is_quiet(),
+        count_traffic=count_traffic,
+        path=tuple(sys.path),
+    )
+    with kept_ranks():
+        return pool_of(case.plan.world_size, case.device).run(request, time_limit_s)

@@ -1,0 +1,73 @@
+"""Judging a loop that ran on several ranks: what one rank did wrong is the loop's violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gradcheck_suite.execution.observer import same_tree
+from gradcheck_suite.execution.ranks.pool import ENDED
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.records.description import counted
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.results import Verdict, Violation
+
+UNEVEN = (
+    "; in this case a rank has no micro-batch in the last window: if yours never has that, as DistributedSampler sees "
+    "to, state the assumption busy-ranks"
+)
+
+
+def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int], Verdict]) -> Verdict:
+    """Return the verdict on a case: the first rank's violation, or that all hold.
+
+    Args:
+        case: the case.
+        outcomes: what the loop did, for each rank.
+        judged: returns the verdict on one rank by itself.
+    """
+    if len(outcomes) == 1:
+        return judged(0)
+    # a rank that ended is why others lost their connection to it, and one that raised is why others wait
+    order = sorted(range(len(outcomes)), key=lambda rank: _weight(outcomes[rank]))
+    verdicts: dict[int, Verdict] = {}
+    for rank in order:
+        twin = next((r for r in verdicts if _same(outcomes[rank], outcomes[r])), None)
+        verdicts[rank] = verdict = judged(rank) if twin is None else verdicts[twin]
+        if verdict.violation is not None:
+            return replace(verdict, violation=_of_rank(case, verdict.violation, rank, outcomes))
+        if verdict.finding or verdict.skipped:
+            return verdict
+    return replace(verdicts[0], ratio=max(verdict.ratio for verdict in verdicts.values()))
+
+
+def _weight(outcome: Outcome) -> tuple[bool, bool, bool]:
+    """Return what sorts the outcomes of ranks: causes before what follows from them."""
+    raised = outcome.raised or ""
+    return not raised, outcome.timed_out, not raised.startswith(ENDED)
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    """Return whether two ranks did the same to the bit, so that one of them need not be judged."""
+    return (one.raised, one.endless, one.structure, one.skipped, len(one.observations)) == (
+        other.raised,
+        other.endless,
+        other.structure,
+        other.skipped,
+        len(other.observations),
+    ) and all(
+        same_tree(a.parameters, b.parameters) and same_tree(a.after, b.after) and same_tree(a.gradients, b.gradients)
+        for a, b in zip(one.observations, other.observations, strict=True)
+    )
+
+
+def _of_rank(case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome]) -> Violation:
+    """Return a violation with the rank that shows it, in words too."""
+    said = violation.explanation
+    if outcomes[rank].timed_out:
+        said += UNEVEN if case.plan.has_idle_rank else ""
+    elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
+        said = f"on all {counted(len(outcomes), 'rank')} alike: {said}"
+    else:
+        said = f"on rank {rank} of {len(outcomes)}: {said}"
+    return replace(violation, explanation=said, rank=rank)

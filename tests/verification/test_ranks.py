@@ -1,0 +1,143 @@
+"""A loop on two ranks: what each rank hands its step, and how ranks that fail or hang are reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradcheck_suite import Plan, UsageError
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.ranks.pool import kept_ranks
+from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.loops.ranks import RANK_LOOPS
+from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
+from gradcheck_suite.verification.check import check
+from tests.verification import rank_loops
+
+EVEN = Plan((1, 3, 3, 9), 2, 2, ranks=(2, 2))
+UNEVEN = Plan((1, 3, 2, 2, 4), 2, 2, ranks=(3, 2))
+"""In the second window rank 1 has no micro-batch."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks():
+    with kept_ranks():
+        yield
+
+
+def violation(loop, plan=EVEN, **options):
+    return check(loop, probe_case(plan), **options).violation
+
+
+def test_every_rank_of_a_right_loop_has_the_gradient_of_all_ranks_items():
+    for name in ("all_reduce/zero_", "all_reduce/flat_buffer", "ddp/set_to_none", "ddp_bucket_view/zero_grad"):
+        for plan in (EVEN, UNEVEN) if name.startswith("all_reduce") else (EVEN,):
+            verdict = check(RANK_LOOPS[name], probe_case(plan))
+            assert verdict.holds, (name, plan, verdict.violation)
+            assert not verdict.skipped
+    outcomes = run_ranks(rank_loops.right, generated_instance(probe_case(UNEVEN)))
+    gradients = [[o.gradients[PARAMETER].tolist() for o in outcome.observations] for outcome in outcomes]
+    assert gradients[0] == gradients[1] == [[1 / 8] * 8 + [0] * 4, [0] * 8 + [1 / 4] * 4] * 2
+
+
+def test_a_rank_sees_its_own_micro_batches_and_counts():
+    found = violation(rank_loops.not_reduced)
+    assert (found.kind, found.rank) == ("gradient", 0)
+    assert found.explanation.startswith("on rank 0 of 2: ")
+
+
+def test_the_rank_whose_gradient_is_wrong_is_named():
+    found = violation(rank_loops.wrong_on_rank_1)
+    assert (found.kind, found.diagnosis, found.rank) == ("gradient", "wrong-scale", 1)
+    assert found.to_json()["rank"] == 1
+
+
+def test_a_rank_that_exits_is_named_with_its_status_and_the_next_case_runs():
+    found = violation(rank_loops.exits)
+    assert (found.kind, found.diagnosis, found.rank) == ("raised", "raised", 1)
+    assert found.explanation == "on rank 1 of 2: the loop failed: its process ended with status 7"
+    assert check(rank_loops.right, probe_case(EVEN)).holds
+
+
+def test_a_rank_that_raises_is_named_and_not_the_one_that_waits_for_it():
+    found = violation(rank_loops.raises)
+    assert (found.kind, found.diagnosis, found.rank) == ("raised", "raised", 1)
+    assert "ValueError: no data (rank_loops.py, line " in found.explanation
+
+
+def test_ranks_that_wait_for_each_other_are_a_deadlock_with_the_stack_of_each():
+    began = time.monotonic()
+    found = violation(rank_loops.waits_alone, time_limit_s=60)
+    assert time.monotonic() - began < 30
+    assert (found.kind, found.diagnosis) == ("raised", "deadlock")
+    assert "rank 0 waits in all_reduce (" in found.explanation
+    stacks = "\n".join(found.details)
+    assert "rank 0, innermost call first:" in stacks
+    assert "in waits_alone" in stacks
+
+
+def test_ranks_at_different_collectives_are_said_to_be():
+    found = violation(rank_loops.out_of_step)
+    assert (found.kind, found.diagnosis) == ("raised", "mismatched-collectives")
+    assert "another rank was in another collective" in found.explanation
+
+
+def test_a_rank_that_computes_forever_is_stopped_by_the_time_limit():
+    found = violation(rank_loops.never_ends, time_limit_s=0.5)
+    assert (found.kind, found.diagnosis) == ("raised", "timed-out")
+    assert "rank 1 is in rank_loops.py, line " in found.explanation
+    assert check(rank_loops.right, probe_case(EVEN)).holds
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_one_that_sleeps_are_no_deadlock():
+    assert violation(rank_loops.sleeps_first) is None
+
+
+def test_a_loop_that_no_module_has_under_a_name_is_refused():
+    with pytest.raises(UsageError, match="cannot be imported in another process, as each rank must: define it at"):
+        violation(lambda run: None)
+
+
+PROGRAM = """
+import sys
+from gradcheck_suite import Plan, check
+from gradcheck_suite.execution.ranks.pool import kept_ranks, pool_of
+from gradcheck_suite.schema.weight_probe import probe_case
+from tests.verification import rank_loops
+with kept_ranks():
+    check(rank_loops.right, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
+    pool = pool_of(2, "cpu")
+    print(pool._server.pid, *pool._pids, flush=True)
+    check(rank_loops.never_ends, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_behind(how):
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 3
+    time.sleep(1)
+    program.send_signal(how)
+    program.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
