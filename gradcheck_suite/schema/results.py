@@ -31,12 +31,12 @@ class Violation:
         parameter: name of the parameter with the largest error, or None.
         epoch: index of the epoch of the step, from 0, or None.
         window: index of the window in its epoch, from 0, or None.
-        rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
         error: largest `|observed - expected|` of an element, in the units of the gradient, or None.
         allowed: largest error of that element that rounding explains, or None.
         details: further lines for a reader: expected and observed values, a traceback.
         evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
             `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
+        rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
     """
 
     kind: ViolationKind
@@ -48,9 +48,9 @@ class Violation:
     window: int | None = None
     error: float | None = None
     allowed: float | None = None
-    rank: int | None = None
     details: tuple[str, ...] = ()
     evidence: Comparison | None = field(default=None, repr=False, compare=False)
+    rank: int | None = None
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
