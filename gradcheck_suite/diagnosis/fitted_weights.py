@@ -54,6 +54,18 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnos
     return diagnose_elements(comparison, by_weights, some_unread=unread)
 
 
+def is_explained(window: Window, comparison: Comparison, weights: Vector) -> bool:
+    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told."""
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return True
+    gradients = _summed_gradients(window)
+    if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
+        return True
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    off = np.abs(weights @ gradients - comparison.observed)
+    return bool((off <= 2 * comparison.allowed + rounding).all())
+
+
 def stolen_buffer(instance: Instance) -> Diagnosis | None:
     """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
     batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]

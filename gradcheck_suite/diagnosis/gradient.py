@@ -4,8 +4,8 @@ The first run is on the weight read-out probe, under the same plan. Where the we
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
 one with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
-they are: that takes one run if the case is not like that already, and one with the small loss. A diagnosis that rests
-on the difference of two runs is held against two more of the case itself.
+they are: one run records what the losses are computed from, and one has the small loss. Runs that are left repeat the
+case, since a fault that not every run shows has no other name.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import as_rounded_gradient, diagnose_elements, place_of_the_fault
-from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
+from gradcheck_suite.diagnosis.elements import (
+    as_rounded_gradient,
+    diagnose_elements,
+    place_of_the_fault,
+    wrong_and_right,
+)
+from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, is_explained, stolen_buffer
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.diagnosis.non_finite_losses import SKIPPED, run_with_finite_losses
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
-from gradcheck_suite.diagnosis.repeat import unless_gone
+from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE, is_same, unless_gone
+from gradcheck_suite.diagnosis.separating_probe import per_micro_batch
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
 from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
 from gradcheck_suite.execution.instance import Instance, scaled
 from gradcheck_suite.execution.runner import Outcome
@@ -28,6 +36,7 @@ from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
+from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 RIGHT_ON_PROBE = (
@@ -54,7 +63,9 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     if instance.problem.reduction == "batch":
         return replace(_of_whole_window(window, comparison), details=numbers)
     step = epoch * len(instance.case.plan.windows) + window.index
-    on_probe = _by_probes(runner, instance, step)
+    on_probe = _by_probes(runner, window, comparison, step)
+    if on_probe is None and _is_right_with_finite_losses(runner, window, comparison, step):
+        return replace(SKIPPED, details=numbers)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {place_of_the_fault(comparison)}")
     if diagnosis.name in UNNAMED:
         diagnosis = (
@@ -62,7 +73,7 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
             or _on_case(runner, window, comparison, epoch, is_linear_there=on_probe is None)
             or diagnosis
         )
-    if diagnosis.name == "rounded-weights":
+    if "rounded-weights" in diagnosis.names:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
     if diagnosis.name == "no-gradient" and on_probe is None:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
@@ -126,17 +137,20 @@ def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
 # The weight read-out probe
 
 
-def _by_probes(runner: LoopRunner, instance: Instance, step: int) -> Diagnosis | None:
+def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis | None:
     """Name the fault from the weights of a step on the probe; None where they are right.
 
     The probe in which micro-batches without valid targets count nothing comes first: it shows every fault but those of
     such micro-batches' own weights.
     """
-    found = (_on_probe(runner, probe, step) for probe in reversed(list(probes_of(instance))))
+    probes = reversed(list(probes_of(window.reference.instance)))
+    found = (_on_probe(runner, probe, step, window, comparison) for probe in probes)
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
-def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | None:
+def _on_probe(
+    runner: LoopRunner, probe: WeightProbe, step: int, window: Window, comparison: Comparison
+) -> Diagnosis | None:
     """Return what the weights of a step on a probe show, or None where they are right."""
     steps = probe.observed_weights(runner)
     if steps is None:
@@ -148,7 +162,43 @@ def _on_probe(runner: LoopRunner, probe: WeightProbe, step: int) -> Diagnosis | 
         return not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
+    weights = per_micro_batch(probe, items)
+    if weights is not None and not is_explained(window, comparison, weights):
+        # chance, other inputs, or a second fault
+        recorder, again = _recorded(runner, window.reference, step)
+        if found := _explain_run(recorder, again, window, comparison, step):
+            return found
     return explain_weights(probe, steps, step, runner)
+
+
+def _is_right_with_finite_losses(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> bool:
+    """Return whether a step's gradient is right once losses that are not finite are made finite."""
+    _, right = wrong_and_right(comparison)
+    if any(np.any(comparison.layout.part(comparison.expected, name)) for name in right):
+        return False  # a micro-batch that is left out is missing in every parameter
+    outcome = run_with_finite_losses(runner, window.reference.instance)
+    again = None if outcome is None else _of_step(outcome, window.reference, step)
+    return again is not None and bool((np.abs(again - comparison.expected) <= comparison.allowed).all())
+
+
+def explain_missing(
+    parameter: str, comparison: Comparison, window: Window, epoch: int, runner: LoopRunner
+) -> Diagnosis:
+    """Name the fault of a gradient that is None at the step.
+
+    Args:
+        parameter: whose gradient.
+        comparison: of the gradient with the right one.
+        window: whose gradient it is.
+        epoch: of the step.
+        runner: of the loop.
+    """
+    instance = window.reference.instance
+    step = epoch * len(instance.case.plan.windows) + window.index
+    if _is_right_with_finite_losses(runner, window, comparison, step):
+        return SKIPPED
+    found = missing_gradient(parameter)
+    return unless_gone(found, runner, instance, comparison, lambda run: _of_step(run, window.reference, step))
 
 
 # The case itself
@@ -164,20 +214,22 @@ def _on_case(
     instance = window.reference.instance
     case = instance.case.replace(dtype="float64", optimizer=None)
     step = epoch * len(case.plan.windows) + window.index
-    if case == instance.case:
-        reference, place = window.reference, "on this very case"
-    else:
+    reference, place = window.reference, "on this very case"
+    if case != instance.case:
         reference = REFERENCES.get(case, instance.users_problem)
         place = "on the same case in float64" if instance.case.dtype != "float64" else "on the same case at its start"
-        observed = _gradient_at(runner, reference, reference.instance, step)
+        window = reference.window(window.index)
+    recorder, observed = _recorded(runner, reference, step)
+    if case != instance.case:
         if observed is None:
             return None
-        window = reference.window(window.index)
         comparison = window.compare(observed)
         if comparison.ratio <= 1:
             return None
     if not np.isfinite(comparison.observed).all():
         return None
+    if found := _explain_run(recorder, observed, window, comparison, step):
+        return _read_off(found, case, instance, place)
     found = diagnose_case(window, comparison, epoch)
     small = scaled(reference.instance, SMALL_SCALE)
     trust_probe = is_linear_there and not runner.runs_left
@@ -186,12 +238,33 @@ def _on_case(
         return None
     if again is not None and not is_linear(comparison.observed, again):
         # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-        elsewhere = np.array_equal(again, comparison.observed)
-        if found is None or not elsewhere or np.isclose(np.linalg.norm(again), 1.0, rtol=1e-12):
+        if found is None or recorder.called:
             found = _of_size(window, comparison, again)
         said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
         found = found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
-    if found is None or case == instance.case:
+    return found and _read_off(found, case, instance, place)
+
+
+def _recorded(runner: LoopRunner, reference: Reference, step: int) -> tuple[LossRecorder, Vector | None]:
+    """Run the loop again and record its losses; return also the gradient at a step, None where there is none."""
+    recorder, outcome = run_recorded(runner, reference.instance)
+    return recorder, None if outcome is None else _of_step(outcome, reference, step)
+
+
+def _explain_run(
+    recorder: LossRecorder, again: Vector | None, window: Window, comparison: Comparison, step: int
+) -> Diagnosis | None:
+    """Return what a recorded run shows: that the fault is gone, or that the inputs of losses are wrong; or None."""
+    if again is None:
+        return None
+    if not is_same(again, comparison):
+        return NOT_REPEATABLE
+    return explain_inputs(recorder, window.reference.flat, window.members, comparison.observed, step)
+
+
+def _read_off(found: Diagnosis, case: Case, instance: Instance, place: str) -> Diagnosis:
+    """Return a diagnosis that says on which case it was read, where that is not the violated one."""
+    if case == instance.case:
         return found
     return replace(found, sentence=f"{found.sentence} (read off {place.removeprefix('on ')})")
 

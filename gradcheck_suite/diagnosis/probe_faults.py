@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.loss_calls import run_recorded
 from gradcheck_suite.diagnosis.probe_weights import (
     WeightProbe,
     expected_gradients,
@@ -20,8 +21,10 @@ from gradcheck_suite.diagnosis.probe_weights import (
     may_be_non_finite,
     ranges_text,
 )
+from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE
 from gradcheck_suite.diagnosis.weights import Diagnosis
-from gradcheck_suite.diagnosis.weights_on_probe import explain_weights, not_linear
+from gradcheck_suite.diagnosis.weights_on_probe import explain_weights, not_linear, probe_inputs
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.numerics.comparison import Vector
@@ -32,6 +35,11 @@ SKIPPED = (
     "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
     "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
     "finite-gradients"
+)
+NOT_IN_GRADIENT = Diagnosis(
+    "skipped-non-finite",
+    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
+    "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
 )
 Steps = Sequence[Vector | None]
 COARSE = ("bfloat16", "float16")
@@ -198,6 +206,14 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
     if poison and not np.isfinite(seen).all():
         source = poison[-1] % len(case.plan.windows)
         return Diagnosis("poisoned-by-earlier-window", POISONED.format(window=source))
+    if runner.runs_left > 1:
+        # one is kept for a larger gradient
+        recorder, outcome = run_recorded(runner, generated_instance(case))
+        again = gradients_of_steps(outcome) if outcome else []
+        if step < len(again) and not np.array_equal(again[step], seen, equal_nan=True):
+            return NOT_REPEATABLE
+        if found := probe_inputs(recorder, case.plan.windows[window], seen, step):
+            return found
     wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
     if not wrong:
         wrong = items
@@ -236,11 +252,7 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
         if not poisoned[i]
     ]
     if not seen[poisoned].any() and not (beside and seen[beside].any()):
-        return Diagnosis(
-            "skipped-non-finite",
-            f"a micro-batch whose gradient is {what} in an element is not in the window's gradient, or the whole "
-            "gradient was set to zero: losses or gradients that are not finite are skipped, and the step hides it",
-        )
+        return NOT_IN_GRADIENT
     if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
         return Diagnosis(
             "clipped",

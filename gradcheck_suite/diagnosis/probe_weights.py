@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,14 @@ class WeightProbe:
             right[self.plan.items(j).start : self.plan.items(j).stop] = share if counts[j] else 0.0
         return right
 
+    def instance(self, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Instance:
+        """Return the probe, ready to run."""
+        case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
+        instance = generated_instance(case)
+        if self.count is not None:
+            instance = recounted(instance, self.count)
+        return scaled(instance, scale)
+
     def run(self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Outcome | None:
         """Run the loop on the probe; None where it raised or no run is left.
 
@@ -71,11 +79,7 @@ class WeightProbe:
             scale: the factor that the probe's loss is multiplied by.
             slopes: the derivative of each item's loss, 1 each if empty.
         """
-        case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
-        instance = generated_instance(case)
-        if self.count is not None:
-            instance = recounted(instance, self.count)
-        outcome = runner.run(scaled(instance, scale))
+        outcome = runner.run(self.instance(scale=scale, slopes=slopes))
         return None if outcome is None or outcome.raised is not None else outcome
 
     def observed_weights(
@@ -97,9 +101,15 @@ class WeightProbe:
 
 def gradients_of_steps(outcome: Outcome) -> list[Vector]:
     """Return the gradient of each step that a loop took on a probe, (total items,) float64, zeros where it is None."""
-    none = np.zeros(len(outcome.start[PARAMETER]))
-    seen = [observation.gradients[PARAMETER] for observation in outcome.observations]
-    return [none if g is None else g.to("cpu", torch.float64).numpy() for g in seen]
+    empty = torch.zeros_like(outcome.start[PARAMETER])
+    return [flat_on_probe(observation.gradients, empty) for observation in outcome.observations]
+
+
+def flat_on_probe(gradients: Mapping[str, torch.Tensor | None], empty: torch.Tensor) -> Vector:
+    """Return the gradient of a probe's parameter, (total items,) float64; `empty` where it is None."""
+    found = gradients[PARAMETER]
+    seen: Vector = (empty if found is None else found).to("cpu", torch.float64).numpy()
+    return seen
 
 
 def expected_gradients(case: Case) -> list[Vector]:

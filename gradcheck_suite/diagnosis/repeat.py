@@ -15,17 +15,6 @@ from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 
-OF_TWO_RUNS = (
-    "not-linear",
-    "clipped",
-    "normalised",
-    "added-term",
-    "flushed-to-zero",
-    "overflow",
-    "skipped-by-size",
-    "unrecognised-weights",
-)
-"""Diagnoses that rest on the difference of two runs, or on none."""
 NOT_REPEATABLE = Diagnosis(
     "not-repeatable",
     "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next (a "
@@ -41,7 +30,7 @@ def unless_gone(
     comparison: Comparison,
     step: Callable[[Outcome], Vector | None],
 ) -> Diagnosis:
-    """Return a diagnosis, or `not-repeatable` where one of two further runs of the case gives another gradient.
+    """Return a diagnosis, or `not-repeatable` where a run that is left of the case gives another gradient.
 
     Args:
         found: the diagnosis.
@@ -50,18 +39,17 @@ def unless_gone(
         comparison: of the wrong gradient with the right one.
         step: returns the gradient of the step in question of a run, (P,); None where the run has no such step.
     """
-    if found.name not in OF_TWO_RUNS:
-        return found
     for outcome in runner.repeat(instance):
         if outcome.skipped:
             return found  # a gradient scaler took fewer steps than there are windows
         again = step(outcome)
-        if again is None or not _same(again, comparison):
+        if again is None or not is_same(again, comparison):
             return NOT_REPEATABLE
     return found
 
 
-def _same(again: Vector, comparison: Comparison) -> bool:
+def is_same(again: Vector, comparison: Comparison) -> bool:
+    """Return whether a run again gives the observed gradient, but for rounding."""
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
         near = np.abs(again - seen) <= comparison.allowed

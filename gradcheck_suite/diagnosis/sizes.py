@@ -49,6 +49,12 @@ def explain_size(
                 "large gradients alone are wrong, and too large, since with a loss 2**-20 times as large the gradient "
                 "is right: look for what depends on the gradient's size",
             )
+        if not observed.any():
+            return Diagnosis(
+                "skipped-by-size",
+                "the gradient is 0, and with a loss 2**-20 times as large it is right: what leaves out a loss or a "
+                "gradient above some size must be switched off for the verification",
+            )
         return Diagnosis(
             "clipped",
             "large gradients alone are wrong, since with a loss 2**-20 times as large the gradient is right: "

@@ -6,10 +6,14 @@ loop's own plan, one under the plan that separates faults which look alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.non_finite_losses import SKIPPED, run_with_finite_losses
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe
+from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE
 from gradcheck_suite.diagnosis.separating_probe import separating_probe
 from gradcheck_suite.diagnosis.step_patterns import Held, fitting_faults, held_by_steps, shown
 from gradcheck_suite.diagnosis.weights import Diagnosis
@@ -40,6 +44,21 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     )
     if outcome.endless:
         return Diagnosis("endless", f"{asked}; the loop was stopped there")
+    for again in runner.repeat(instance, 1):
+        if len(again.observations) != taken:
+            return NOT_REPEATABLE
+    found = _explained(instance, outcome, runner, asked)
+    for again in runner.repeat(instance):
+        if len(again.observations) != taken:
+            return NOT_REPEATABLE
+    return found
+
+
+def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: str) -> Diagnosis:
+    plan, taken = instance.case.plan, len(outcome.observations)
+    finite = run_with_finite_losses(runner, instance)
+    if finite is not None and len(finite.observations) == plan.steps:
+        return replace(SKIPPED, sentence=f"{asked}: {SKIPPED.sentence}")
     probe = WeightProbe(plan.replace(masked=()), "sum" if instance.problem.reduction == "sum" else "mean")
     own = _held(probe, runner)
     if own is None:

@@ -120,6 +120,12 @@ def names_of(diagnosis: str) -> frozenset[str]:
     return frozenset(diagnosis.split(" or "))
 
 
+def missing_gradient(parameter: str) -> Diagnosis:
+    """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
+    sentence = f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
+    return Diagnosis("missing-gradient", sentence)
+
+
 def listed(names: Sequence[object], shown: int = 3) -> str:
     """Return a list in words, cut after a few."""
     text = ", ".join(str(name) for name in names[:shown])

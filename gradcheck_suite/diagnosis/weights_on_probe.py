@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.diagnosis.naming import diagnose, names_nothing
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe, weights_table
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, flat_on_probe, gradients_of_steps, weights_table
 from gradcheck_suite.diagnosis.separating_probe import per_micro_batch, reading, readings, separating_probe
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.step_patterns import fitting_faults, held_by_steps
@@ -32,22 +34,35 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     items, window = steps[step], step % len(probe.plan.windows)
     observed = per_micro_batch(probe, items)
     table = () if observed is None else weights_table(probe, observed, window)
-    if observed is not None and (found := _separated(runner, probe, reading(probe, step, observed), steps)):
-        return replace(found, details=table)
-    small = probe.observed_weights(runner, scale=SMALL_SCALE)
-    if small is None or step >= len(small):
+    weights = None if observed is None else reading(probe, step, observed)
+    if weights is not None:
+        named = diagnose(weights, _others(readings(probe, steps), step))
+        # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
+        known = not names_nothing(named) and "wrong-scale" not in named.names
+        if (known or runner.runs_left > 1) and (found := _separated(runner, probe, weights, steps)):
+            return replace(found, details=table)
+        if known and not runner.runs_left:
+            return replace(named, details=table)
+    recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    if outcome is None or step >= len(outcome.observations):
         return not_linear("on the read-out probe the items' weights are wrong, and the loop stops if the loss is small")
-    small_step = SMALL_SCALE * small[step]
+    small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
         found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
         return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
-    if observed is None:
+    if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
+        return found
+    if weights is None:
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
-    weights = reading(probe, step, observed)
-    named = diagnose(weights, _others(readings(probe, steps), step))
     if names_nothing(named):
         named = diagnose(weights)
     return replace(named, details=table)
+
+
+def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:
+    """Return the diagnosis of a probe's gradient that is right for other batches than the loader's, or None."""
+    empty = torch.zeros(len(seen))
+    return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
 
 
 def not_linear(why: str) -> Diagnosis:

@@ -36,6 +36,15 @@ def leaves(batch: Batch) -> Iterator[torch.Tensor]:
             yield from leaves(value)
 
 
+def named_leaves(batch: Batch, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a pytree with their places in it, such as `x` or `inputs.0`."""
+    if isinstance(batch, torch.Tensor):
+        yield name or "the batch", batch
+    elif isinstance(batch, dict | list | tuple):
+        for key, value in batch.items() if isinstance(batch, dict) else enumerate(batch):
+            yield from named_leaves(value, f"{name}.{key}" if name else str(key))
+
+
 def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """Return a pytree with its floating-point tensors in a dtype and the others unchanged."""
     return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)

@@ -175,7 +175,7 @@ def _chain(
         frame, focus = Frame((picked_layer(focus, signal, limits, number),)), NO_FOCUS
     room = most - len(frame.first) - len(frame.last)
     if room < 1:
-        frame, room = Frame(), most
+        frame, room, focus = Frame(), most, replace(focus, graph=None)
     layers = list(frame.first)
     signal = chain_signal(layers, signal)
     count = min(count, room)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case
-from gradcheck_suite.diagnosis.gradient import explain_gradient
+from gradcheck_suite.diagnosis.gradient import explain_gradient, explain_missing
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.window import Window
@@ -51,9 +51,9 @@ def gradient_violation(
     kind: ViolationKind = "gradient"
     if seen is None:
         kind = "none-pattern"
-        named = Diagnosis(
-            "missing-gradient", f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
-        )
+        named = missing_gradient(parameter)
+        if runner:
+            named = explain_missing(parameter, comparison, window, epoch, runner)
     else:
         if runner and known is None:
             known = explain_gradient(comparison, window, epoch, runner)

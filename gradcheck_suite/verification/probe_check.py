@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.probe_faults import explain_probe, explain_skips, other_windows
+from gradcheck_suite.diagnosis.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
 from gradcheck_suite.diagnosis.probe_weights import (
     expected_gradients,
     gradients_of_steps,
@@ -17,7 +17,7 @@ from gradcheck_suite.diagnosis.probe_weights import (
 )
 from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
 from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome
@@ -132,7 +132,7 @@ def _gradient_violation(
     kind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
     if PARAMETER in comparison.missing:
         kind = "none-pattern"
-        named = Diagnosis("missing-gradient", f"{PARAMETER}.grad is None at the step, but the window's items reach it")
+        named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
     else:
         named = explain_probe(case, steps, step, runner) if runner else Diagnosis("", "")
     return Violation(

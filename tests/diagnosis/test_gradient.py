@@ -8,6 +8,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.records.description import error_text
+from gradcheck_suite.schema.weight_probe import probe_case
 from tests.diagnosis.explaining import then
 
 CASE = Case(
@@ -113,13 +114,15 @@ def test_a_fault_that_float64_does_not_show_goes_unnamed():
 
 
 def test_items_of_one_micro_batch_may_be_weighted_unequally():
-    def trims(run):
+    def weigh_the_first_twice(run):
         for window in windows(run):
-            backward_window(run, [{name: t[:2] for name, t in batch.items()} for batch in window])
+            backward_window(run, window)
+            if "0.weight" in dict(run.model.named_parameters()) and run.model[0].weight.ndim == 1:
+                run.model[0].weight.grad[0] *= 2
             run.optimizer.step()
             run.optimizer.zero_grad()
 
-    violation = check(trims, CASE).violation
+    violation = check(weigh_the_first_twice, probe_case(Plan((2, 1), 2))).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "unequal-items")
 
 
