@@ -7,12 +7,18 @@ Here, `fuzz_one_input` reads each case from bytes instead; only shrinking is Hyp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from itertools import count, islice
 from random import Random
 from typing import Any, cast
 from unittest import SkipTest
 
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+import numpy as np
+from hypothesis import HealthCheck, Phase, find, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import ExampleDatabase
 from hypothesis.errors import HypothesisException
@@ -23,13 +29,24 @@ from gradcheck_suite.schema.case import Case
 STREAM_BYTES = 4096
 ATTEMPTS = 8
 """Streams that are tried for one number, until a case comes that no earlier number had."""
+AHEAD = 8
+"""Number of cases that are prepared before they are judged. The first is not: a fault that it shows ends the search."""
+
+
+@lru_cache(maxsize=8)
+def _order(seed_value: int, turn: int) -> list[int]:
+    """Return the places of the focuses in the order of one turn through them."""
+    return Random(f"{seed_value}/{turn}").sample(range(len(FOCI)), len(FOCI))
 
 
 def _stream(seed_value: int, number: int, attempt: int) -> bytes:
     """Return the bytes of a case. `cases()` reads its focus from the first byte."""
     turn, place = divmod(number, len(FOCI))
-    order = Random(f"{seed_value}/{turn}").sample(range(len(FOCI)), len(FOCI))
-    return bytes([order[place]]) + Random(f"{seed_value}/{number}/{attempt}").randbytes(STREAM_BYTES)
+    return bytes([_order(seed_value, turn)[place]]) + Random(f"{seed_value}/{number}/{attempt}").randbytes(STREAM_BYTES)
+
+
+class RedrawError(Exception):
+    """A case that is not to be judged, and in whose place another is drawn."""
 
 
 class _Failing(ExampleDatabase):
@@ -50,21 +67,8 @@ class _Failing(ExampleDatabase):
         self._saved.discard(value)
 
 
-def run_on_cases(
-    judge: Callable[[Case], None], drawn: st.SearchStrategy[Case], *, examples: int, seed_value: int
-) -> None:
-    """Call `judge` with distinct cases until it raises; then call it with smaller cases, and raise the exception.
-
-    Args:
-        judge: called with every case, and while shrinking with further ones. Where it calls `hypothesis.reject()`,
-            another case is drawn instead, at most `ATTEMPTS` times.
-        drawn: the strategy.
-        examples: number of cases; fewer are drawn only where the strategy has no more.
-        seed_value: the same seed gives the same cases with the same versions of the suite and of Hypothesis.
-    """
-    seen: set[str] = set()
-    shrinking = False
-    chosen = settings(
+def _settings(examples: int) -> settings:
+    return settings(
         max_examples=max(examples, 1),
         database=_Failing(),
         deadline=None,
@@ -75,27 +79,107 @@ def run_on_cases(
         suppress_health_check=list(HealthCheck),
     )
 
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Seed the global random numbers of Python and numpy inside the block, as Hypothesis does for each test."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def run_on_cases(
+    judge: Callable[[Case], None],
+    drawn: st.SearchStrategy[Case],
+    *,
+    examples: int,
+    seed_value: int,
+    prepare: Callable[[Case], None] | None = None,
+) -> None:
+    """Call `judge` with distinct cases until it raises; then call it with smaller cases, and raise the exception.
+
+    Args:
+        judge: called with every case, and while shrinking with further ones. Where it raises `RedrawError`, another
+            case is drawn instead, at most `ATTEMPTS` times.
+        drawn: the strategy.
+        examples: number of cases; fewer are drawn only where the strategy has no more.
+        seed_value: the same seed gives the same cases with the same versions of the suite and of Hypothesis.
+        prepare: called with cases some time before `judge`, to start computing in other threads what it will need.
+    """
+    received: list[Case] = []
+    seen: set[str] = set()
+    failure: Exception | None = None
+    shrinking = False
+
+    def judge_drawn(case: Case) -> None:
+        try:
+            judge(case)
+        except RedrawError:
+            reject()
+
+    chosen = _settings(examples)
+
     @chosen  # after the seed, which takes the database away
     @seed(seed_value)
     @given(drawn)
     def run(case: Case) -> None:
-        if shrinking or case.digest not in seen:
-            judge(case)
-            seen.add(case.digest)
+        if shrinking:
+            judge_drawn(case)
+        elif failure is not None:
+            raise failure
+        received.append(case)
 
     fuzz: Callable[[bytes], object] = cast("Any", run).hypothesis.fuzz_one_input
-    for number in range(examples):
-        before, attempt = len(seen), 0
-        while len(seen) == before and attempt < ATTEMPTS:
-            try:
-                fuzz(_stream(seed_value, number, attempt))
-            except HypothesisException:
-                raise
-            except Exception as error:
-                shrinking = True
-                _shrink(run, judge, drawn, type(error), chosen)
-                raise
-            attempt += 1
+    numbered = (_distinct(fuzz, received, seen, seed_value, number) for number in range(examples))
+    source = ((attempts, *first) for attempts in numbered if (first := next(attempts, None)))
+    waiting: deque[tuple[Iterator[tuple[bytes, Case]], bytes, Case]] = deque()
+    for judged in count():
+        ahead = 0 if prepare is None else min(judged, AHEAD)
+        for drawn_ahead in islice(source, ahead + 1 - len(waiting)):
+            if prepare is not None and waiting:
+                prepare(drawn_ahead[-1])
+            waiting.append(drawn_ahead)
+        if not waiting:
+            return
+        attempts, stream, case = waiting.popleft()
+        try:
+            with _seeded():
+                judge(case)
+        except RedrawError:
+            if another := next(attempts, None):
+                waiting.appendleft((attempts, *another))
+        except Exception as error:
+            failure = error
+            with suppress(type(error)):
+                fuzz(stream)  # so that the database has the choices that lead to the case
+            shrinking = True
+            _shrink(run, judge_drawn, drawn, type(error), chosen)
+            raise
+
+
+def _distinct(
+    fuzz: Callable[[bytes], object], received: list[Case], seen: set[str], seed_value: int, number: int
+) -> Iterator[tuple[bytes, Case]]:
+    """Yield the cases of one number that differ from all before, each with the bytes that it is read from.
+
+    Args:
+        fuzz: reads a case from bytes and appends it to `received`, unless it is invalid.
+        received: empty.
+        seen: digests of all cases before, to which those of the new ones are added.
+        seed_value: as for `run_on_cases`.
+        number: of the case.
+    """
+    for attempt in range(ATTEMPTS):
+        stream = _stream(seed_value, number, attempt)
+        fuzz(stream)
+        if received and (case := received.pop()).digest not in seen:
+            seen.add(case.digest)
+            yield stream, case
 
 
 def _shrink(

@@ -39,15 +39,17 @@ KEPT_ENVIRONMENTS = 4
 Options = dict[str, str | bool]
 COMPILER_OPTIONS: Options = {
     "xla_cpu_multi_thread_eigen": False,
+    "xla_cpu_parallel_codegen_split_count": "1",
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
 """For small programs, threads cost more than the work itself, and optimisation takes longer than all calls."""
 _UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
-SMALL_PROGRAM = 2000
-"""Number of elements of all arguments up to which a program is compiled without optimisation. Compilation then takes
-40% of the time, and each call some microseconds more; for larger arguments, convolutions and pooling would take ten
-times as long."""
+SMALL_PROGRAM, SMALL_WINDOWED_PROGRAM = 12_000, 2_000
+"""Numbers of elements of all arguments up to which a program is compiled without optimisation: of any, and of one with
+a convolution or a pooling. Compilation then takes a quarter of the time, and each call up to 0.2 ms more; the call of a
+larger convolution would take ten times as long."""
+WINDOWED = ("stablehlo.convolution", "stablehlo.reduce_window", "stablehlo.select_and_scatter")
 Tree = Any
 """A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
 
@@ -82,6 +84,12 @@ class Request(NamedTuple):
 def device(platform: str = "cpu") -> jax.Device:
     """Return the first device of a platform; references run on the CPU."""
     return jax.devices(platform)[0]
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Return the threads that compile; a fork of the process has none of them, and gets its own."""
+    return ThreadPoolExecutor(os.cpu_count())
 
 
 @cache
@@ -148,20 +156,15 @@ class Programs:
         XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute with torch. `run`
         waits for the result.
         """
-        pool: ThreadPoolExecutor | None = None
         for request in requests:
             if request.key in self._programs:
                 continue
             path = self._path(request.key)
-            # a new pool each time: the threads of a pool that is kept do not survive a fork
-            pool = pool or ThreadPoolExecutor(os.cpu_count())
             if path is not None and path.exists():
-                program = pool.submit(self._found, request, path)
+                program = _pool(os.getpid()).submit(self._found, request, path)
             else:
-                program = pool.submit(self._lowered(request, path))
+                program = _pool(os.getpid()).submit(self._lowered(request, path))
             self._keep(request.key, program)
-        if pool is not None:
-            pool.shutdown(wait=False)
 
     def _keep(self, key: Hashable, program: Callable[..., Any] | Future[Any]) -> None:
         self._programs[key] = program
@@ -195,13 +198,22 @@ class Programs:
         """Trace and lower a function; return a function that compiles and stores it, in any thread."""
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments)
-        options: Options | None = None
-        if self._platform == "cpu":
-            small = once or sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) <= SMALL_PROGRAM
-            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if small else {})}
         with self._counting:
             self.compiled += 1
-        return partial(_compile, jax.jit(request.function).lower(*shapes), options, path)
+        lowered = jax.jit(request.function).lower(*shapes)
+        options: Options | None = None
+        if self._platform == "cpu":
+            size = 0 if once else sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if _is_small(lowered, size) else {})}
+        return partial(_compile, lowered, options, path)
+
+
+def _is_small(lowered: jax.stages.Lowered, size: int) -> bool:
+    """Return whether optimisation takes longer than it saves in all calls; `size` is the number of elements."""
+    if size <= SMALL_WINDOWED_PROGRAM or size > SMALL_PROGRAM:
+        return size <= SMALL_PROGRAM
+    text = lowered.as_text()
+    return not any(operation in text for operation in WINDOWED)
 
 
 def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:

@@ -62,11 +62,15 @@ class Reference:
         """Return numpy gradients as one vector (P,)."""
         return np.concatenate([arrays[name].reshape(-1) for name in self.layout.names])
 
+    def prepare(self) -> None:
+        """Let other threads load or compile the programs of `jax`."""
+        spec, arrays = self.instance.accumulable_spec, self.instance.arrays
+        if spec is not None and arrays is not None and self._started is None and "jax" not in vars(self):
+            self._started = StartedGradients(spec, self.values64, arrays, self._items)
+
     def start(self) -> None:
         """Compute every window's gradient by torch, while other threads load or compile the programs of `jax`."""
-        spec, arrays = self.instance.accumulable_spec, self.instance.arrays
-        if spec is not None and arrays is not None and "jax" not in vars(self):
-            self._started = StartedGradients(spec, self.values64, arrays, self._items)
+        self.prepare()
         for index in range(len(self.instance.case.plan.windows)):
             self.window(index)
 

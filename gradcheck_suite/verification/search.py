@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from hypothesis import reject
 from hypothesis import strategies as st
 
+from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
-from gradcheck_suite.generation.drawing import ATTEMPTS, run_on_cases
+from gradcheck_suite.generation.drawing import ATTEMPTS, RedrawError, run_on_cases
+from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import FINITE_GRADIENTS, MEAN_REDUCTION, SUM_REDUCTION, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
@@ -172,6 +173,11 @@ class Search:
         self._on_probe, self._first_pass = self._other, False
         return True
 
+    def prepare(self, case: Case) -> None:
+        """Let other threads load or compile what JAX needs for a generated case."""
+        if case.spec is not None and is_accumulable(case.spec):
+            REFERENCES.get(case, None).prepare()
+
     def judge(self, case: Case) -> None:
         """Check a case; raise `_ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
@@ -180,7 +186,7 @@ class Search:
             return
         try:
             if self._is_outside(case) and self._outside % ATTEMPTS:
-                reject()
+                raise RedrawError
             verdict = self._check(case, shrinking=shrinking)
             if self._moves_by_chance and case.optimizer and verdict.violation:
                 # the simpler case, if it shows a fault too
@@ -313,4 +319,4 @@ def _is_same_fault(found: Violation, first: Violation) -> bool:
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
     with suppress(_ViolatedError, _EnoughError):
-        run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value)
+        run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.prepare)

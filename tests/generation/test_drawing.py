@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -12,7 +14,7 @@ from hypothesis.errors import InvalidArgument
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases
 from gradcheck_suite.generation.cases import MOVING_STEPS, SOMETIMES_MOVING
-from gradcheck_suite.generation.drawing import draw_cases, run_on_cases
+from gradcheck_suite.generation.drawing import AHEAD, draw_cases, run_on_cases
 
 LINEAR = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean"))
 ODD = range(3_000_000_019, 3_000_090_019, 1000)
@@ -90,6 +92,39 @@ def test_exception_that_does_not_come_again_is_raised_all_the_same():
     with pytest.raises(_RefusedError):
         run_on_cases(refuse_the_third, cases(), examples=50, seed_value=0)
     assert tried[2] in tried[3:]
+
+
+def test_cases_are_prepared_in_order_some_time_before_they_are_judged():
+    events: list[tuple[str, Case]] = []
+    run_on_cases(
+        lambda case: events.append(("judge", case)),
+        cases(),
+        examples=20,
+        seed_value=0,
+        prepare=lambda case: events.append(("prepare", case)),
+    )
+    prepared, judged = ([case for what, case in events if what == name] for name in ("prepare", "judge"))
+    assert judged == draw_cases(cases(), examples=20, seed_value=0)
+    # the first case, and the second, which is drawn after the first was judged
+    assert prepared == judged[2:]
+    places = {event: place for place, event in enumerate(events)}
+    ahead = [sum(e == "judge" for e, _ in events[places["prepare", c] : places["judge", c]]) for c in prepared]
+    assert ahead[:3] == [1, 1, 2]
+    assert max(ahead) == AHEAD
+
+
+def test_a_judge_finds_the_same_global_random_numbers_at_every_case_and_changes_none():
+    numbers: set[tuple[float, float]] = set()
+    random.seed(5)
+    expected = random.Random(5).random()
+    run_on_cases(
+        lambda case: numbers.add((random.random(), np.random.rand())),
+        cases(),
+        examples=3,
+        seed_value=0,
+    )
+    assert len(numbers) == 1
+    assert random.random() == expected
 
 
 def test_seed_of_pytest_neither_changes_the_cases_nor_keeps_them_from_shrinking(monkeypatch):
