@@ -30,7 +30,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         type=parsers.positive_integer,
         default=10,
         metavar="M",
-        help="reserved for computing the window again in one batch every M steps, which is not done yet",
+        help="compute the first window and every M-th after it again, in one batch (default: 10)",
     )
     add(
         "--accumulation-steps",

@@ -44,7 +44,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     Args:
         steps: number of optimizer steps to judge; all by default.
-        every: reserved for computing the window again in one batch, which is not done yet.
+        every: one window in so many is computed again; the first one is.
         accept: diagnoses that the project lives with, such as `"mean-of-means"`.
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
@@ -76,13 +76,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._violations: dict[str, LiveViolation] = {}
         self._findings: Counter[str] = Counter()
         self._windows = 0
-        self._weights_judged = 0
+        self._again: Counter[str] = Counter()
         self._result: LiveResult | None = None
         self._opened = False
         self._observing = False
         self._process = os.getpid()
         self._recorder = Recorder(
-            self._judge, weights="weights" not in self.options.without, sums="sums" not in self.options.without
+            self._judge,
+            weights="weights" not in self.options.without,
+            sums="sums" not in self.options.without,
+            every=None if "batch" in self.options.without else self.options.every,
         )
         self._patches = Patches(self._recorder)
 
@@ -163,22 +166,31 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         memory = self._memories.setdefault(id(state), Memory())
         step = Step(state, place, self._recorder.steps_seen - 1, memory, self.options.accumulation_steps)
-        judged = judge(step, weights=self._recorder.weights, sums=self._recorder.sums)
+        recorder = self._recorder
+        judged = judge(step, weights=recorder.weights, sums=recorder.sums, batch=recorder.due(state))
+        known = self._violations.get(judged.violation.diagnosis) if judged.violation is not None else None
+        self._recorder.forwards.copies |= judged.copies
+        state.measure = judged.copies or (judged.violation is not None and judged.error is None and known is None)
         self._note(judged)
         if self.options.steps is not None and self._windows >= self.options.steps:
             self._detach()
 
     def _note(self, judged: Judged) -> None:
         self._findings.update(judged.findings)
-        if judged.weights or judged.violation is not None or (judged.sums and not self._recorder.weights):
+        if (
+            judged.weights
+            or judged.violation is not None
+            or ((judged.sums or judged.again) and not self._recorder.weights)
+        ):
             self._windows += 1
-        self._weights_judged += judged.weights
+        if judged.again is not None:
+            self._again[judged.again] += 1
         if judged.violation is not None:
             self._violate(judged.violation)
 
     def _violate(self, violation: LiveViolation) -> None:
         known = self._violations.get(violation.diagnosis)
-        self._violations[violation.diagnosis] = violation if known is None else known.again()
+        self._violations[violation.diagnosis] = violation if known is None else known.again(violation)
         if known is None and violation.diagnosis not in self.options.accept:
             if not self._quiet:
                 from gradcheck_suite.live.text import violation_lines
@@ -221,6 +233,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
             accepted=accepted,
+            again=dict(self._again),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
             unjudged=self._unjudged() if not violations and not accepted else None,
             interrupted=isinstance(error, KeyboardInterrupt),
@@ -230,7 +243,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _unjudged(self) -> str | None:
         """Return why nothing could be judged, or None where something was."""
         recorder = self._recorder
-        if not recorder.weights and not recorder.sums:
+        if not recorder.weights and not recorder.sums and recorder.every is None:
             return "every instrument was switched off"
         if not recorder.steps_seen:
             return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradcheck_suite.live.batch_judge import judge_batch
 from gradcheck_suite.live.passes import is_finite
 from gradcheck_suite.live.sketches import Sketch, as_array
 from gradcheck_suite.live.steps import Judged, Step
@@ -16,13 +17,14 @@ def _same(gradients: dict[int, Sketch], previous: dict[int, Sketch]) -> bool:
     return all(key in previous and np.array_equal(g, previous[key]) for key, g in gradients.items())
 
 
-def judge(step: Step, *, weights: bool, sums: bool) -> Judged:
+def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
     """Judge one step of one optimizer.
 
     Args:
         step: the step.
         weights: whether to judge weights.
         sums: whether to judge sums.
+        batch: whether to compute the window again.
     """
     result, state, passes = Judged(), step.state, step.passes
     gradients = state.gradients() if sums else {}
@@ -47,4 +49,6 @@ def judge(step: Step, *, weights: bool, sums: bool) -> Judged:
         found = judge_sum(step, gradients, previous, result)
     if weights and result.violation is None and not result.handmade:
         judge_weights(step, found, result)
+    if batch and not (result.handmade or result.edited) and (found is not None or not sums):
+        judge_batch(step, found, result)
     return result

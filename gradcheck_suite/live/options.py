@@ -9,7 +9,7 @@ from typing import Any
 from gradcheck_suite.errors import UsageError
 
 INSTRUMENTS = ("weights", "sums", "batch")
-"""What can be switched off by `without`: the weights of items, the sums of arrivals; `batch` is reserved."""
+"""What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class AuditOptions:
 
     Attributes:
         steps: number of optimizer steps to judge; None for all.
-        every: reserved for computing the window again in one batch, which is not done yet.
+        every: one window in so many is computed again; the first one is.
         accept: diagnoses that the user lives with.
         accumulation_steps: K, where the user states it.
         without: instruments that are switched off.

@@ -13,6 +13,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
 from gradcheck_suite.live.calls import Received
+from gradcheck_suite.live.forwards import Forward
 from gradcheck_suite.live.places import NOWHERE, Place
 from gradcheck_suite.live.sketches import Sketch, as_array, sketch
 
@@ -36,7 +37,7 @@ class Pass:
         consumers: ids of the optimizers that have stepped on the pass.
         clips: factors of gradient clipping since the pass, as (parameter ids, total norm, largest norm).
         versions: id of an optimizer -> fingerprint of its parameters when the pass began.
-        compiled: whether the loss came out of a compiled region.
+        forwards: recorded calls of modules -> index of an output -> the gradient that it received.
         unknown: the name of the autograd node of a loss that no recognised call is part of, or None.
     """
 
@@ -52,6 +53,7 @@ class Pass:
     clips: list[tuple[frozenset[int], Any, float]] = field(default_factory=list)
     versions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     unknown: str | None = None
+    forwards: dict[Forward, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class Watched:
         detail: whether `.grad` is sketched at the end of each backward pass.
         overflown: whether passes were forgotten, so that the window cannot be judged.
         late: whether the optimizer was found at its first step.
+        measure: whether the next window is computed again, since the size of a violation is not known.
         stepping: whether its `step()` runs.
         in_closure: whether the closure of its `step()` runs.
     """
@@ -81,6 +84,7 @@ class Watched:
     detail: bool = True
     overflown: bool = False
     late: bool = False
+    measure: bool = False
     stepping: bool = False
     in_closure: bool = False
 

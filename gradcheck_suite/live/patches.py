@@ -35,6 +35,11 @@ class Patches:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self.active = False
 
+    @property
+    def watching(self) -> bool:
+        """Whether calls are noted: not while torch compiles, nor while a window is computed again."""
+        return self.active and not self._recorder.muted and not torch.compiler.is_compiling()
+
     def install(self) -> None:
         """Replace the functions."""
         self.active = True
@@ -94,7 +99,7 @@ class Patches:
 
         @functools.wraps(function)
         def loss(*args: Any, **kwargs: Any) -> Any:
-            if not patches.active or torch.compiler.is_compiling():
+            if not patches.watching:
                 return function(*args, **kwargs)
             return recorder.call_loss(name, function, args, kwargs)
 
@@ -106,7 +111,7 @@ class Patches:
         @functools.wraps(function)
         def backward(*args: Any, **kwargs: Any) -> Any:
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            if not patches.active or torch.compiler.is_compiling() or _transformed(roots):
+            if not patches.watching or _transformed(roots):
                 return function(*args, **kwargs)
             with recorder.backward(roots, accumulates=accumulates):
                 return function(*args, **kwargs)
@@ -118,7 +123,7 @@ class Patches:
 
         @functools.wraps(function)
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            if not patches.active or torch.compiler.is_compiling():
+            if not patches.watching:
                 return function(parameters, max_norm, *args, **kwargs)
             kept = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = function(kept, max_norm, *args, **kwargs)

@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from gradcheck_suite.live import calls, losses
 from gradcheck_suite.live.calls import Call, Received
+from gradcheck_suite.live.forwards import Forward, Forwards
 from gradcheck_suite.live.graph import reached
 from gradcheck_suite.live.passes import Gate, Pass, Watched, supported
 from gradcheck_suite.live.places import NOWHERE, Place, declared_denominator, here
@@ -49,16 +50,20 @@ class Recorder:
         findings: what could not be seen or judged -> how often.
         watched: the optimizers, in the order in which they were found.
         unrecognised: `file:line` of a call of backward -> name of an autograd node there that is no recognised loss.
+        muted: whether nothing is recorded, since a window is computed again.
+        every: one window in so many is recorded, to be computed again; None for none.
     """
 
-    def __init__(self, judge: Judge, *, weights: bool = True, sums: bool = True) -> None:
+    def __init__(self, judge: Judge, *, weights: bool = True, sums: bool = True, every: int | None = None) -> None:
         self.findings: Counter[str] = Counter()
         self.watched: list[Watched] = []
         self.unrecognised: dict[str, str] = {}
         self.losses_seen = 0
         self.passes_seen = 0
         self.steps_seen = 0
-        self.weights, self.sums = weights, sums
+        self.weights, self.sums, self.every = weights, sums, every
+        self.muted = False
+        self.forwards = Forwards(self._recording, self._receive_output, self.guarded)
         self._judge = judge
         self._gates: dict[int, Gate] = {}
         self._pass: Pass | None = None
@@ -75,12 +80,15 @@ class Recorder:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+        if self.every is not None:
+            self.forwards.open()
         for optimizer in living(torch.optim.Optimizer) if scan else ():
             if hasattr(optimizer, "param_groups"):
                 self.watch(optimizer)
 
     def close(self) -> None:
         """Remove every hook."""
+        self.forwards.close()
         for handle in self._handles:
             handle.remove()
         for gate in self._gates.values():
@@ -106,7 +114,7 @@ class Recorder:
     def _watch_parameter(self, state: Watched, parameter: torch.Tensor) -> None:
         key = id(parameter)
         state.parameters[key] = weakref.ref(parameter)
-        if not self.sums and not self.weights:
+        if not self.sums and not self.weights and self.every is None:
             return
         gate = self._gates.get(key)
         if gate is None or gate.parameter() is not parameter:
@@ -163,10 +171,26 @@ class Recorder:
             found.ordinal = ordinal
             backward.received.append(found)
 
+    # Calls of modules
+
+    def due(self, state: Watched) -> bool:
+        """Whether the next window of an optimizer is computed again."""
+        return self.every is not None and (state.measure or state.steps % self.every == 0)
+
+    def _recording(self) -> bool:
+        return not self.muted and (not self.watched or any(map(self.due, self.watched)))
+
+    def _receive_output(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
+        backward = self.current_pass()
+        if backward is not None:
+            backward.forwards.setdefault(forward, {})[index] = cotangent
+
     # Backward passes
 
     def current_pass(self) -> Pass | None:
         """Return the backward pass that runs; begin one where backward was called in a way that was not seen."""
+        if self.muted:
+            return None
         task = _in_backward()
         if self._depth == 0 and task != self._task:
             self._task = task
@@ -190,6 +214,7 @@ class Recorder:
                     self._end()
 
     def _begin(self, place: Place, *, accumulates: bool) -> None:
+        self.forwards.reset()
         self._pass = Pass(self.passes_seen, place, accumulates)
         self.passes_seen += 1
         for state in self.watched:
@@ -287,10 +312,13 @@ class Recorder:
 
     def _step(self, state: Watched, place: Place) -> None:
         self.steps_seen += 1
+        self.forwards.reset()
+        self.muted = True
         try:
             with self.guarded("a step"):
                 self._judge(state, place)
         finally:
+            self.muted = False
             state.steps += 1
             for backward in state.pending:
                 backward.consumers.add(id(state))

@@ -22,6 +22,10 @@ class Judged:
         weights: whether the weights of a recognised loss were judged.
         sums: whether the sum was judged.
         handmade: whether the gradient was put together by the user, in a way that says nothing about weights.
+        edited: whether `.grad` was edited after the last backward pass.
+        again: how the window was computed again, or None where it was not.
+        error: relative error of the gradient, where the window was computed again.
+        copies: whether inputs must be copied for that, since they were changed in place.
         findings: what is worth knowing.
     """
 
@@ -29,6 +33,10 @@ class Judged:
     weights: bool = False
     sums: bool = False
     handmade: bool = False
+    edited: bool = False
+    again: str | None = None
+    error: float | None = None
+    copies: bool = False
     findings: list[str] = field(default_factory=list)
 
 

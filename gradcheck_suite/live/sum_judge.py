@@ -203,9 +203,9 @@ def judge_sum(
             # where all arrivals are parallel, any sum of them is a multiple of any other
             found = exactly(left) or found
         elif found.name and before.name and (before.name != "not-linear" or found.name == "not-linear"):
-            found = before
+            found = replace(before, factor=before.factor * clip_factor(passes))
         elif found.name and not before.name:
-            state.detail = result.sums = True
+            state.detail = result.sums = result.edited = True
             memory.unclear = None
             result.findings.append("gradients were edited between the last backward and the step, not by one factor")
             return replace(before, factor=1.0)
@@ -229,4 +229,4 @@ def judge_sum(
         return None
     result.sums = True
     result.violation = violation
-    return None
+    return found

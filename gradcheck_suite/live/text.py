@@ -15,6 +15,10 @@ def _title(violation: LiveViolation) -> str:
     return f"{kind}{at}" + (f" and {more} more" if more else "")
 
 
+def _percent(share: float) -> str:
+    return "less than 0.1%" if share < 1e-3 else f"{100 * share:.3g}%"
+
+
 def violation_lines(violation: LiveViolation) -> list[str]:
     """Return a violation in words: kind, diagnosis, explanation, places, weights."""
     pairs = [
@@ -22,6 +26,7 @@ def violation_lines(violation: LiveViolation) -> list[str]:
         ("backward", violation.backward),
         ("step", violation.stepped),
         ("parameter", violation.parameter),
+        ("gradient", None if violation.gradient_error is None else f"off by {_percent(violation.gradient_error)}"),
     ]
     lines = [_title(violation), violation.explanation]
     lines += aligned((name, value) for name, value in pairs if value)
@@ -46,6 +51,8 @@ def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
         verdict = "holds so far (interrupted)"
     steps = "1 step" if result.windows == 1 else f"{result.windows} steps"
     lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}  {result.seconds:.1f} s"]
+    for how, count in result.again.items():
+        lines.append(f"    {count} window{'s' if count > 1 else ''} computed again, {how}")
     for violation in result.violations:
         lines += [f"    {line}" for line in ([_title(violation)] if shown else violation_lines(violation))]
     for violation in result.accepted:

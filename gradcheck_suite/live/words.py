@@ -23,11 +23,17 @@ SENTENCES = {
     "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
     "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
     "look for what resets or replaces its `.grad`",
+    "stale-parameters": "micro-batch(es) {numbers} of the window were computed with other parameters than those at the "
+    "step: write to parameters between windows, not inside one",
+    "mixed-modes": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
+    "others: call model.train() after every evaluation",
+    "nonlinear-backward": "the backward pass of {what} is no linear function of the gradient that it receives, so "
+    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalises it)",
     "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "
     "step after an epoch's last micro-batch too",
 }
 
-KNOWN = frozenset(SENTENCES) - {"hook", "foreign"} | {
+KNOWN = frozenset(SENTENCES) - {"hook", "foreign", "nonlinear-backward"} | {
     "mean-of-means",
     "wrong-count",
     "wrong-scale",

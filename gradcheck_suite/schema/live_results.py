@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradcheck_suite.schema.results import ViolationKind, json_number, violation_to_json
@@ -56,6 +56,7 @@ class LiveViolation:
         error: relative size: the largest relative error of a weight, or of a gradient's sum.
         allowed: the largest relative error that rounding explains, or None.
         weights: what each call of the loss gave its items; empty where the weights are not what is wrong.
+        gradient_error: 2-norm of the gradient's error over that of the gradient, where the window was computed again.
         occurrences: number of steps with this diagnosis.
     """
 
@@ -70,11 +71,13 @@ class LiveViolation:
     error: float | None = None
     allowed: float | None = None
     weights: tuple[WeightRow, ...] = ()
+    gradient_error: float | None = None
     occurrences: int = 1
 
-    def again(self) -> LiveViolation:
-        """Return the violation with one more occurrence."""
-        return replace(self, occurrences=self.occurrences + 1)
+    def again(self, other: LiveViolation) -> LiveViolation:
+        """Return the violation with one more occurrence, which may be the first whose size is known."""
+        error = self.gradient_error if self.gradient_error is not None else other.gradient_error
+        return replace(self, occurrences=self.occurrences + 1, gradient_error=error)
 
     def to_json(self) -> dict[str, Any]:
         """Return the violation as JSON-ready data: the fields of `verify`, and those of a live run."""
@@ -86,6 +89,7 @@ class LiveViolation:
             "backward": self.backward,
             "stepped": self.stepped,
             "weights": [row.to_json() for row in self.weights],
+            "gradient_error": json_number(self.gradient_error),
             "occurrences": self.occurrences,
         }
 
@@ -101,6 +105,7 @@ class LiveResult:
         seconds: wall-clock seconds of the run.
         violations: the first violation of each diagnosis that is not accepted, in the order in which they were found.
         accepted: likewise of the diagnoses that the user accepts.
+        again: how windows were computed again -> how many.
         findings: what could not be seen or judged, and what is worth knowing.
         unjudged: why nothing could be judged, and what to do; None where something was.
         interrupted: whether Ctrl-C ended the run.
@@ -113,6 +118,7 @@ class LiveResult:
     seconds: float
     violations: tuple[LiveViolation, ...] = ()
     accepted: tuple[LiveViolation, ...] = ()
+    again: dict[str, int] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
     unjudged: str | None = None
     interrupted: bool = False
@@ -143,6 +149,7 @@ class LiveResult:
             "windows": self.windows,
             "steps": self.steps,
             "seconds": round(self.seconds, 3),
+            "again": dict(self.again),
             "findings": list(self.findings),
             "unjudged": self.unjudged,
             "accepted": [violation.to_json() for violation in self.accepted],

@@ -76,10 +76,11 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
     unseen = script("", loss="((model(x) - 1) ** 2).mean()")
     empty = tmp_path / "empty.py"
     empty.write_text("")
+    without = [word for name in ("weights", "sums", "batch") for word in ("--without", name)]
     for arguments, message in (
         ([unseen], "declare it with `loss = gradcheck_suite.objective(loss, count=n)`"),
         ([str(empty)], "no optimizer.step() was seen"),
-        (["--without", "weights", "--without", "sums", SOUND], "every instrument was switched off"),
+        ([*without, SOUND], "every instrument was switched off"),
         (["no_such.py"], "no_such.py: no such script"),
         (["-m", "no_such_module"], "-m no_such_module: no such module"),
         (["--steps", "0", SOUND], "--steps: expected a positive integer, got '0'"),

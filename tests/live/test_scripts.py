@@ -9,6 +9,8 @@ from tests.live.running import SCRIPTS, audited, trained
 
 SOUND = sorted(path.stem for path in SCRIPTS.glob("sound_*.py"))
 FAULTY = {
+    "faulty_averaged_weights_left_in": "stale-parameters",
+    "faulty_backward_hook_normalises": "not-linear",
     "faulty_bfloat16_mean_of_means": "mean-of-means",
     "faulty_bfloat16_never_reset": "stale-window",
     "faulty_bfloat16_reset": "reset-inside-window",
@@ -19,8 +21,10 @@ FAULTY = {
     "faulty_declared_denominator": "wrong-scale",
     "faulty_divided_twice": "wrong-scale",
     "faulty_first_window_short": "wrong-scale",
+    "faulty_function_ignores_its_gradient": "not-linear",
     "faulty_gan_leaks": "stale-window",
     "faulty_hook_clamps": "not-linear",
+    "faulty_left_in_evaluation_mode": "mixed-modes",
     "faulty_loss_scale_moves": "rescaled-accumulator",
     "faulty_mean_of_means": "mean-of-means",
     "faulty_mean_of_means_auxiliary": "mean-of-means",
