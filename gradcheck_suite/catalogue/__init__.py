@@ -37,7 +37,7 @@ from gradcheck_suite.catalogue import (
     weight_probe,
 )
 from gradcheck_suite.catalogue.definitions import InputDefinition, LayerDefinition, LossDefinition
-from gradcheck_suite.catalogue.losses import binary, classification, margin, probabilistic, regression
+from gradcheck_suite.catalogue.losses import binary, classification, combined, margin, probabilistic, regression
 from gradcheck_suite.catalogue.signals import Options, Signal
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.spec import REDUCTIONS, Input, Layer, Loss, ProblemSpec
@@ -81,7 +81,13 @@ LAYERS: Mapping[str, LayerDefinition] = _table(
     weight_probe.LAYERS,
 )
 LOSSES: Mapping[str, LossDefinition] = _table(
-    regression.KINDS, classification.KINDS, binary.KINDS, probabilistic.KINDS, margin.KINDS, weight_probe.LOSSES
+    regression.KINDS,
+    classification.KINDS,
+    binary.KINDS,
+    probabilistic.KINDS,
+    margin.KINDS,
+    combined.KINDS,
+    weight_probe.LOSSES,
 )
 
 
@@ -179,7 +185,7 @@ def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
 def input_signal(spec: Input) -> Signal:
     """Return the signal that the first layer receives."""
     kind = input_definition(spec)
-    if dict(spec.o).keys() != kind.variants[0].keys():
+    if spec.o.keys() not in [variant.keys() for variant in kind.variants]:
         raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
     return kind.signal(spec.o)
 

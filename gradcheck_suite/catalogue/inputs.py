@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.catalogue.definitions import Arrays, InputDefinition
 from gradcheck_suite.catalogue.signals import Options, Signal, product
+from gradcheck_suite.errors import UsageError
 
-LENGTHS = (3,)
+Floats = npt.NDArray[np.float64]
+LARGE = 30.0
+VALUES: dict[str, Callable[[Floats], Floats]] = {"tied": np.round, "large": lambda x: LARGE * x}
+"""What the option `values` makes of normal numbers: many that are equal or 0, or large ones. Layers are differentiated
+on torch's side of a kink, so that torch and JAX agree at ties and zeros."""
 
 
-def _normal(rng: np.random.Generator, items: int, *size: int) -> Arrays:
-    return {"x": rng.standard_normal((items, *size))}
+def _normal(options: Options, rng: np.random.Generator, items: int, *size: int) -> Arrays:
+    x = rng.standard_normal((items, *size))
+    values = options.get("values")
+    if values is not None and values not in VALUES:
+        raise UsageError(f"input: values must be one of {', '.join(VALUES)}; got {values!r}")
+    return {"x": x if values is None else VALUES[values](x)}
 
 
 def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> npt.NDArray[np.bool_]:
@@ -22,7 +33,7 @@ def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> npt.NDArr
 
 
 def _sequence(options: Options, rng: np.random.Generator, items: int) -> Arrays:
-    arrays = _normal(rng, items, options["length"], options["size"])
+    arrays = _normal(options, rng, items, options["length"], options["size"])
     if options["padded"]:
         arrays["mask"] = _prefix_mask(rng, items, options["length"])
     return arrays
@@ -39,19 +50,25 @@ def _tokens(options: Options, rng: np.random.Generator, items: int) -> Arrays:
 KINDS = (
     InputDefinition(
         "vector",
-        product(size=(1, 2, 3, 4)),
+        (*product(size=(1, 2, 3, 4)), *product(size=(2,), values=tuple(VALUES))),
         lambda o: Signal("vector", (o["size"],)),
-        lambda o, rng, items: _normal(rng, items, o["size"]),
+        lambda o, rng, items: _normal(o, rng, items, o["size"]),
     ),
     InputDefinition(
         "sequence",
-        product(length=LENGTHS, size=(2, 4), padded=(False, True)),
+        (
+            *product(length=(3,), size=(2, 4), padded=(False, True)),
+            *product(length=(5,), size=(2,), padded=(False, True)),
+            *product(length=(3,), size=(2,), padded=(False, True), values=tuple(VALUES)),
+        ),
         lambda o: Signal("sequence", (o["length"], o["size"]), padded=o["padded"]),
         _sequence,
     ),
     InputDefinition(
         "tokens",
-        product(length=LENGTHS, vocabulary=(5,), padded=(False, True)),
+        tuple(
+            o for n, v in ((3, 5), (5, 5), (3, 9)) for o in product(length=(n,), vocabulary=(v,), padded=(False, True))
+        ),
         lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
         _tokens,
     ),
@@ -64,8 +81,12 @@ KINDS = (
     ),
     InputDefinition(
         "image",
-        product(channels=(2, 4), height=(4,), width=(5,)),
+        (
+            *product(channels=(2, 4), height=(4,), width=(5,)),
+            *({"channels": 2, "height": size, "width": size} for size in (2, 5)),
+            *product(channels=(2,), height=(4,), width=(5,), values=tuple(VALUES)),
+        ),
         lambda o: Signal("image", (o["channels"], o["height"], o["width"])),
-        lambda o, rng, items: _normal(rng, items, o["channels"], o["height"], o["width"]),
+        lambda o, rng, items: _normal(o, rng, items, o["channels"], o["height"], o["width"]),
     ),
 )

@@ -62,13 +62,12 @@ def options_of(variants: Sequence[Options], *, every_usual: bool = False) -> st.
     """Return a strategy that draws one variant four times as often as all the others together.
 
     It is the first with the usual number of features, or the first of all. Most layers then have the same shapes and
-    share compiled programs. With `every_usual`, all variants with that number take its place.
+    share compiled programs. With `every_usual`, the same variant with and without padding takes its place.
     """
-    usual = [o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)]
-    usual = usual or ([*variants] if every_usual else [variants[0]])
-    often = usual if every_usual else usual[:1]
-    times = 4 * len(variants) // len(often)
-    return st.sampled_from([variants[0], *often * times, *variants[1:]])
+    usual = next((o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)), variants[0])
+    often = [o for o in variants if o == {**usual, "padded": o.get("padded")}] if every_usual else []
+    often = often or [usual]
+    return st.sampled_from([variants[0], *often * (4 * len(variants) // len(often)), *variants[1:]])
 
 
 def choices_of(found: Iterable[tuple[Any, Sequence[Options]]], *, every_usual: bool = False) -> Choices | None:

@@ -7,10 +7,12 @@ numbers are too large there, or become 0 or infinite when each result is rounded
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.references.noise import Computation, Part
@@ -38,6 +40,9 @@ class _Narrowed(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and round its results."""
+        if (decomposed := _decompositions().get(func)) is not None:
+            with self:
+                return decomposed(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         if all(alias.is_write for alias in aliases):
@@ -56,6 +61,16 @@ class _Narrowed(TorchDispatchMode):
         self.left |= bool((~infinite & (sizes > limits.max / MARGIN)).any())
         rounded = value.clamp(-limits.max, limits.max).to(self._dtype).to(torch.float64)
         value.copy_(torch.where(infinite, value, rounded))
+
+
+@cache
+def _decompositions() -> dict[Any, Any]:
+    """Return the operations with an intermediate result that overflows, as functions of simpler operations.
+
+    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89.
+    """
+    aten = torch.ops.aten
+    return dict(get_decompositions([aten.soft_margin_loss, aten.soft_margin_loss_backward]))
 
 
 def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> bool:

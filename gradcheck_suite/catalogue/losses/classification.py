@@ -50,9 +50,10 @@ def ignore_some(rng: np.random.Generator, ignored: Bools) -> Bools:
     return (flat | dropped).reshape(ignored.shape)
 
 
-def _class_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def class_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+    """Return drawn classes, (n, *positions), some of them `IGNORE_INDEX` if asked for."""
     target = skewed_classes(signal, rng, len(ignored))["target"]
-    if options["ignore_index"]:
+    if options.get("ignore_index"):
         target = np.where(ignore_some(rng, at_positions(signal, ignored)), IGNORE_INDEX, target)
     return {"target": target}
 
@@ -107,28 +108,32 @@ def _nll_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     return _cross_entropy_items({**options, "label_smoothing": 0.0}, out, batch)
 
 
-def _count_targets(options: Options, batch: Tensors) -> torch.Tensor:
+def count_targets(options: Options, batch: Tensors) -> torch.Tensor:
+    """Return the number of valid targets, or the sum of their class weights, a scalar."""
     counted = batch["target"][batch["target"] != IGNORE_INDEX]
-    if options["class_weights"]:
+    if options.get("class_weights"):
         return (0.5 + counted.to(torch.float64)).sum()
     return torch.tensor(counted.numel(), device=counted.device)
 
 
-def _targets_per_item(options: Options, batch: Arguments) -> jax.Array:
+def targets_per_item(options: Options, batch: Arguments) -> jax.Array:
+    """Return each item's number of valid targets, or the sum of their class weights, (n,)."""
     target = batch["target"]
-    share = 0.5 + target if options["class_weights"] else jnp.ones(target.shape)
+    share = 0.5 + target if options.get("class_weights") else jnp.ones(target.shape)
     return per_item(jnp.where(target == IGNORE_INDEX, 0.0, share))
 
 
-def _ignores(options: Options) -> bool:
+def ignores_targets(options: Options) -> bool:
+    """Return whether some targets are ignored."""
     # the mean of no valid targets is 0/0, but torch's gradient of an ignored position is 0
-    ignores: bool = options["ignore_index"]
+    ignores: bool = options.get("ignore_index", False)
     return ignores
 
 
-def _uniform(signal: Signal, options: Options) -> bool:
-    varies = options["ignore_index"] and positions(signal) != ()
-    return not varies and not options["class_weights"]
+def uniform_targets(signal: Signal, options: Options) -> bool:
+    """Return whether every item has the same count."""
+    varies = ignores_targets(options) and positions(signal) != ()
+    return not varies and not options.get("class_weights")
 
 
 def _distributions(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
@@ -191,13 +196,13 @@ KINDS = (
     LossDefinition(
         "cross_entropy",
         on(*FLOATS, min_features=2, ignore_index=(False, True), label_smoothing=SMOOTHING, class_weights=(False, True)),
-        _class_targets,
+        class_targets,
         _cross_entropy,
-        _count_targets,
+        count_targets,
         _cross_entropy_items,
-        _targets_per_item,
-        maskable=_ignores,
-        uniform=_uniform,
+        targets_per_item,
+        maskable=ignores_targets,
+        uniform=uniform_targets,
     ),
     LossDefinition(
         "soft_cross_entropy",
@@ -211,13 +216,13 @@ KINDS = (
     LossDefinition(
         "nll",
         on(*FLOATS, min_features=2, ignore_index=(False, True), class_weights=(False, True)),
-        _class_targets,
+        class_targets,
         _nll,
-        _count_targets,
+        count_targets,
         _nll_items,
-        _targets_per_item,
-        maskable=_ignores,
-        uniform=_uniform,
+        targets_per_item,
+        maskable=ignores_targets,
+        uniform=uniform_targets,
     ),
     LossDefinition(
         "weighted_cross_entropy",

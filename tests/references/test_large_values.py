@@ -1,0 +1,77 @@
+"""Large values and saturated probabilities: no finding is made of torch's own rounding, and faults are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.references.agreement import precision_fault
+from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.reference import REFERENCES
+
+# torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
+SATURATED = Case(
+    ProblemSpec(
+        Input("vector", size=2, values="large"),
+        (
+            Layer("scale"),
+            Layer("batch_norm1d", affine=False),
+            Layer("mixture", experts=2, features=2),
+        ),
+        Loss("nll", class_weights=False, ignore_index=False, reduction="mean"),
+    ),
+    Plan((1, 3, 1, 2, 2, 5, 3, 8, 1, 3, 3, 3), 3),
+    dtype="bfloat16",
+    seed=2940450932,
+)
+# torch computes log(1 + exp(-y x)), whose exponential is infinite in bfloat16
+OVERFLOWS = Case(
+    ProblemSpec(
+        Input("image", channels=2, height=4, width=5, values="large"),
+        (Layer("scale"),),
+        Loss("soft_margin", reduction="mean"),
+    ),
+    Plan((1, 3, 4, 5, 1, 8, 2, 2, 1, 1, 1, 5, 1, 2, 4, 4, 5), 6),
+    dtype="bfloat16",
+    seed=2448470818,
+)
+
+
+def _doubled(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(2)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_rounding_of_saturated_probabilities_is_no_fault_of_torch(dtype):
+    case = SATURATED.replace(dtype=dtype)
+    reference = REFERENCES.get(case, None)
+    assert all(precision_fault(reference.window(w)) is None for w in range(len(case.plan.windows)))
+    assert check(BUILT_IN["plain"], case).holds
+    assert check(_doubled, case).violation.kind == "gradient"
+
+
+def test_a_loss_that_overflows_within_torch_is_not_judged():
+    window = REFERENCES.get(OVERFLOWS, None).window(0)
+    with pytest.raises(CannotJudgeError, match="finite in float64 and not in bfloat16"):
+        precision_fault(window)
+    assert check(BUILT_IN["plain"], OVERFLOWS.replace(dtype="float64")).holds
+
+
+@pytest.mark.parametrize("scale", [100.0, 10000.0])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_large_logits_are_judged(scale, dtype):
+    loss = Loss("cross_entropy_of_large_logits", scale=scale, reduction="mean")
+    layers = (Layer("linear", features=3, bias=True), Layer("tanh"), Layer("linear", features=3, bias=True))
+    for values in ({}, {"values": "tied"}, {"values": "large"}):
+        case = Case(ProblemSpec(Input("vector", size=2, **values), layers, loss), Plan((3, 1, 4), 2), dtype=dtype)
+        assert check(BUILT_IN["plain"], case).holds
+        violation = check(_doubled, case).violation
+        assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
