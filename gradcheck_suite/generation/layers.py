@@ -106,12 +106,18 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
     if focus.layer is not None:
         # the drawn kind goes unused, so that the later choices keep their places when the focus shrinks to none
         kind = LAYERS[focus.layer]
-        variants = options_of([o for o in kind.variants(signal) if focus.fits(o)])
+        variants = options_of(_of_focus(focus, signal, limits))
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(integers(1, MAX_INNER_LAYERS)) + kind.parallel
         inner = [draw(layer_strategy(signal, _inside(limits))) for _ in range(count)]
     return Layer(kind.name, *inner, **draw(variants))
+
+
+def _of_focus(focus: Focus, signal: Signal, limits: Limits) -> list[Options]:
+    assert focus.layer is not None
+    dense_or_sparse = Limits(sparse=limits.sparse)
+    return [o for o in dense_or_sparse.variants(LAYERS[focus.layer], signal) if focus.fits(o)]
 
 
 def _inside(limits: Limits) -> Limits:
@@ -134,5 +140,5 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
         fitting = [Layer(k.name, **o) for k in LAYERS.values() for o in within.variants(k, signal)]
         inner = [fitting[number % len(fitting)]] if fitting else [Layer("tanh")]
         inner += [Layer("tanh")] * kind.parallel
-    variants = [o for o in kind.variants(signal) if focus.fits(o)]
+    variants = _of_focus(focus, signal, limits)
     return Layer(kind.name, *inner, **variants[number % len(variants)])

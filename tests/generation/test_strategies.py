@@ -28,7 +28,8 @@ from gradcheck_suite.catalogue import (
 )
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.generation.drawing import draw_cases
-from gradcheck_suite.generation.focus import RARE_INPUTS
+from gradcheck_suite.generation.focus import RARE_INPUTS, Focus
+from gradcheck_suite.generation.layers import Limits, picked_layer
 from gradcheck_suite.generation.plans import MAX_MICRO_BATCHES
 
 RUNS, PER_RUN = 10, 200
@@ -223,6 +224,13 @@ def test_plans_keep_to_the_bounds_they_are_given(data):
     assert low <= plan.accumulation_steps <= high
     assert max(plan.micro_batches) <= 3
     assert plan.masked == ()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_focus_on_embeddings_gives_sparse_gradients_only_where_they_are_allowed(sparse):
+    tokens = input_signal(Input("tokens", length=3, padded=False, vocabulary=5))
+    picked = [picked_layer(Focus(layer="embedding"), tokens, Limits(sparse=sparse), number) for number in range(16)]
+    assert any(layer.o["sparse"] for layer in picked) == sparse
 
 
 @given(problems(min_layers=2, max_layers=3, sparse=False))
