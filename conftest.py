@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,11 +37,17 @@ settings.register_profile("nightly", parent=_RANDOM, max_examples=2000, **_COMMO
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # JAX would reserve three quarters of a GPU's memory, which torch needs too. JAX reads it when it looks for devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# cuBLAS is deterministic only with a workspace of a fixed size. It reads the variable when it is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_STARTED = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--full` and `--require-cuda`."""
+    """Add `--full`, `--require-cuda` and `--minutes`."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption(
+        "--minutes", type=float, metavar="N", help="stop after the test that is running when N minutes are over"
+    )
     parser.addoption("--require-cuda", action="store_true", help="fail where torch or JAX sees no CUDA device")
 
 
@@ -82,3 +89,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in set(long)]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the run once the time of `--minutes` is over; what was measured is kept, and the exit status is 2."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and nextitem is not None and time.monotonic() - _STARTED > 60 * minutes:
+        item.session.shouldstop = f"--minutes {minutes:g} are over, before {nextitem.nodeid}"

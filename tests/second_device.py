@@ -2,7 +2,7 @@
 
 It stands in for CUDA as far as tensors go: a tensor that is left on the wrong device raises here as it would on a GPU.
 A tensor of this device wraps a CPU tensor and reports the device `meta`, since autograd looks for the hardware of any
-other. Kernels, addresses, streams, memory and rounding are those of the CPU.
+other. Kernels, streams, memory and rounding are those of the CPU.
 
     python -m pytest properties -m cuda -p tests.second_device
 
@@ -51,6 +51,14 @@ class SecondDeviceTensor(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"{self.inner!r} on the second device"
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the values."""
+        return self.inner.untyped_storage()
 
     # a module that changes dtype or device exchanges tensors with these methods for new ones
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -11,6 +11,7 @@ See https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stat
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class AllocatorPeak:
 
     Attributes:
         requested_peak: the most bytes that tensors asked for.
-        allocated_peak: the most bytes allocated; each request is rounded up to a multiple of `BLOCK`.
+        allocated_peak: the most bytes allocated, with what `BLOCK` and `LARGE` say is added to each request.
         reserved_peak: the most bytes held from the device, free blocks included.
         allocations: allocations per window.
         retries: attempts that failed until cached blocks were given back to the device.
@@ -50,8 +51,12 @@ class AllocatorPeak:
     segments: int
 
 
-BLOCK = 512
-"""CUDA's allocator rounds every request up to a multiple of this many bytes."""
+BLOCK, LARGE = 512, 2**20
+"""CUDA's allocator rounds every request up to a multiple of `BLOCK` bytes. A request of more than `LARGE` bytes may get
+a block with up to `LARGE` bytes more, which are not split off. Source: `should_split` in
+https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp"""
+Baseline = Mapping[str, int] | None
+"""What the allocator held at some moment; None on the CPU, whose allocator counts nothing."""
 
 
 @dataclass(frozen=True)
@@ -107,33 +112,40 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     # a small model first: the context, the workspaces of the libraries and their code are no cost of the mode
     sized_workload(modes[mode], Size(100, size.layout), 1, device=device, dtype=kind).window()
     before = _resident("VmRSS")
-    baseline = _allocator_baseline() if device == "cuda" else None
+    baseline = allocator_baseline(device)
     work = sized_workload(modes[mode], size, micro_batches, device=device, dtype=kind)
     work.reset()
     for _ in range(WARM):
         work.window()
-    if baseline is None:
-        _forget_peak()
-        for _ in range(MEASURED):
-            work.window()
-        after = _resident("VmHWM")
-        resident = None if before is None or after is None else after - before
-        allocator = None
-    else:
-        resident, allocator = None, _allocator_peak(work, baseline)
+    _forget_peak()
+    allocator = allocator_peak(work, baseline)
+    after = _resident("VmHWM")
+    resident = None if before is None or after is None or device == "cuda" else after - before
     peak, live = window_memory(work)
     return Memory(peak, sum(live.values()), live["gradients"], resident, allocator)
 
 
-def _allocator_baseline() -> dict[str, int]:
-    """Return what the allocator holds now, after giving back every block that nobody uses."""
+def allocator_baseline(device: str) -> Baseline:
+    """Return what the allocator holds now, after giving back every block that nobody uses; None on the CPU."""
+    if device == "cpu":
+        return None
+    gc.collect()  # an earlier workload that is freed later would lower the peak
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return dict(torch.cuda.memory_stats())
 
 
-def _allocator_peak(work: Workload, baseline: Mapping[str, int]) -> AllocatorPeak:
-    """Run `MEASURED` windows and return what the allocator counted above the baseline and the inputs."""
+def allocator_peak(work: Workload, baseline: Baseline) -> AllocatorPeak | None:
+    """Run `MEASURED` windows and return what the allocator counted above the baseline and the inputs; None on the CPU.
+
+    Args:
+        work: built since the baseline; it has run a window before, so that what it keeps exists.
+        baseline: as `allocator_baseline` returned it.
+    """
+    if baseline is None:
+        for _ in range(MEASURED):
+            work.window()
+        return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_stats()

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
-from gradcheck_suite.measure.bandwidth import flush
-from gradcheck_suite.measure.clock import timer
 from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
 from gradcheck_suite.measure.cuda_graphs import PLACES, CapturedWindow
 from gradcheck_suite.measure.workload import Size
+from properties.benchmarks.timing import time_rounds
 
 SIZE = Size(10**6, "few")
 ABOUT = {"dtype": "float32", "parameters": SIZE.total, "tensors": SIZE.tensors, "layout": SIZE.layout}
@@ -51,8 +50,7 @@ def test_compiled(
     run = training(part, mode, SIZE, MICRO_BATCHES, device, compiled=compiled)
     for _ in range(WARM):
         run()
-    benchmark._timer = timer(device)
-    benchmark.pedantic(run, setup=flush(device), rounds=ROUNDS)
+    time_rounds(benchmark, run, device=device, rounds=ROUNDS)
     made = graphs()
     benchmark.extra_info.update(
         measures="compiled",
@@ -83,8 +81,7 @@ def test_captured(
     if pytestconfig.getoption("--bench-device") != "cuda":
         pytest.skip("CUDA graphs need --bench-device cuda")
     captured = CapturedWindow(mode, place, SIZE, micro_batches)
-    benchmark._timer = timer("cuda")
-    benchmark.pedantic(captured.replay, setup=flush("cuda"), rounds=ROUNDS, warmup_rounds=3)
+    time_rounds(benchmark, captured.replay, device="cuda", rounds=ROUNDS)
     found = captured.finding()
     benchmark.extra_info.update(
         measures="captured",

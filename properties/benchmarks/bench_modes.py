@@ -5,8 +5,8 @@
 Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run. Every
 round starts with flushed caches on an idle device; a round of a reset also starts with new gradients of ones, since a
 second reset would find zeros or None. `set_to_none` moves its cost into the next backward, so modes are compared by
-their windows. On CUDA a row holds three times: the device's, between two events; the host's, until the device has
-finished; and the time in which kernels ran, by the profiler.
+their windows. A row holds the device's time, between two events on CUDA; the host's, until the device has finished; on
+CUDA the time in which kernels ran, by the profiler; and for a window its memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ import pytest
 import torch
 
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
-from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, flush, memset_bandwidth
-from gradcheck_suite.measure.clock import quartiles, timed, timer
+from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, memset_bandwidth
+from gradcheck_suite.measure.clock import quartiles, timer
 from gradcheck_suite.measure.jax_window import compiled_window, flush_caches, memory_bytes, runner
 from gradcheck_suite.measure.launches import LARGE, SMALL, foreach_launches
 from gradcheck_suite.measure.machine import cache_bytes, regime
-from gradcheck_suite.measure.memory import window_memory
+from gradcheck_suite.measure.memory import Baseline, allocator_baseline, allocator_peak, window_memory
 from gradcheck_suite.measure.profile import Profile, profiled
 from gradcheck_suite.measure.workload import Size, Workload, sized_workload
 from gradcheck_suite.schema.costs import Cost, uniform_window
+from properties.benchmarks.timing import pedantic, time_rounds
 
-ROUNDS = {"cpu": 15, "cuda": 30}
-PARAMETERS = {"cpu": (10**5, 10**6, 10**7), "cuda": (10**5, 10**6, 10**7, 10**8, 10**9)}
+ROUNDS = {"cpu": 15, "cuda": 20}
+SIZES = {
+    "cpu": [Size(n, layout) for n in (10**5, 10**6, 10**7) for layout in ("many", "few")],
+    # calls decide the time of few parameters in many tensors, bandwidth that of many in few
+    "cuda": [
+        *(Size(n, "many") for n in (10**5, 10**6, 10**7, 10**8)),
+        *(Size(n, "few") for n in (10**6, 10**7, 10**8, 10**9)),
+    ],
+}
 MICRO_BATCHES = (1, 4)
 DTYPES = ("float32", "bfloat16")
 JAX_PLATFORM = {"cpu": "cpu", "cuda": "gpu"}
@@ -40,9 +48,8 @@ JAX_PLATFORM = {"cpu": "cpu", "cuda": "gpu"}
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = metafunc.config.getoption("--bench-device")
-    sizes = [Size(n, layout) for n in PARAMETERS[device] for layout in ("many", "few")]
     if "size" in metafunc.fixturenames:
-        metafunc.parametrize("size", sizes, ids=lambda size: size.name)
+        metafunc.parametrize("size", SIZES[device], ids=lambda size: size.name)
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", [device])
 
@@ -56,11 +63,6 @@ def _bandwidths(device: str) -> dict[str, float]:
     return found if device == "cuda" else {**found, "memset_per_second": memset_bandwidth()}
 
 
-@cache
-def _flush(device: str) -> Callable[[], None]:
-    return flush(device)
-
-
 def _measure(
     benchmark: Any,
     keep: Callable[..., None],
@@ -69,19 +71,10 @@ def _measure(
     setup: Callable[[], Any],
     **about: Any,
 ) -> Profile:
-    """Time on the device's clock, then on the host's, then profile: profiling slows a run down."""
-    flush_caches = _flush(device)
-
-    def prepared() -> None:
-        setup()
-        flush_caches()
-
-    benchmark._timer = timer(device)
+    """Time, then profile: profiling slows a run down."""
     benchmark.extra_info.update(about, device=device, **_bandwidths(device))
-    benchmark.pedantic(run, setup=prepared, rounds=ROUNDS[device], warmup_rounds=3)
-    if device == "cuda":
-        benchmark.extra_info["host"] = asdict(quartiles(timed(run, prepared, ROUNDS[device], device, "host")))
-    prepared()
+    prepare = time_rounds(benchmark, run, device=device, rounds=ROUNDS[device], setup=setup)
+    prepare()
     profile = profiled(run, device)
     benchmark.extra_info.update(profile=profile.operations, kernels=profile.kernels, busy_seconds=profile.busy)
     keep(benchmark)
@@ -100,10 +93,22 @@ def _about(size: Size, dtype: str, device: str) -> dict[str, Any]:
     }
 
 
-def _memory(work: Workload, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the ledger's bytes of one window: the peak, and the gradients that are alive between two windows."""
+def _memory(work: Workload, dtype: torch.dtype, baseline: Baseline) -> dict[str, Any]:
+    """Return the bytes of one window: its peak and the gradients alive after it, by the ledger; the allocator's peaks.
+
+    Earlier rows of the same process have used the allocator; `bench_memory_modes.py` measures in fresh processes.
+    """
+    work.window()
+    allocator = allocator_peak(work, baseline)
     peak, live = window_memory(work)
-    return {"memory": {"peak": peak, "gradients_between": live["gradients"], "itemsize": dtype.itemsize}}
+    return {
+        "memory": {
+            "peak": peak,
+            "gradients_between": live["gradients"],
+            "itemsize": dtype.itemsize,
+            "allocator": None if allocator is None else asdict(allocator),
+        }
+    }
 
 
 def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> Cost:
@@ -166,10 +171,11 @@ def test_window(
     dtype: str,
     device: str,
 ) -> None:
+    baseline = allocator_baseline(device)
     work = sized_workload(mode, size, micro_batches, device=device, dtype=getattr(torch, dtype))
     about: dict[str, Any] = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
     predicted = _predicted(mode, size, dtype, micro_batches).moved
-    about |= _memory(work, getattr(torch, dtype))
+    about |= _memory(work, getattr(torch, dtype), baseline)
     _measure(benchmark, keep, device, work.window, lambda: None, **about, **_about(size, dtype, device),
              predicted_bytes=predicted)  # fmt: skip
 
@@ -193,11 +199,8 @@ def test_window_in_jax(
         **_bandwidths(device),
         xla_memory_bytes=memory_bytes(program),
     )
-    benchmark.pedantic(run, setup=flush_caches(where), rounds=ROUNDS[device], warmup_rounds=3)
+    pedantic(benchmark, run, flush_caches(where), ROUNDS[device])
+    benchmark.extra_info["host"] = asdict(quartiles(benchmark.stats.stats.data))
     if device == "cuda":
-        benchmark.extra_info["host"] = _seconds_of(benchmark)
+        del benchmark.extra_info["waiting"]  # JAX waits for a GPU without using a processor
     keep(benchmark)
-
-
-def _seconds_of(benchmark: Any) -> dict[str, float]:
-    return asdict(quartiles(benchmark.stats.stats.data))

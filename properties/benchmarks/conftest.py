@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.execution.environment import environment
 from gradcheck_suite.measure.machine import device_info
+from gradcheck_suite.measure.paired_steps import WAITING
 from gradcheck_suite.records.store import append_record
 
 
@@ -44,6 +45,11 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
         if reports is None:
             return
         data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
+        if data.get("waiting", 0.0) > WAITING:
+            pytest.fail(
+                f"the process waited for a processor in {data['waiting']:.0%} of the time: nothing recorded. Run it on "
+                "an idle machine; `--last-failed` repeats only the rows that were disturbed"
+            )
         found = {**_environment(), "device": device_info(request.config.getoption("--bench-device"))}
         append_record(reports, kind, data, environment=found)
 

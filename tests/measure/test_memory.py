@@ -45,7 +45,7 @@ def _peaks(monkeypatch, *, reset=None):
     if reset is not None:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     device.allocate(500)  # a workspace
-    baseline = memory._allocator_baseline()
+    baseline = memory.allocator_baseline("cuda")
     device.allocate(1000)
 
     def window(size):
@@ -54,7 +54,7 @@ def _peaks(monkeypatch, *, reset=None):
 
     window(9000)
     work = SimpleNamespace(batches=[torch.zeros(250)], window=lambda: window(3000))
-    return memory._allocator_peak(work, baseline)
+    return memory.allocator_peak(work, baseline)
 
 
 def test_the_allocators_peaks_are_those_above_the_baseline_and_the_inputs(monkeypatch):

@@ -1,0 +1,54 @@
+"""Timing rounds with pytest-benchmark: every round starts with flushed caches on an idle device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from gradcheck_suite.measure.bandwidth import flush
+from gradcheck_suite.measure.clock import quartiles, timed, timer
+
+WARM = 3
+"""Rounds that are not timed."""
+cached_flush = cache(flush)
+"""The flush of a device, whose gigabyte of memory all rows share."""
+
+
+def time_rounds(
+    benchmark: Any, run: Callable[[], Any], *, device: str, rounds: int, setup: Callable[[], Any] = lambda: None
+) -> Callable[[], None]:
+    """Time rounds on the device's clock, then on the host's; return what prepares a round.
+
+    `benchmark.extra_info` gets `host`, the quartiles on the host's clock until the device has finished, and `waiting`,
+    the share of the time in which the process waited for a processor: more than next to nothing means that other
+    load disturbed the rounds.
+
+    Args:
+        benchmark: pytest-benchmark's fixture.
+        run: what is timed.
+        device: `"cpu"` or `"cuda"`.
+        rounds: number of rounds on either clock.
+        setup: called before each round, and not timed.
+    """
+    flush_caches = cached_flush(device)
+
+    def prepare() -> None:
+        setup()
+        flush_caches()
+
+    benchmark._timer = timer(device)
+    pedantic(benchmark, run, prepare, rounds)
+    host = benchmark.stats.stats.data if device == "cpu" else timed(run, prepare, rounds, device, "host")
+    benchmark.extra_info["host"] = asdict(quartiles(host))
+    return prepare
+
+
+def pedantic(benchmark: Any, run: Callable[[], Any], prepare: Callable[[], Any], rounds: int) -> None:
+    """Time prepared rounds on the benchmark's timer, and note in `extra_info` how long the process waited."""
+    host, processor = time.perf_counter(), time.process_time()
+    benchmark.pedantic(run, setup=prepare, rounds=rounds, warmup_rounds=WARM)
+    share = (time.process_time() - processor) / (time.perf_counter() - host)
+    benchmark.extra_info["waiting"] = max(0.0, 1 - share)
