@@ -4,7 +4,7 @@
     pytest tests properties -n 2 --full --hypothesis-profile full     also the tests marked `full`, and more cases
     pytest properties --hypothesis-profile dev                        few new cases, while writing
     pytest properties --hypothesis-profile nightly                    many new cases
-    pytest tests properties --hypothesis-profile gpu -m cuda          on a CUDA device
+    pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device
 
 A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of that for a property
 whose examples take longer. Neither torch nor JAX is imported here: tests of plain data start in half a second.

@@ -42,6 +42,20 @@ def latest(records: Iterable[Record], key: Callable[[Mapping[str, Any]], Hashabl
     return list(kept.values())
 
 
+def current(records: Iterable[Record]) -> list[Record]:
+    """Return the measurements of each device that were made where its newest one was made.
+
+    Times and bytes compare only within one machine and one set of versions, so older rows of another are left out.
+    """
+    records = list(records)
+    newest = {record.data.get("device"): _made_where(record) for record in records}
+    return [record for record in records if newest[record.data.get("device")] == _made_where(record)]
+
+
+def _made_where(record: Record) -> tuple[Any, ...]:
+    return tuple(record.environment.get(name) for name in ("processor", "processor_count", "versions", "device"))
+
+
 def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:
     """Return each distinct environment as pairs of a name and a value."""
     return tuple(dict.fromkeys(_pairs(record.environment) for record in records if record.environment))

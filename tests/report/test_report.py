@@ -166,6 +166,7 @@ def test_every_section_is_there_with_its_figures(page):
         "Does zero_ give the same gradients as set_to_none?",
         "Yes: 2 ways of resetting hand the optimizer the large batch's gradient",
         "in each of the 200 cases that every one of them was judged on (float64).",
+        "200 for each of",
         "Of 1 claims 0 are confirmed, 1 true under a condition, 0 refuted.",
         "True where: it rains",
         "held: 1, 2.5",

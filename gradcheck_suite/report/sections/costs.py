@@ -9,7 +9,7 @@ from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report import plots
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, device_name
-from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.report.records_view import current, latest
 from gradcheck_suite.report.sections.slow_resets import slow_resets
 
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
@@ -23,7 +23,7 @@ NO_GPU = (
 
 def costs(records: Sequence[Record]) -> Section:
     """Return the section on the time that resets take."""
-    timed = [record for record in records if record.data.get("measures") in MEASURES]
+    timed = current(record for record in records if record.data.get("measures") in MEASURES)
     rows = [r.data for r in latest(timed, lambda d: tuple(d.get(name) for name in _WHAT))]
     if not rows:
         return Section(

@@ -9,7 +9,7 @@ from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.records.step_times import MODES, step_times, summary
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, commands_of, device_name
-from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.report.records_view import current, latest
 
 KEY, TITLE = "decision", "When does releasing pay?"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
@@ -19,12 +19,14 @@ _WHAT = ("device", "parameters", "items", "micro_batches")
 
 def decision(records: Sequence[Record]) -> Section:
     """Return the section on the time of a step under either mode."""
-    mine = [record for record in records if record.data.get("measures") == "step"]
+    mine = _steps(records)
     if not mine:
         return Section(KEY, TITLE, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
     rows = timed_steps(mine)
     devices = sorted({str(row["device"]) for row in rows})
-    bandwidths = {r.data["device"]: r.data["bytes_per_second"] for r in records if "bytes_per_second" in r.data}
+    bandwidths = {
+        r.data["device"]: r.data["bytes_per_second"] for r in current(records) if "bytes_per_second" in r.data
+    }
     return Section(
         KEY,
         TITLE,
@@ -42,10 +44,13 @@ def decision(records: Sequence[Record]) -> Section:
     )
 
 
+def _steps(records: Sequence[Record]) -> list[Record]:
+    return current(record for record in records if record.data.get("measures") == "step")
+
+
 def timed_steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
     """Return the latest times of steps of each setting, from benchmark records."""
-    mine = [record for record in records if record.data.get("measures") == "step"]
-    rows = [r.data for r in latest(mine, lambda d: tuple(d[name] for name in _WHAT))]
+    rows = [r.data for r in latest(_steps(records), lambda d: tuple(d[name] for name in _WHAT))]
     return sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT))
 
 

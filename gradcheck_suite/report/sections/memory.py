@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Section, Table, commands_of
-from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.report.records_view import current, latest
 
 KEY, TITLE = "memory", "What each reset mode costs in memory"
 MIB = 2**20
@@ -18,6 +18,7 @@ def memory(records: Sequence[Record]) -> Section:
     command = "pytest properties/benchmarks/bench_memory_modes.py --bench-records reports"
     if not records:
         return Section(KEY, TITLE, missing=f"Memory has not been measured yet: run `{command}`.")
+    records = current(records)
     rows = [r.data for r in latest(records, lambda d: tuple(d[name] for name in _WHAT))]
     lines = []
     for row in sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT[:-1])):

@@ -45,11 +45,16 @@ def verification(records: Sequence[Record]) -> Section:
         )
     ]
     reached = _reached([record.data for record in newest])
-    total = sum(int(record.data.get("judged", 0)) for record in newest)
+    judged = [int(record.data.get("judged", 0)) for record in newest]
+    # each row judges cases of its own, so a layer may be reached more often than one row has cases
+    of = f"of {sum(judged):,} judged: " + (
+        f"{judged[0]:,} for each of {len(judged)} rows above"
+        if len(set(judged)) == 1
+        else f"the sum over the {len(judged)} rows above"
+    )
     for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
         if counts := reached.get(category):
-            caption = f"{title} (cases, of {total:,} judged)"
-            tables.append(Table(caption, ("what", "cases"), tuple(counts.most_common())))
+            tables.append(Table(f"{title} (cases, {of})", ("what", "cases"), tuple(counts.most_common())))
     text = (
         "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
         "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
