@@ -98,14 +98,16 @@ def _chosen(names: list[str]) -> list[Bug]:
 
 def _rows(arguments: argparse.Namespace, bugs: list[Bug]) -> Iterator[Row]:
     from gradcheck_suite.evidence.zoo.scoreboard import run_bug
+    from gradcheck_suite.execution.ranks.pool import kept_ranks
 
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    for bug in bugs:
-        row = run_bug(bug, seeds, examples=arguments.examples, dtype=arguments.dtype)
-        if any(result.interrupted for result in row.runs):
-            # the row is not whole, and what it lacks would read as a bug missed
-            raise KeyboardInterrupt
-        yield row
+    with kept_ranks():
+        for bug in bugs:
+            row = run_bug(bug, seeds, examples=arguments.examples, dtype=arguments.dtype)
+            if any(result.interrupted for result in row.runs):
+                # the row is not whole, and what it lacks would read as a bug missed
+                raise KeyboardInterrupt
+            yield row
 
 
 def _sound(cases: int, dtype: str) -> Iterator[Result]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcheck_suite.diagnosis.weights import Weights
+from gradcheck_suite.schema.options import MAX_RANKS
 
 LEAST_LOSS_SCALE = 2**7
 Value = Callable[[Weights], float | None]
@@ -108,8 +109,47 @@ def _k(w: Weights) -> int:
 
 
 def _short(w: Weights) -> int | None:
-    return len(w.window) if len(w.window) != w.accumulation_steps else None
+    return len(w.window) if len(w.window) != w.accumulation_steps * w.world_size else None
 
+
+def _part_of_rank(rank: int) -> Callable[[Weights], tuple[int, ...] | None]:
+    def part(w: Weights) -> tuple[int, ...] | None:
+        own = tuple(j for j in w.window if w.owners and w.owners[j] == rank)
+        return own if len(own) < len(w.window) else None
+
+    return part
+
+
+OF_RANKS = (
+    *(
+        Factor(
+            lambda w, power=power: float(w.world_size) ** power if w.owners else None,  # type: ignore[misc]
+            lambda w, what=what: f"{what}, {w.world_size}",  # type: ignore[misc]
+            "DistributedDataParallel and other wrappers average over ranks; divide by the number of ranks, or multiply "
+            "by it, once or not at all",
+        )
+        for power, what in (
+            (1, "the number of ranks"),
+            (-1, "one over the number of ranks"),
+            (2, "the square of the number of ranks"),
+            (-2, "one over the square of the number of ranks"),
+        )
+    ),
+    *(
+        Factor(
+            lambda w, times=times, rank=rank: (  # type: ignore[misc]
+                (value := _other_count(_part_of_rank(rank))(w)) and value / w.world_size**times
+            ),
+            lambda w, times=times, rank=rank: (  # type: ignore[misc]
+                f"its count over {'the number of ranks times ' * times}that of rank {rank}, "
+                f"{w.window_count:g}/{w.count_of(_part_of_rank(rank)(w) or ()) * w.world_size**times:g}"
+            ),
+            "add up the counts of all ranks",
+        )
+        for times in (0, 1)
+        for rank in range(MAX_RANKS)
+    ),
+)
 
 FACTORS = (
     Factor(
@@ -123,6 +163,7 @@ FACTORS = (
         f"{OTHER_COUNT}, and not by its number of micro-batches",
     ),
     Factor(_k, lambda w: f"accumulation_steps = {_k(w)}", UNDIVIDED),
+    *OF_RANKS,
     Factor(lambda w: 1 / _k(w), lambda w: f"1/accumulation_steps = 1/{_k(w)}", TWICE),
     Factor(
         lambda w: len(w.window),

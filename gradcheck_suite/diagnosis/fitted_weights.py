@@ -109,6 +109,7 @@ def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparis
         items=plan.micro_batches,
         unread=frozenset(j for j in everything if not gradients[j].any()),
         windows=plan.windows,
+        owners=plan.owners if plan.ranks else (),
     )
     for members in (inside, everything):
         fit = fit_weights(observed, gradients[members], allowed)

@@ -13,6 +13,7 @@ from gradcheck_suite.diagnosis.factors import constant_meaning, fitting_factors
 from gradcheck_suite.diagnosis.other_windows import outside
 from gradcheck_suite.diagnosis.patterns import INSIDE, Pattern, rescaled, rounded_to
 from gradcheck_suite.diagnosis.presence import Steps
+from gradcheck_suite.diagnosis.rank_patterns import RANKS
 from gradcheck_suite.diagnosis.weights import Diagnosis, Weights, listed
 
 MOST_NAMES = 3
@@ -49,6 +50,8 @@ def _fitting(violated: Weights, wrong: Steps) -> list[Pattern]:
     if not wrong:
         return []
     patterns = (*outside(violated.accumulation_steps), *_scales(wrong), *rescaled(wrong), *INSIDE)
+    if violated.owners:
+        patterns = (*RANKS, *patterns)
     return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
 
 

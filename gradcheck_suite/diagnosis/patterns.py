@@ -87,7 +87,7 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
                 f"each micro-batch's mean weighs {float(w.per_mean.mean()):.6g} whatever its count, where sums are to "
                 "be added up: do not divide a summed loss by the micro-batch's count"
             )
-        short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps else ""
+        short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
         return f"each micro-batch's mean weighs {text(w)} whatever its count{short}: {SHARES}"
 
     return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_unequal)

@@ -164,15 +164,18 @@ def weights_table(probe: WeightProbe, observed: Vector, window: int) -> tuple[st
         A line for each micro-batch, and of a long plan one line for each run of equal ones.
     """
     expected = probe.right_weights(window)[list(probe.plan.starts)]
-    rows = [f"{n:>4g} {e:>12.6g} {o:>12.6g}" for n, e, o in zip(probe.counts, expected, observed, strict=True)]
+    owners = [f"{rank:>4} " if probe.plan.ranks else "" for rank in probe.plan.owners]
+    values = zip(owners, probe.counts, expected, observed, strict=True)
+    rows = [f"{owner}{n:>4g} {e:>12.6g} {o:>12.6g}" for owner, n, e, o in values]
     runs: list[range] = []
     for j, row in enumerate(rows):
         if len(rows) > MOST_ROWS and runs and rows[runs[-1].start] == row:
             runs[-1] = range(runs[-1].start, j + 1)
         else:
             runs.append(range(j, j + 1))
+    rank = "rank, " if probe.plan.ranks else ""
     return (
-        "weight of each item, by micro-batch (index, count, expected, observed):",
+        f"weight of each item, by micro-batch (index, {rank}count, expected, observed):",
         *(f"  {ranges_text(list(run)):>3} {rows[run.start]}" for run in runs),
     )
 

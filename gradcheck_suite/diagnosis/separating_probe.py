@@ -77,6 +77,7 @@ def reading(probe: WeightProbe, step: int, observed: Vector) -> Weights:
         items=plan.micro_batches,
         windows=plan.windows,
         tolerance=probe.tolerance,
+        owners=plan.owners if plan.ranks else (),
     )
 
 

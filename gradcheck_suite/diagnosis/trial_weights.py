@@ -24,7 +24,7 @@ def trial_weights(w: Weights) -> Iterator[Array]:
         yield own + np.sum(steps, axis=0)
     yield own + right[(index + 1) % len(right)]
     k, size = w.accumulation_steps, len(w.window)
-    for factor in {float(n) for n in (k, size, w.window_count)} - {1.0}:
+    for factor in {float(n) for n in (k, size, w.window_count, w.world_size)} - {1.0}:
         yield own * factor
         yield own / factor
     yield -own
@@ -38,6 +38,12 @@ def trial_weights(w: Weights) -> Iterator[Array]:
             alone[j] = base[j]
             yield alone
             yield base - alone
+    for rank in set(w.owners):
+        yield np.where(np.array(w.owners) == rank, own, 0.0)
+    if w.owners and w.reduction == "mean":
+        of_ranks = np.array([w.count_of_rank(rank) or 1.0 for rank in w.owners])
+        yield np.where(own != 0, 1 / of_ranks, 0.0)
+        yield np.where(own != 0, 1 / of_ranks, 0.0) / w.world_size
     for j in w.inside if size > 1 else ():
         alone = np.zeros_like(own)
         alone[j] = own[j]

@@ -32,6 +32,7 @@ class Weights:
         unread: micro-batches whose weights cannot be read, since nothing that is looked at depends on them.
         windows: the windows of an epoch; empty where only this one is known.
         tolerance: relative error of the weights that rounding explains.
+        owners: the rank that has each micro-batch; empty for one rank.
     """
 
     observed: Array
@@ -44,6 +45,16 @@ class Weights:
     unread: frozenset[int] = frozenset()
     windows: tuple[tuple[int, ...], ...] = ()
     tolerance: float = TOLERANCE
+    owners: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(set(self.owners)) or 1
+
+    def count_of_rank(self, rank: int) -> float:
+        """Return what a rank's micro-batches of the window count together."""
+        return self.count_of([j for j in self.window if self.owners[j] == rank])
 
     @property
     def window_count(self) -> float:

@@ -29,5 +29,5 @@ def over_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool
         shares[-1] -= min(len(last) - (BUSY_RANKS in assumes), count - 1)
     factors = (1,) * ranks if EQUAL_MICRO_BATCHES in assumes else FACTORS
     owners = Plan((1,) * sum(shares), plan.accumulation_steps, ranks=tuple(shares)).owners
-    own = [iter(n * factor for n in plan.micro_batches) for factor in factors]
+    own = [iter([n * factor for n in plan.micro_batches]) for factor in factors]
     return plan.replace(micro_batches=tuple(next(own[rank]) for rank in owners), ranks=tuple(shares))

@@ -7,7 +7,8 @@ from contextlib import suppress
 import numpy as np
 
 from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import Reference
@@ -33,7 +34,8 @@ def stays_finite(case: Case, problem: Problem | None) -> bool:
     reference, _ = reference_of(case, problem)
     if reference is None or case.optimizer is None:
         return True
-    observations = run_loop(plain, reference.instance).observations
+    loop = plain if case.plan.world_size == 1 else RANK_LOOPS["all_reduce/zero_grad"]
+    observations = run_ranks(loop, reference.instance)[0].observations
     return all(_was_finite(reference, step, observed) for step, observed in enumerate(observations))
 
 

@@ -23,6 +23,7 @@ class Bug:
         assumes: what the loop rightly relies on, names from `ASSUMPTIONS`.
         least_micro_batches: fewest micro-batches of a case that shows the bug.
         says: what the explanation must contain, one of these texts; empty if the name suffices.
+        ranks: number of ranks that it needs.
     """
 
     number: int | None
@@ -36,3 +37,4 @@ class Bug:
     assumes: tuple[str, ...] = ()
     least_micro_batches: int = 1
     says: tuple[str, ...] = ()
+    ranks: int = 1

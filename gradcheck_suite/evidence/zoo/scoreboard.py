@@ -12,7 +12,8 @@ from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
-from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.execution.ranks.pool import kept_ranks
+from gradcheck_suite.execution.ranks.run import run_ranks
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES
@@ -145,6 +146,11 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
         examples: cases per run.
         dtype: of the cases, float64 if None.
     """
+    with kept_ranks():
+        return _row(bug, seeds, examples, dtype)
+
+
+def _row(bug: Bug, seeds: Iterable[int], examples: int, dtype: str | None) -> Row:
     runs: list[Result] = []
     shown: list[Violation] = []
     within = 0
@@ -154,14 +160,17 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
             shown.append(verdict.violation)
 
     for seed in seeds:
-        options = VerifyOptions(examples=examples, seed=seed, dtype=dtype or OWN_DTYPE, assumes=bug.assumes)
+        options = VerifyOptions(
+            examples=examples, seed=seed, dtype=dtype or OWN_DTYPE, assumes=bug.assumes, ranks=bug.ranks
+        )
         result = _verify(bug, options, note)
         runs.append(result)
         if result.violation is not None:
             shown = shown or [result.violation]
         elif options.dtype != OWN_DTYPE:
             within += _lies_within_rounding(bug, options)
-    fixed = {name: not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
+    # a fixed test has one process
+    fixed = {name: bug.ranks == 1 and not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
     other_dtype = (dtype or OWN_DTYPE) != OWN_DTYPE
     return Row(bug, tuple(runs), {**_rivals(bug, shown[0] if shown else None), **fixed}, within, other_dtype)
 
@@ -192,7 +201,7 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
     failed: set[str] = set()
     try:
         reference = REFERENCES.get(case, bug.problem)
-        outcome = run_loop(bug.loop, reference.instance)
+        outcome = run_ranks(bug.loop, reference.instance)[violation.rank or 0]
         for step, observation in enumerate(outcome.observations):
             window = reference.window(step % len(case.plan.windows), observation.parameters if case.optimizer else None)
             failed |= failed_rules(window, reference.layout, reference.flat(observation.gradients), case.dtype)
