@@ -92,6 +92,11 @@ class LossRecorder:
 def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
     """Run a loop and record its losses; the outcome is None where it raised or no run is left."""
     recorder = LossRecorder(instance)
+    if instance.case.plan.ranks:
+        # the losses are called in the ranks' own processes, where nobody records them
+        recorder.called = True
+        outcome = runner.run(instance)
+        return recorder, None if outcome is None or outcome.raised is not None else outcome
     handle = register_optimizer_step_post_hook(recorder.note_step)
     try:
         outcome = runner.run(recorder.instance)

@@ -25,8 +25,13 @@ SKIPPED = Diagnosis(
 
 
 def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | None:
-    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left."""
+    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left.
+
+    Ranks compute the losses of their own case, so there it is None too.
+    """
     plan, model = instance.case.plan, instance.model()
+    if plan.ranks:
+        return None
     batches = [instance.batch(plan.items(j)) for j in range(len(plan.micro_batches))]
     with torch.no_grad():
         uncounted = [batch for batch in batches if not instance.count(batch)]
