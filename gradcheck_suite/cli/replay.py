@@ -48,7 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.verification.second_opinion import second_opinion
 
     case = stored.case
-    verdict = check(loop, case, problem=problem, time_limit_s=arguments.time_limit_s, autocast=arguments.autocast)
+    verdict = check(
+        loop,
+        case,
+        problem=problem,
+        time_limit_s=arguments.time_limit_s,
+        autocast=arguments.autocast,
+        assumes=stored.assumes,
+    )
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")

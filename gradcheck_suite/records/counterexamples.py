@@ -12,6 +12,7 @@ from typing import Any
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import write_json
 from gradcheck_suite.schema.case import SCHEMA, Case, case_from_json
+from gradcheck_suite.schema.contract import checked_assumptions
 from gradcheck_suite.schema.results import Result
 
 FOLDER = "counterexamples"
@@ -25,10 +26,12 @@ class StoredCase:
     Attributes:
         case: to run again.
         loop: that it violated, as the user named it; None for a bare case.
+        assumes: what the loop was said to assume.
     """
 
     case: Case
     loop: str | None
+    assumes: tuple[str, ...] = ()
 
 
 def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
@@ -94,7 +97,7 @@ def _stored(data: Any) -> StoredCase:
         return StoredCase(case_from_json(data), None)
     if data.get("schema") != SCHEMA:
         raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
-    return StoredCase(case_from_json(data["case"]), _loop_name(data.get("loop")))
+    return StoredCase(case_from_json(data["case"]), _loop_name(data.get("loop")), _assumptions(data))
 
 
 def _only_violation(data: Mapping[str, Any]) -> StoredCase:
@@ -106,7 +109,14 @@ def _only_violation(data: Mapping[str, Any]) -> StoredCase:
             f"expected the results of exactly one violated loop, got {len(violated)}: "
             f"pass one of the files under {FOLDER}/ of the reports folder"
         )
-    return StoredCase(case_from_json(violated[0]["violation"].get("case")), _loop_name(violated[0].get("loop")))
+    (found,) = violated
+    return StoredCase(
+        case_from_json(found["violation"].get("case")), _loop_name(found.get("loop")), _assumptions(found)
+    )
+
+
+def _assumptions(data: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(checked_assumptions(data.get("assumes", ()))))
 
 
 def _loop_name(name: Any) -> str | None:

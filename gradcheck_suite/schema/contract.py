@@ -32,6 +32,7 @@ DENSE_GRADIENTS = "dense-gradients"
 FINITE_GRADIENTS = "finite-gradients"
 BUSY_RANKS = "busy-ranks"
 EVEN_RANKS = "even-ranks"
+EDITS_PARAMETERS = "edits-parameters"
 NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
     EQUAL_MICRO_BATCHES: "every micro-batch of a window has the same count",
@@ -45,6 +46,7 @@ ASSUMPTIONS = {
     FINITE_GRADIENTS: "no gradient of a window is infinite or NaN",
     BUSY_RANKS: "every rank has a micro-batch in every window",
     EVEN_RANKS: "every rank has the same number of micro-batches",
+    EDITS_PARAMETERS: "the loop itself changes parameters between steps, as an average or clipping of weights does",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
 """Every assumption and its meaning; KIND stands for the name of a layer kind."""

@@ -36,6 +36,7 @@ class Violation:
         details: further lines for a reader: expected and observed values, a traceback.
         evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
             `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
+        moved: whether the gradient is that of other parameters than the initial ones. It is no part of the JSON.
         rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
     """
 
@@ -51,6 +52,7 @@ class Violation:
     details: tuple[str, ...] = ()
     evidence: Comparison | None = field(default=None, repr=False, compare=False)
     rank: int | None = None
+    moved: bool = False
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""

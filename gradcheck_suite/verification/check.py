@@ -20,7 +20,7 @@ from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Loop, Problem, autocast_of
+from gradcheck_suite.schema.contract import EDITS_PARAMETERS, Loop, Problem, assumptions_of, autocast_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
@@ -89,9 +89,12 @@ def check(
                 raise CannotRunHere(refused)
             return Verdict(case, skipped=refused)
 
+        edited = EDITS_PARAMETERS in {*assumes, *assumptions_of(loop)}
+
         def judged(rank: int) -> Verdict:
+            trajectory = Trajectory(case, outcomes[rank], edited=edited)
             runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank)
-            return _judge(reference, outcomes[rank], runner, autocast or autocast_of(loop))
+            return _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
 
         verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:
@@ -101,12 +104,14 @@ def check(
         return Verdict(case, skipped=str(error))
 
 
-def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute) -> Verdict:
+def _judge(
+    reference: Reference, outcome: Outcome, trajectory: Trajectory, runner: LoopRunner | None, autocast: Compute
+) -> Verdict:
     """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
     case = reference.instance.case
     if ended_in_divergence(case, outcome):
         taken = [*range(len(outcome.observations))]
-        return _judge_steps(reference, outcome, taken, runner, autocast, missing=DIVERGED)
+        return _judge_steps(reference, outcome, trajectory, taken, runner, autocast, missing=DIVERGED)
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
         if not is_probe(case):
@@ -122,17 +127,18 @@ def _judge(reference: Reference, outcome: Outcome, runner: LoopRunner | None, au
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
     if is_probe(case):
         violation, ratio = judge_probe(reference.instance, outcome, runner, autocast)
-        return Verdict(case, violation or _parameters_violation(case, outcome), ratio=ratio, windows=case.plan.steps)
+        return Verdict(
+            case, violation or _parameters_violation(trajectory, outcome), ratio=ratio, windows=case.plan.steps
+        )
     places = steps_of_plan(case.plan, outcome, lambda *step: _may_skip(reference, outcome, autocast, *step))
     if places is None:
         named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
         return Verdict(case, Violation("step-count", named.name, named.sentence, case))
-    return _judge_steps(reference, outcome, places, runner, autocast)
+    return _judge_steps(reference, outcome, trajectory, places, runner, autocast)
 
 
-def _parameters_violation(case: Case, outcome: Outcome) -> Violation | None:
+def _parameters_violation(trajectory: Trajectory, outcome: Outcome) -> Violation | None:
     """Return what changed parameters on a weight probe, or None."""
-    trajectory = Trajectory(case, outcome)
     for step in range(len(outcome.observations)):
         if violation := trajectory.before(step) or trajectory.at(step):
             return violation
@@ -140,15 +146,15 @@ def _parameters_violation(case: Case, outcome: Outcome) -> Violation | None:
 
 
 def _may_skip(reference: Reference, outcome: Outcome, autocast: Compute, window: int, taken: int) -> bool:
-    """Whether a gradient scaler may skip a window after so many steps: a real optimizer may have moved parameters."""
-    moved = taken and reference.instance.case.optimizer is not None
-    found = reference.window(window, outcome.observations[taken - 1].after if moved else None, autocast)
+    """Whether a gradient scaler may skip a window after so many steps, at the parameters that they leave."""
+    found = reference.window(window, outcome.observations[taken - 1].after if taken else None, autocast)
     return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
 
 
 def _judge_steps(
     reference: Reference,
     outcome: Outcome,
+    trajectory: Trajectory,
     places: list[int],
     runner: LoopRunner | None,
     autocast: Compute,
@@ -160,14 +166,14 @@ def _judge_steps(
     Args:
         reference: of the case.
         outcome: what the loop did.
+        trajectory: of the parameters, before the first step.
         places: for each step of the loop its index in the plan.
         runner: runs the loop again for a diagnosis; None while shrinking.
         autocast: dtype in which the loop declares that it computes its losses, or None.
         missing: why the loop did not take the other steps of the plan.
     """
     case = reference.instance.case
-    trajectory, ratio = Trajectory(case, outcome), 0.0
-    judged, skipped = 0, Counter({missing: case.plan.steps - len(places)})
+    ratio, judged, skipped = 0.0, 0, Counter({missing: case.plan.steps - len(places)})
     for step, observation in enumerate(outcome.observations):
         if violation := trajectory.before(step):
             return Verdict(case, violation, ratio=ratio)
@@ -198,7 +204,7 @@ def _judge_gradients(
 ) -> float | str | Violation | _Finding:
     """Return error over allowed of the gradients that a step used, or why they cannot be judged, or what is wrong."""
     case = reference.instance.case
-    moved = case.optimizer is not None and not is_start(evaluation, outcome)
+    moved = not is_start(evaluation, outcome)
     if moved and is_diverged(evaluation):
         return DIVERGED
     epoch, index = divmod(step, len(case.plan.windows))

@@ -74,5 +74,6 @@ def gradient_violation(
         error=worst.error,
         allowed=worst.allowed,
         details=named.details,
+        moved=window.moved,
         evidence=replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradcheck_suite.diagnosis.weights import Diagnosis
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
@@ -11,7 +13,13 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import EDITS_PARAMETERS
 from gradcheck_suite.schema.results import Violation
+
+ON_PURPOSE = (
+    f"; if the loop does so on purpose, as an average or clipping of weights does, assume {EDITS_PARAMETERS}: each "
+    "gradient is then judged at the parameters that its step finds"
+)
 
 
 def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
@@ -40,14 +48,24 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
 class Trajectory:
     """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
 
-    def __init__(self, case: Case, outcome: Outcome) -> None:
-        self._case, self._outcome = case, outcome
+    def __init__(self, case: Case, outcome: Outcome, *, edited: bool) -> None:
+        """Start before the first step.
+
+        Args:
+            case: what the loop trained.
+            outcome: what it did.
+            edited: whether the loop may change parameters between steps. What a step does to those that it finds, and
+                the optimizer's state, are judged all the same.
+        """
+        self._case, self._outcome, self._edited = case, outcome, edited
         self._make = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
         self._previous = at_start(outcome.start, outcome.start_state)
 
     def before(self, step: int) -> Violation | None:
         """Return what changed parameters or state between the previous step and this one, or None."""
         observation = self._outcome.observations[step]
+        if self._edited:
+            self._previous = replace(self._previous, after=observation.evaluations[0].parameters)
         fault = fault_before(self._previous, observation, self._outcome.start)
         return None if fault is None else self._violation(fault, step)
 
@@ -61,14 +79,14 @@ class Trajectory:
     def end(self) -> Violation | None:
         """Return what changed parameters after the last step, or None."""
         fault = fault_between(self._previous, self._outcome.parameters, self._outcome.start)
-        return None if fault is None else self._violation(fault, None)
+        return None if fault is None or self._edited else self._violation(fault, None)
 
     def _violation(self, fault: ParameterFault, step: int | None) -> Violation:
         epoch, window = (None, None) if step is None else divmod(step, len(self._case.plan.windows))
         return Violation(
             "parameters",
             fault.diagnosis,
-            fault.sentence,
+            fault.sentence + (ON_PURPOSE if fault.diagnosis == "parameter-drift" else ""),
             self._case,
             parameter=fault.parameter,
             epoch=epoch,

@@ -69,10 +69,15 @@ def allowed_text(violation: Violation) -> str:
 def has_literal(violation: Violation) -> bool:
     """Return whether the script compares with the expected gradient as numbers.
 
-    Otherwise it compares with the large batch that it computes: under a real optimizer, the expected gradient depends
-    on the parameters that the loop has reached, and the gradient of a user's model may be large.
+    Otherwise it compares with the large batch that it computes: the expected gradient depends on the parameters where
+    the loop has changed them, and the gradient of a user's model may be large.
     """
-    return violation.case.spec is not None and violation.case.optimizer is None
+    return violation.case.spec is not None and not _moves(violation)
+
+
+def _moves(violation: Violation) -> bool:
+    """Whether the parameters at the step may depend on the loop: under a real optimizer, or where it edits them."""
+    return violation.moved or violation.case.optimizer is not None
 
 
 def numbers_text(violation: Violation) -> str:
@@ -99,7 +104,7 @@ def _short(allowed: Vector) -> Any:
 def large_batch_text(violation: Violation, sources: CopiedSource) -> str:
     """Return `large_batch`, which computes the expected gradient of the violated window in torch."""
     sources.copy(parameter_gradients, to_dtype)
-    index, moved = violation.window or 0, violation.case.optimizer is not None
+    index, moved = violation.window or 0, _moves(violation)
     lines = [
         f"def large_batch({'parameters' if moved else ''}):",
         f'    """Return the gradient of window {index}\'s items in one batch, in float64."""',
@@ -156,7 +161,7 @@ def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:
     plan, window, epoch = violation.case.plan, violation.window or 0, violation.epoch or 0
     step = epoch * len(plan.windows) + window
     where = f"step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):"
-    moved = "" if violation.case.optimizer is None else f"observer.observations[{step}].parameters"
+    moved = "" if not _moves(violation) else f"observer.observations[{step}].parameters"
     expected, beside = "large", []
     if has_literal(violation):
         expected = "EXPECTED"
