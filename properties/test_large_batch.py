@@ -49,6 +49,7 @@ def _note(case: Case) -> None:
 
 # all loops share the cases, so that the references of a case are computed once
 @pytest.mark.parametrize("device", DEVICES)
+@scaled(2)
 @given(case=cases())
 def test_every_built_in_loop_gives_the_large_batch_gradient(device, case):
     _note(case)

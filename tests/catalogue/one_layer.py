@@ -144,7 +144,9 @@ def jax_run(kind: LayerDefinition, layer: Layer, signal: Signal, model: Chain, b
         return y, *pullback(cotangent)
 
     if KINDS[layer.kind] is kind:
-        result = PROGRAMS.call(("test of one layer", layer.kind, layer.options), both, values, x, extras, cotangent)
+        # compiled without optimisation, since it is called a few times only
+        key = ("test of one layer", layer.kind, layer.options)
+        result = PROGRAMS.call(key, both, values, x, extras, cotangent, store=False)
     else:  # a planted fault: neither to be kept nor to be found among what was kept
         result = jax.tree.map(np.asarray, both(values, x, extras, cotangent))
     y, into_params, *into_x = result

@@ -7,7 +7,7 @@ comparisons can fail; what torch does that its users may not expect is in `test_
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -129,27 +129,32 @@ def _checked(check: Callable[[Example], None], example: Example) -> None:
         raise
 
 
-def jax_losses(example: Example, *outs: np.ndarray) -> list[dict[str, tuple[float, np.ndarray]]]:
-    """Return JAX's loss and gradient at each output, by reduction.
+def jax_losses(
+    examples: Sequence[Example], *outs: Sequence[np.ndarray]
+) -> list[list[dict[str, tuple[float, np.ndarray]]]]:
+    """Return JAX's loss and gradient of each example at each of its outputs, by reduction: one program computes all.
 
     The last item has no weight, and another's data.
     """
-    arrays = {name: np.concatenate([array[:-1], array[:1]]) for name, array in example.arrays().items()}
+    data = [{n: np.concatenate([a[:-1], a[:1]]) for n, a in example.arrays().items()} for example in examples]
     weight = (np.arange(ITEMS) < ITEMS - 1).astype(np.float64)
 
-    def objective_of(out, arrays, reduction):
+    def objective_of(out, arrays, reduction, example):
         if LOSSES.get(example.kind.name) is example.kind:
             return objective(Loss(example.kind.name, **example.o, reduction=reduction), out, arrays, weight)
         total = jnp.sum(weight * example.kind.jax_items(example.o, out, arrays))
         return total / jnp.sum(weight * example.kind.jax_counts(example.o, arrays)) if reduction == "mean" else total
 
-    def all_reductions(out, arrays):
-        return {name: jax.value_and_grad(objective_of)(out, arrays, name) for name in REDUCTIONS}
+    def all_reductions(outs, data):
+        return tuple(
+            {name: jax.value_and_grad(objective_of)(out, arrays, name, example) for name in REDUCTIONS}
+            for out, arrays, example in zip(outs, data, examples, strict=True)
+        )
 
     programs = Programs()
-    found = [programs.call("test of one loss", all_reductions, out, arrays, store=False) for out in outs]
-    assert not any(g[-1].any() for f in found for _, g in f.values()), "an item of no weight has a gradient"
-    return [{name: (float(value), gradient[:-1]) for name, (value, gradient) in f.items()} for f in found]
+    found = [programs.call("test of losses", all_reductions, tuple(each), tuple(data), store=False) for each in outs]
+    assert not any(g[-1].any() for each in found for f in each for _, g in f.values()), "an item of no weight counts"
+    return [[{n: (float(value), g[:-1]) for n, (value, g) in f.items()} for f in each] for each in found]
 
 
 def assert_close(received, expected, what: str, relative: float = RELATIVE) -> None:
@@ -162,15 +167,21 @@ def assert_close(received, expected, what: str, relative: float = RELATIVE) -> N
     assert error <= relative * scale, f"{what}: off by {error:.3g}, {error / scale:.3g} of the largest, {scale:.3g}"
 
 
-def assert_frameworks_agree(example: Example) -> None:
+def assert_frameworks_agree(examples: Sequence[Example]) -> None:
+    __tracebackhide__ = True
+    outs = [[example.out(zeros=zeros) for example in examples] for zeros in (False, True)]
+    for each, found in zip(outs, jax_losses(examples, *outs), strict=True):
+        for example, out, by_jax in zip(examples, each, found, strict=True):
+            _checked(partial(_assert_agrees, out=out, found=by_jax), example)
+
+
+def _assert_agrees(example: Example, *, out: np.ndarray, found: dict[str, tuple[float, np.ndarray]]) -> None:
     __tracebackhide__ = True
     batch = {name: tensor[:-1] for name, tensor in example.batch().items()}
-    outs = example.out(), example.out(zeros=True)
-    for out, found in zip(outs, jax_losses(example, *outs), strict=True):
-        for reduction, (value_by_jax, gradient_by_jax) in found.items():
-            value, gradient = example.torch(out[:-1], batch, reduction)
-            assert_close(value, value_by_jax, f"{reduction}, value, torch against JAX")
-            assert_close(gradient, gradient_by_jax, f"{reduction}, gradient, torch against JAX")
+    for reduction, (value_by_jax, gradient_by_jax) in found.items():
+        value, gradient = example.torch(out[:-1], batch, reduction)
+        assert_close(value, value_by_jax, f"{reduction}, value, torch against JAX")
+        assert_close(gradient, gradient_by_jax, f"{reduction}, gradient, torch against JAX")
 
 
 def assert_splits(example: Example, reduction: str) -> None:
@@ -216,17 +227,12 @@ def _is_compiled_by_default(example: Example) -> bool:
     return example.signal not in (vector(1), Signal("sequence", (3, 4))) or not example.kind.variants(vector(4))
 
 
-@each_example
-def test_torch_and_jax_agree(example):
-    if _is_compiled_by_default(example):
-        assert_frameworks_agree(example)
-
-
-@pytest.mark.full
-@each_example
-def test_torch_and_jax_agree_on_every_signal(example):
-    if not _is_compiled_by_default(example):
-        assert_frameworks_agree(example)
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("default", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_torch_and_jax_agree(kind, default):
+    examples = [e for e in EXAMPLES if e.kind.name == kind and _is_compiled_by_default(e) is default]
+    if examples:
+        assert_frameworks_agree(examples)
 
 
 @each_example
@@ -289,12 +295,16 @@ def test_maskable_says_whether_the_gradient_of_a_batch_without_valid_targets_is_
 @each_example
 def test_a_masked_item_changes_nothing(example):
     if example.kind.maskable(example.o):
+        masked = slice(1, 3)
         for reduction in REDUCTIONS:
-            assert_masked_items_change_nothing(example, reduction)
+            assert_masked_items_change_nothing(example, reduction, masked)
+        arrays = example.arrays(masked=masked)
+        assert not np.asarray(example.kind.jax_counts(example.o, arrays))[masked].any()
+        items = partial(example.kind.jax_items, example.o)
+        assert not Programs().call("test of one loss", items, example.out(), arrays, store=False)[masked].any()
 
 
-def assert_masked_items_change_nothing(example: Example, reduction: str) -> None:
-    masked = slice(1, 3)
+def assert_masked_items_change_nothing(example: Example, reduction: str, masked: slice) -> None:
     out, batch = example.out(), example.batch(masked=masked)
     value, gradient = example.torch(out, batch, reduction)
     rest = np.r_[0:1, 3:ITEMS]
@@ -304,10 +314,6 @@ def assert_masked_items_change_nothing(example: Example, reduction: str) -> None
     assert_close(gradient[rest], gradient_without, "gradient")
     assert not gradient[masked].any()
     assert example.count(batch) == example.count(without)
-    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-    assert not np.asarray(example.kind.jax_counts(example.o, arrays))[masked].any()
-    items = Programs().call("test of one loss", partial(example.kind.jax_items, example.o), out, arrays, store=False)
-    assert not items[masked].any()
 
 
 def _example(name: str, signal: Signal, **options) -> Example:
@@ -380,6 +386,6 @@ def _forgets_to_ignore(options, out, batch):
 
 @pytest.mark.parametrize("meaning", [_wrong_smoothing, _smoothing_without_weights, _forgets_to_ignore])
 def test_a_planted_wrong_implementation_fails_the_comparison(meaning):
-    assert_frameworks_agree(SMOOTHED)
+    assert_frameworks_agree([SMOOTHED])
     with pytest.raises(AssertionError, match="torch against JAX"):
-        assert_frameworks_agree(replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=meaning)))
+        assert_frameworks_agree([replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=meaning))])

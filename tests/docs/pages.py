@@ -29,6 +29,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
 
@@ -37,13 +39,13 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN_ONLY = ("text", "json")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
-FEW, FEW_ON_PROBLEM, AS_SHOWN = 5, 1, 20
+FEW, FEW_ON_PROBLEM, AS_SHOWN = 3, 1, 20
 """Cases that `verify` draws here in place of the number that a page shows, one where JAX compiles a program for each
 set of shapes, and up to which number the page's own is kept."""
 _COUNTED = (
     (r"\b\d+ cases?\b", "SOME cases"),
     (r"on \d+ of \d+ windows, of \d+ shapes?", "on SOME windows"),
-    (r"; for the others the 60 s that this may take did not suffice", ""),
+    (r"; for the others the \d+ s that this may take did not suffice", ""),
 )
 """What depends on how many cases were drawn."""
 _MACHINE_S_OWN = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS")
@@ -146,9 +148,10 @@ class Page:
         if program == "gradcheck-suite":
             self.status, printed = _called([*arguments, *self._fewer(command)])
             return printed
-        assert program in ("python", "pytest"), f"{self.name}: no rule for $ {command}"
         if program == "pytest":
-            arguments = ["-m", "pytest", "-p", "no:cacheprovider", *_plugin(), *arguments]
+            self.status, printed = _tested(["-p", "no:cacheprovider", "-p", "no:xdist", *_plugin(), *arguments])
+            return printed
+        assert program == "python", f"{self.name}: no rule for $ {command}"
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -203,6 +206,16 @@ def _called(arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
         status = main(arguments)
     return status, printed.getvalue()
+
+
+def _tested(arguments: list[str]) -> tuple[int, str]:
+    """Run pytest in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        for name in (*_MACHINE_S_OWN, "PYTEST_CURRENT_TEST"):
+            patch.delenv(name, raising=False)
+        status = pytest.main(arguments)
+    return int(status), printed.getvalue()
 
 
 def _reader_environment() -> dict[str, str]:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, seed
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, problems
 from gradcheck_suite.catalogue.build import draw_data
@@ -16,6 +16,7 @@ from gradcheck_suite.references.agreement import blame
 from gradcheck_suite.references.jax_reference import large_batch_gradient, large_batch_gradients
 from gradcheck_suite.references.padding import padded_rows
 from gradcheck_suite.references.reference import Reference
+from properties.helpers import scaled
 
 
 def _case(spec, plan=None):
@@ -32,7 +33,7 @@ LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, featur
 
 
 @seed(0)
-@settings(max_examples=12, deadline=None)
+@scaled(8)
 @given(spec=problems(max_layers=3))
 def test_walk_equals_the_whole_and_the_accumulated_gradient_in_every_window(spec):
     reference = Reference(generated_instance(_case(spec, Plan((1, 3, 2, 2, 1), 3))))

@@ -1,31 +1,21 @@
 """Compiled programs: found again in memory and on disk, and never trusted further than that."""
 
 import os
+import pickle
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
 from gradcheck_suite.execution.environment import cache_directory
 from gradcheck_suite.references import programs
 from gradcheck_suite.references.programs import Programs, Request
 
 X = np.arange(3.0)
-SINGULAR_VALUES = """
-import jax.numpy as jnp, numpy as np
-from gradcheck_suite.references.programs import PROGRAMS
-matrix = np.array([[0.0, 2.0], [3.0, 0.0]])
-print(*PROGRAMS.call("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), matrix).round(9))
-"""
-STORE = """
-import pickle, sys, jax, jax.numpy as jnp
-from jax.experimental import serialize_executable
-compiled = jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
-with open(sys.argv[1], "wb") as file:
-    pickle.dump(serialize_executable.serialize(compiled), file)
-"""
 LOAD = """
 import pickle, sys, jax.numpy as jnp
 from jax.experimental import serialize_executable
@@ -105,9 +95,12 @@ def test_a_damaged_file_is_compiled_again(store):
 
 
 def test_a_program_that_calls_lapack_is_compiled_by_each_process(store):
+    matrix = np.array([[0.0, 2.0], [3.0, 0.0]])
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", SINGULAR_VALUES], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout.split()) == (0, ["3.0", "2.0"]), done.stderr
+        kept = Programs()
+        values = kept.call("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), matrix)
+        np.testing.assert_allclose(values, [3.0, 2.0])
+        assert (kept.compiled, kept.loaded) == (1, 0)
     assert not _files(store)
 
 
@@ -116,9 +109,10 @@ def test_a_program_that_calls_lapack_is_compiled_by_each_process(store):
 )
 def test_jax_itself_loads_a_program_that_calls_lapack(tmp_path):
     path = tmp_path / "program"
-    for step in (STORE, LOAD):
-        done = subprocess.run([sys.executable, "-c", step, str(path)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    compiled = jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
+    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _with_jaxs_cache(script, folder):

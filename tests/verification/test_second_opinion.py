@@ -63,7 +63,7 @@ def test_a_wrong_derivative_is_a_finding_and_the_loop_is_judged(monkeypatch):
     """JAX is told that tanh is the sigmoid: torch's two ways agree with each other, and JAX stands alone."""
     name = "aten.tanh.default"
     monkeypatch.setitem(_TABLE, name, lambda x: 1 / (1 + jnp.exp(-x)))
-    result = verify(BUILT_IN["plain"], problem=PROBLEM, examples=2)
+    result = verify(BUILT_IN["plain"], problem=PROBLEM, examples=2, second_opinion_s=0)
     assert result.holds
     assert "torch large batch = torch accumulated against JAX large batch" in result.findings[0]
     assert "no loop is to blame" in result.findings[0]
