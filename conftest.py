@@ -53,15 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _without_cuda() -> list[str]:
     """Return which of the two frameworks sees no CUDA device, one reason for each."""
-    import jax
-    import torch
+    from properties.devices import jax_without_gpu, torch_without_cuda
 
-    reasons = [] if torch.cuda.is_available() else [f"torch {torch.__version__} sees none"]
-    try:
-        jax.devices("gpu")
-    except RuntimeError as error:
-        reasons.append(f"jax {jax.__version__} sees none ({str(error).splitlines()[0]})")
-    return reasons
+    return [reason for reason in (torch_without_cuda(), jax_without_gpu()) if reason is not None]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,22 +17,25 @@ from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.schema.contract import Loop
 
 
-def _jax_sees(platform: str) -> bool:
+def torch_without_cuda() -> str | None:
+    """Return that torch sees no CUDA device, or None where it sees one."""
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
+
+
+def jax_without_gpu() -> str | None:
+    """Return that JAX sees no GPU and why, or None where it sees one."""
     try:
-        return bool(jax.devices(platform))
-    except RuntimeError:
-        return False
+        return None if jax.devices("gpu") else f"jax {jax.__version__} sees no GPU here"
+    except RuntimeError as error:
+        return f"jax {jax.__version__} sees no GPU here ({str(error).splitlines()[0]})"
 
 
-def _where(sees: bool, name: str, reason: str) -> object:
-    return pytest.param(name, marks=[pytest.mark.cuda, pytest.mark.skipif(not sees, reason=reason)])
+def _unless(reason: str | None, name: str) -> object:
+    return pytest.param(name, marks=[pytest.mark.cuda, pytest.mark.skipif(reason is not None, reason=str(reason))])
 
 
-DEVICES = (
-    "cpu",
-    _where(torch.cuda.is_available(), "cuda", f"torch {torch.__version__} sees no CUDA device here"),
-)
-JAX_PLATFORMS = ("cpu", _where(_jax_sees("gpu"), "gpu", f"jax {jax.__version__} sees no GPU here"))
+DEVICES = ("cpu", _unless(torch_without_cuda(), "cuda"))
+JAX_PLATFORMS = ("cpu", _unless(jax_without_gpu(), "gpu"))
 
 
 @contextmanager

@@ -55,11 +55,6 @@ class Lowered:
         self.narrow = low_precision_operations(self._calls)
         self._text = f"{program.graph} {program.graph_signature} {self.trainable} {self._inputs}"
         self._needs_values = any(call.is_dynamic for call in self._calls)
-        self._attributes = {
-            node.target: getattr(program.graph_module, node.target)
-            for node in program.graph.nodes
-            if node.op == "get_attr"
-        }
 
     def _read_inputs(self, program: Any) -> None:
         position = 0

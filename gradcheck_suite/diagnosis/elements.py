@@ -13,8 +13,6 @@ from gradcheck_suite.diagnosis.weights import Diagnosis, listed
 from gradcheck_suite.numerics.comparison import Comparison
 
 Array = npt.NDArray[np.float64]
-Names = Mapping[str, str]
-"""Name of a fault that fits a parameter -> the sentence about it."""
 
 
 def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:

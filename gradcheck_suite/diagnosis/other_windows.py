@@ -49,10 +49,6 @@ def _later(w: Weights) -> bool:
     return _own_is_whole(w) and (w.epoch > 0 or is_last or not any(_earlier(w, j) for j in w.foreign))
 
 
-def _holds_a_later_one(w: Weights) -> bool:
-    return w.epoch == 0 and any(j > w.window[-1] for j in w.foreign)
-
-
 def _later_text(w: Weights, wrong: Steps) -> str:
     return (
         f"micro-batches {w.foreign} belong to a later window and are in the gradient already: send a micro-batch "

@@ -11,7 +11,7 @@ def _gradients(run):
     return [p.grad for p in run.model.parameters() if p.grad is not None]
 
 
-def _before_step(change):
+def before_step(change):
     """Return a sound loop with a change to the gradients before each step."""
 
     def loop(run):
@@ -25,7 +25,7 @@ def _before_step(change):
 
 
 def _each(function):
-    return _before_step(lambda run: [g.copy_(function(g)) for g in _gradients(run)])
+    return before_step(lambda run: [g.copy_(function(g)) for g in _gradients(run)])
 
 
 def reset_by_product(run):
@@ -47,26 +47,27 @@ def skips_losses(run):
         run.optimizer.zero_grad()
 
 
-def skips_steps(run):
-    for window in windows(run):
-        backward_window(run, window)
-        if all(torch.isfinite(g).all() for g in _gradients(run)):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
+def _steps_if(fine):
+    """Return a loop that skips the step of every window whose gradients are not all fine."""
+
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, window)
+            if all(fine(g) for g in _gradients(run)):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+skips_steps = _steps_if(lambda g: torch.isfinite(g).all())
+skips_large_steps = _steps_if(lambda g: not g.norm() > 1e4)
 
 
 def zeroes_bad_gradients(run):
     if not all(torch.isfinite(g).all() for g in _gradients(run)):
         for gradient in _gradients(run):
             gradient.zero_()
-
-
-def skips_large_steps(run):
-    for window in windows(run):
-        backward_window(run, window)
-        if not any(g.norm() > 1e4 for g in _gradients(run)):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 def skips_large_losses(run):
@@ -118,15 +119,15 @@ SIZES = {
     "nan_to_num to 0": (_each(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0)), "replaced-non-finite"),
     "skips losses": (skips_losses, "skipped-non-finite"),
     "skips steps": (skips_steps, "skipped-non-finite"),
-    "zeroes bad gradients": (_before_step(zeroes_bad_gradients), "skipped-non-finite"),
+    "zeroes bad gradients": (before_step(zeroes_bad_gradients), "skipped-non-finite"),
     "skips large steps": (skips_large_steps, "skipped-by-size"),
     "skips large losses": (skips_large_losses, "skipped-by-size"),
     "clip by norm at 1000": (
-        _before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)),
+        before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)),
         "clipped",
     ),
     "clip by value at 1000": (
-        _before_step(lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)),
+        before_step(lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)),
         "clipped",
     ),
     "clip micro-batches at 1000": (clips_micro_batches, "clipped"),

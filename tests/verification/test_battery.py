@@ -14,7 +14,13 @@ from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
 from gradcheck_suite.verification import search
 from gradcheck_suite.verification.battery import run_battery
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
-from tests.verification.planted import LONG, SIZES, clips_to_a_limit_that_no_finite_gradient_reaches
+from tests.verification.planted import (
+    LONG,
+    SIZES,
+    before_step,
+    clips_to_a_limit_that_no_finite_gradient_reaches,
+    skips_steps,
+)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -114,19 +120,8 @@ def test_a_fault_of_size_is_said_beside_a_fault_of_the_weights():
     assert "a further fault, clipped: a gradient of norm" in found.violation.details[-1]
 
 
-def _after_backward(change):
-    def loop(run):
-        for window in windows(run):
-            backward_window(run, window)
-            change(run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
-
-
 def _scale(factor):
-    return _after_backward(lambda run: [p.grad.mul_(factor) for p in run.model.parameters() if p.grad is not None])
+    return before_step(lambda run: [p.grad.mul_(factor) for p in run.model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize(
@@ -170,14 +165,6 @@ def scaled(run):
         run.optimizer.zero_grad()
 
 
-def skips_by_hand(run):
-    for window in windows(run):
-        backward_window(run, window)
-        if all(torch.isfinite(p.grad).all() for p in run.model.parameters() if p.grad is not None):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
 def scaled_and_skips_often(run):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     for i, window in enumerate(windows(run)):
@@ -193,16 +180,11 @@ def scaled_and_skips_often(run):
 
 def test_a_gradient_scaler_may_skip_windows_that_are_not_finite_and_no_others():
     assert battery(scaled).violation is None
-    assert battery(skips_by_hand).violation.diagnosis == "skipped-non-finite"
+    assert battery(skips_steps).violation.diagnosis == "skipped-non-finite"
     assert battery(scaled_and_skips_often).violation.kind == "step-count"
 
 
-def logs_the_norm(run):
-    for window in windows(run):
-        backward_window(run, window)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), torch.inf)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+logs_the_norm = before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), torch.inf))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -212,8 +194,8 @@ def test_an_infinite_element_may_make_others_nan_at_the_same_step(dtype):
 
 
 def test_a_loop_may_assume_finite_gradients():
-    assert battery(skips_by_hand, assumes={"finite-gradients"}).violation is None
-    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(skips_by_hand)
+    assert battery(skips_steps, assumes={"finite-gradients"}).violation is None
+    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(skips_steps)
     assert verify(loop, examples=8).holds
 
 
@@ -246,7 +228,7 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
 
     monkeypatch.setattr(search, "MOST_HUNTED", 6)
     monkeypatch.setattr(search, "MOST_AFTER", 3)
-    only, both = (verify(_after_backward(change)) for change in (wrong_on_probes, wrong_in_two_ways))
+    only, both = (verify(before_step(change)) for change in (wrong_on_probes, wrong_in_two_ways))
     assert (only.cases, only.found_after, only.violation.diagnosis) == (6, None, "wrong-scale")
     assert both.cases <= both.found_after + 3
     assert both.violation.case.spec.input.kind != "index"

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradcheck_suite.evidence.calibration import summary
 from gradcheck_suite.evidence.calibration.curve import OURS
-from gradcheck_suite.evidence.calibration.summary import (
-    Data,
-    better,
-    checks,
-    false_alarms,
-    found,
-    percent,
-    rival_alarms,
-    shown,
-)
 from gradcheck_suite.evidence.calibration.tally import spread_from_json
 from gradcheck_suite.numerics.baselines import RIVALS
 
@@ -26,7 +17,7 @@ SHORT = {
 }
 
 
-def lines(data: Data) -> list[str]:
+def lines(data: summary.Data) -> list[str]:
     """Return the lines to print."""
     return [*_alarm_lines(data), "", *_detection_lines(data), "", *_summary(data)]
 
@@ -36,7 +27,7 @@ def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     return ["  ".join(f"{row[i]:{'<' if i < left else '>'}{w}}" for i, w in enumerate(widths)) for row in rows]
 
 
-def _alarm_lines(data: Data) -> list[str]:
+def _alarm_lines(data: summary.Data) -> list[str]:
     rows = [["dtype", "checks", "judged", "elements", "false alarms", "largest", "by draws", "largest then",
              *(SHORT[rule] for rule in RIVALS)]]  # fmt: skip
     notes = []
@@ -53,7 +44,7 @@ def _alarm_lines(data: Data) -> list[str]:
                 f"{over['largest']:.3f}" if over else "-",
                 f"{sum(drawn.counts):,}",
                 f"{drawn.largest:.3f}",
-                *(f"{count:,}" for count in rival_alarms(data, dtype).values()),
+                *(f"{count:,}" for count in summary.rival_alarms(data, dtype).values()),
             ]
         )
         notes += [f"FALSE ALARM in {dtype}: {a['loop']}: {a['explanation']}" for a in tally["alarms"]]
@@ -66,25 +57,27 @@ def _alarm_lines(data: Data) -> list[str]:
     ]
 
 
-def _detection_lines(data: Data) -> list[str]:
+def _detection_lines(data: summary.Data) -> list[str]:
     rows = [["dtype", "planted in", "cases", OURS, "in half", *(SHORT[rule] for rule in RIVALS)]]
-    for row in found(data):
-        alarms = rival_alarms(data, row.dtype)
-        rivals = [shown(row.sizes[rule]) + ("*" if alarms[rule] else " ") for rule in RIVALS]
-        rows.append([row.dtype, row.place, f"{row.cases:,}", shown(row.sizes[OURS]), shown(row.half), *rivals])
+    for row in summary.found(data):
+        alarms = summary.rival_alarms(data, row.dtype)
+        rivals = [summary.shown(row.sizes[rule]) + ("*" if alarms[rule] else " ") for rule in RIVALS]
+        rows.append(
+            [row.dtype, row.place, f"{row.cases:,}", summary.shown(row.sizes[OURS]), summary.shown(row.half), *rivals]
+        )
     return [
-        f"Smallest relative error found in {percent()} of the cases, by the suite also in half of them "
+        f"Smallest relative error found in {summary.percent()} of the cases, by the suite also in half of them "
         "(* a rule that blames sound loops)",
         *_table(rows, left=2),
     ]
 
 
-def _summary(data: Data) -> list[str]:
-    alarms, coverage = false_alarms(data), data["coverage"]
-    text = [f"{alarms} false alarms in {checks(data):,} checks of sound loops"]
+def _summary(data: summary.Data) -> list[str]:
+    alarms, coverage = summary.false_alarms(data), data["coverage"]
+    text = [f"{alarms} false alarms in {summary.checks(data):,} checks of sound loops"]
     for what in ("layers", "losses"):
         reached, missing = coverage[what]["reached"], coverage[what]["missing"]
         text.append(f"{reached} of {reached + len(missing)} kinds of {what} reached"
                     + (f"; not reached: {', '.join(missing)}" if missing else ""))  # fmt: skip
-    worse = better(data)
+    worse = summary.better(data)
     return text + (worse or ["no rule without false alarms finds smaller errors, in any dtype"])

@@ -92,6 +92,23 @@ def step_with(run: TrainingRun, gradients: Gradients) -> None:
     run.optimizer.step()
 
 
+def train_with_the_gradients_before(
+    run: TrainingRun, choose: Callable[[Gradients, Gradients | None], Gradients]
+) -> None:
+    """Train with a choice between the right gradient of every window and that of the window before it.
+
+    Args:
+        run: the training run.
+        choose: of a window's gradients and of those of the window before, None for the first: the gradients of the
+            step.
+    """
+    before: Gradients | None = None
+    for window in windows(run):
+        gradients = window_gradients(run, window)
+        step_with(run, choose(gradients, before))
+        before = gradients
+
+
 def train_with_gradients(run: TrainingRun, change: Callable[[Gradients, list[torch.nn.Parameter]], None]) -> None:
     """Train with the right gradient of every window, changed before the step.
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.evidence.calibration import summary
 from gradcheck_suite.evidence.calibration.curve import OURS, Curve, curve_from_json, exponents, share_found
-from gradcheck_suite.evidence.calibration.summary import (
-    better,
-    checks,
-    false_alarms,
-    found,
-    percent,
-    rival_alarms,
-    shown,
-)
 from gradcheck_suite.evidence.calibration.tally import spread_from_json
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.records.store import Record
@@ -30,21 +22,21 @@ def calibration(records: Sequence[Record]) -> Section:
     if not records:
         return Section(KEY, TITLE, missing="The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.")
     data = records[-1].data
-    alarms, coverage = false_alarms(data), data["coverage"]
+    alarms, coverage = summary.false_alarms(data), data["coverage"]
     reached = ", ".join(
         f"{part['reached']} of {part['reached'] + len(part['missing'])} kinds of {what}"
         for what, part in coverage.items()
     )
-    worse = better(data)
+    worse = summary.better(data)
     return Section(
         KEY,
         TITLE,
         (
-            f"{data['loops']} ways to write a sound loop were judged on random cases, {checks(data):,} checks in all; "
-            f"{alarms} of them blamed the loop. The cases have {reached} that the strategies draw.",
+            f"{data['loops']} ways to write a sound loop were judged on random cases, {summary.checks(data):,} checks "
+            f"in all; {alarms} of them blamed the loop. The cases have {reached} that the strategies draw.",
             f"Errors of known relative size, a factor of 1 + s or 1 - s, were planted in sound gradients of the same "
-            f"cases: the table has the smallest s that is found in at least {percent()} of them, together with all "
-            f"larger ones. "
+            f"cases: the table has the smallest s that is found in at least {summary.percent()} of them, together "
+            "with all larger ones. "
             + ("; ".join(worse) if worse else "No rule that never blames a sound loop finds smaller ones."),
             *standing(records[-1:]),
         ),
@@ -67,7 +59,7 @@ def _alarms(data: Mapping[str, Any]) -> Table:
                 sum(drawn.counts),
                 drawn.largest,
                 tally["judged"] - tally["autocast"],
-                *rival_alarms(data, dtype).values(),
+                *summary.rival_alarms(data, dtype).values(),
             )
         )
     return Table(
@@ -91,13 +83,15 @@ def _alarms(data: Mapping[str, Any]) -> Table:
 
 def _detection(data: Mapping[str, Any]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for row in found(data):
-        alarms = rival_alarms(data, row.dtype)
-        rivals = [shown(row.sizes[rule]) + (" *" if alarms[rule] else "") for rule in RIVALS]
+    for row in summary.found(data):
+        alarms = summary.rival_alarms(data, row.dtype)
+        rivals = [summary.shown(row.sizes[rule]) + (" *" if alarms[rule] else "") for rule in RIVALS]
         sure = None if row.at_least is None else f"{100 * row.at_least:.1f}%"
-        rows.append((row.dtype, row.place, row.cases, shown(row.sizes[OURS]), sure, shown(row.half), *rivals))
+        rows.append(
+            (row.dtype, row.place, row.cases, summary.shown(row.sizes[OURS]), sure, summary.shown(row.half), *rivals)
+        )
     return Table(
-        f"Smallest relative error found in {percent()} of the cases",
+        f"Smallest relative error found in {summary.percent()} of the cases",
         ("dtype", "planted in", "cases", OURS, "of all cases at least", f"{OURS}, in half of them", *RIVALS),
         tuple(rows),
         "* blames sound loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for the "

@@ -9,9 +9,8 @@ from gradcheck_suite.evidence.zoo.loops import (
     Gradients,
     normal_rows,
     seeded,
-    step_with,
     train_with_gradients,
-    window_gradients,
+    train_with_the_gradients_before,
 )
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Problem, TrainingRun
@@ -77,15 +76,12 @@ LAST_PARAMETER_ZERO = Bug(
 
 def last_parameter_stale(run: TrainingRun) -> None:
     """Keep the last parameter's gradient from the window before."""
-    before: Gradients = {}
-    for window in windows(run):
-        gradients = window_gradients(run, window)
-        parameters = [p for p in run.model.parameters() if p.requires_grad]
-        changed = dict(gradients)
-        if len(parameters) > 1 and before:
-            changed[parameters[-1]] = before.get(parameters[-1], torch.zeros_like(parameters[-1]))
-        step_with(run, changed)
-        before = gradients
+    *others, last = [p for p in run.model.parameters() if p.requires_grad]
+
+    def choose(own: Gradients, before: Gradients | None) -> Gradients:
+        return {**own, last: before.get(last, torch.zeros_like(last))} if others and before else own
+
+    train_with_the_gradients_before(run, choose)
 
 
 LAST_PARAMETER_STALE = Bug(

@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite.evidence.zoo.bug import Bug
-from gradcheck_suite.evidence.zoo.loops import Gradients, step_with, window_gradients
+from gradcheck_suite.evidence.zoo.loops import step_with, train_with_the_gradients_before, window_gradients
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import Batch, TrainingRun
 
 
 def delayed_by_one(run: TrainingRun) -> None:
     """Step with the gradient of the window before, as a pipeline does that fills up first."""
-    before: Gradients = {}
-    for window in windows(run):
-        gradients = window_gradients(run, window)
-        step_with(run, before)
-        before = gradients
+    train_with_the_gradients_before(run, lambda own, before: before or {})
 
 
 DELAYED_BY_ONE = Bug(
@@ -32,11 +28,7 @@ DELAYED_BY_ONE = Bug(
 
 def delayed_after_warm_up(run: TrainingRun) -> None:
     """Step with the first window's gradient twice, and from then on with that of the window before."""
-    before: Gradients | None = None
-    for window in windows(run):
-        gradients = window_gradients(run, window)
-        step_with(run, gradients if before is None else before)
-        before = gradients
+    train_with_the_gradients_before(run, lambda own, before: own if before is None else before)
 
 
 DELAYED_AFTER_WARM_UP = Bug(
