@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "run one stored case again",
     "audit": "run a training script as it is, and judge every optimizer step of it",
     "zoo": "run the known bugs and print which are found, after how many cases",
+    "atlas": "print where torch and JAX choose different derivatives: kinks, ties, limits",
     "calibrate": "count false alarms on sound loops, and how small a planted error is found",
     "claims": "put the claims about gradient zeroing to the test",
     "trainers": "ask every installed trainer on which plans it holds",

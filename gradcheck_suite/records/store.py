@@ -20,7 +20,7 @@ from gradcheck_suite.records.sources import judge_digest
 
 SCHEMA = 1
 FOLDER = "records"
-KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer", "audit")
+KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer", "audit", "atlas")
 
 
 @dataclass(frozen=True)

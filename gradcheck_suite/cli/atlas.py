@@ -1,0 +1,71 @@
+"""Print where torch and JAX choose a derivative, at kinks, ties and limits, and which derivative each chooses."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradcheck_suite.cli import exit_status, output_paths, parsers
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution import environment
+from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.store import append_record
+from gradcheck_suite.schema.case import DEVICES
+
+if TYPE_CHECKING:
+    from gradcheck_suite.evidence.atlas import Row
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help="such as relu; without one, all of them")
+    parser.add_argument(
+        "--device", type=parsers.one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as JSON")
+    output_paths.add_reports(parser, "the rows are recorded in DIR/records")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compute, print and record the rows. That torch and JAX differ at a point is no failure."""
+    environment.expect_main_job()
+    output_paths.expect_writable(arguments.reports, json=arguments.json)
+    environment.prepare()
+    from gradcheck_suite.evidence import atlas
+    from gradcheck_suite.execution.devices import checked_device
+
+    checked_device(arguments.device)
+    known = dict.fromkeys(point.operation for point in atlas.POINTS)
+    if unknown := [name for name in arguments.operations if name not in known]:
+        near = get_close_matches(unknown[0], known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`gradcheck-suite atlas` prints all of them"
+        raise UsageError(f"expected an operation of the atlas, got {unknown[0]!r}: {hint}")
+    wanted = set(arguments.operations or known)
+    rows = atlas.run([point for point in atlas.POINTS if point.operation in wanted], device=arguments.device)
+    print("\n".join(_lines(rows)))
+    differ = len({(row.point.operation, row.point.at) for row in rows if not row.agree})
+    count = len(rows) // len(atlas.DTYPES)
+    print(f"points: {count}, each in {' and '.join(atlas.DTYPES)}; torch and JAX differ at {differ}")
+    data = {"rows": [row.to_json() for row in rows]}
+    about = environment.environment()
+    append_record(arguments.reports, "atlas", data, environment=about)
+    if arguments.json is not None:
+        write_json(arguments.json, {"schema": 1, "environment": about, **data})
+    return exit_status.HOLDS
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    """Return a line for each point, and one for each further dtype in which it comes out otherwise."""
+    table = []
+    for (operation, at), of_point in groupby(rows, lambda row: (row.point.operation, row.point.at)):
+        shown = ""
+        for row in of_point:
+            words = f"{'agree ' if row.agree else 'differ'}  {row.convention}"
+            if words != shown:
+                table.append((f"{operation}, {at}" if not shown else f"    in {row.dtype}", words))
+            shown = shown or words
+    return aligned(table)
