@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -161,12 +161,17 @@ def _asks_for_more(layers: Iterable[Layer], signal: Signal, *, parallel: bool = 
     return False
 
 
+@lru_cache(maxsize=1024)
+def _extra_names(layer: Layer, signal: Signal) -> tuple[str, ...]:
+    """Return the names of what a layer draws beside its input."""
+    kind = layer_definition(layer)
+    return () if kind.extras is no_extras else tuple(kind.extras(signal, layer.o, np.random.default_rng(0), 1))
+
+
 def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:
     """Return, for each keyword the layer takes beside its input, the batch's key that holds it."""
     kind = layer_definition(layer)
-    keys = {}
-    if kind.extras is not no_extras:
-        keys = {name: f"{path}.{name}" for name in kind.extras(signal, layer.o, np.random.default_rng(0), 1)}
+    keys = {name: f"{path}.{name}" for name in _extra_names(layer, signal)}
     if kind.uses_mask and signal.padded:
         keys["mask"] = "mask"
     return keys

@@ -222,6 +222,18 @@ class Walk:
 
     def backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Add each window's gradients of the parameters; return the gradient of the input of the first layer."""
-        for node, saved in zip(reversed(self.nodes), reversed(tape), strict=True):
+        return self._backward(windows, tape, cotangent, 0)
+
+    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
+        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
+        first = next((i for i, saved in enumerate(tape) if not self._is_fixed(i, saved)), len(tape))
+        self._backward(windows, tape, cotangent, first)
+
+    def _is_fixed(self, index: int, saved: Any) -> bool:
+        """Return whether a node is a single layer without parameters and buffers."""
+        return isinstance(self.nodes[index], _Leaf) and not saved[0]
+
+    def _backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+        for node, saved in zip(reversed(self.nodes[first:]), reversed(tape[first:]), strict=True):
             cotangent = node.backward(windows, saved, cotangent)
         return cotangent

@@ -74,7 +74,7 @@ class StartedGradients:
         for windows in self._groups:
             out, tape = self._walk.forward(windows, windows.batch["x"])
             losses, cotangent = self._objective.gradients(windows, out)
-            self._walk.backward(windows, tape, cotangent)
+            self._walk.add_gradients(windows, tape, cotangent)
             for value, gradient in zip(losses, windows.gradients, strict=True):
                 found.append((value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}))
         return found
