@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import count, islice
+from itertools import chain, count, islice
 from random import Random
 from typing import Any, cast
 from unittest import SkipTest
@@ -43,6 +43,12 @@ def _stream(seed_value: int, number: int, attempt: int) -> bytes:
     """Return the bytes of a case. `cases()` reads its focus from the first byte."""
     turn, place = divmod(number, len(FOCI))
     return bytes([_order(seed_value, turn)[place]]) + Random(f"{seed_value}/{number}/{attempt}").randbytes(STREAM_BYTES)
+
+
+_Read = tuple[bytes, Case]
+"""A case, and the bytes that it is read from."""
+_Drawn = tuple[_Read, Iterator[_Read]]
+"""A case, and those that may take its place."""
 
 
 class RedrawError(Exception):
@@ -136,36 +142,43 @@ def run_on_cases(
 
     fuzz: Callable[[bytes], object] = cast("Any", run).hypothesis.fuzz_one_input
     numbered = (_distinct(fuzz, received, seen, seed_value, number) for number in range(examples))
-    source = ((attempts, *first) for attempts in numbered if (first := next(attempts, None)))
-    waiting: deque[tuple[Iterator[tuple[bytes, Case]], bytes, Case]] = deque()
+    source = ((first, attempts) for attempts in numbered if (first := next(attempts, None)))
+    for first, others in _prepared(source, prepare):
+        for stream, case in chain([first], others):
+            try:
+                with _seeded():
+                    judge(case)
+                break
+            except RedrawError:
+                continue
+            except Exception as error:
+                failure = error
+                with suppress(type(error)):
+                    fuzz(stream)  # so that the database has the choices that lead to the case
+                shrinking = True
+                _shrink(run, judge_drawn, drawn, type(error), chosen)
+                raise
+
+
+def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) -> Iterator[_Drawn]:
+    """Yield cases, up to `AHEAD` of the following ones prepared; as many as were judged before, so none at first."""
+    waiting: deque[_Drawn] = deque()
     for judged in count():
         ahead = 0 if prepare is None else min(judged, AHEAD)
-        for drawn_ahead in islice(source, ahead + 1 - len(waiting)):
+        for drawn in islice(source, ahead + 1 - len(waiting)):
             if prepare is not None and waiting:
-                prepare(drawn_ahead[-1])
-            waiting.append(drawn_ahead)
+                (_, case), _ = drawn
+                prepare(case)
+            waiting.append(drawn)
         if not waiting:
             return
-        attempts, stream, case = waiting.popleft()
-        try:
-            with _seeded():
-                judge(case)
-        except RedrawError:
-            if another := next(attempts, None):
-                waiting.appendleft((attempts, *another))
-        except Exception as error:
-            failure = error
-            with suppress(type(error)):
-                fuzz(stream)  # so that the database has the choices that lead to the case
-            shrinking = True
-            _shrink(run, judge_drawn, drawn, type(error), chosen)
-            raise
+        yield waiting.popleft()
 
 
 def _distinct(
     fuzz: Callable[[bytes], object], received: list[Case], seen: set[str], seed_value: int, number: int
-) -> Iterator[tuple[bytes, Case]]:
-    """Yield the cases of one number that differ from all before, each with the bytes that it is read from.
+) -> Iterator[_Read]:
+    """Yield the cases of one number that differ from all before.
 
     Args:
         fuzz: reads a case from bytes and appends it to `received`, unless it is invalid.
