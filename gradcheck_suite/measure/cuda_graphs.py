@@ -22,9 +22,18 @@ WARM = 3
 class CapturedWindow:
     """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay."""
 
-    def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int) -> None:
-        self.place, self.size, self.micro_batches = place, size, micro_batches
-        self.workload = sized_workload(mode, size, micro_batches, device="cuda")
+    def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda") -> None:
+        """Warm up and capture.
+
+        Args:
+            mode: the reset mode.
+            place: where the reset stands, one of `PLACES`.
+            size: size of the model.
+            micro_batches: number of micro-batches in a window.
+            device: where tensors live; anything but CUDA needs a stand-in for `torch.cuda`'s graphs.
+        """
+        self.place, self.size, self.micro_batches, self.device = place, size, micro_batches, device
+        self.workload = sized_workload(mode, size, micro_batches, device=device)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -51,10 +60,10 @@ class CapturedWindow:
         Right is what the same window gives eagerly, in another model, up to rounding.
         """
         for j, batch in enumerate(self.workload.batches):
-            batch.copy_(micro_batch(self.size, "cuda", torch.float32, self.micro_batches + j))
+            batch.copy_(micro_batch(self.size, self.device, torch.float32, self.micro_batches + j))
         for _ in range(2):
             self.replay()
-        eager = build(self.size, "cuda", torch.float32)
+        eager = build(self.size, self.device, torch.float32)
         for batch in self.workload.batches:
             eager(batch).sum().backward()
         found = [p.grad for p in self.workload.parameters if p.grad is not None]

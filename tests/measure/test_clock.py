@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch._C._autograd import DeviceType
 
-from gradcheck_suite.measure import clock
+from gradcheck_suite.measure import bandwidth, clock
 from gradcheck_suite.measure.clock import DeviceStamp, quartiles, timed
 from gradcheck_suite.measure.profile import device_work
 
@@ -33,6 +33,18 @@ def test_a_missing_synchronisation_hides_the_launch(monkeypatch):
     device = fake_cuda.install(monkeypatch)
     monkeypatch.setattr(clock, "settle", lambda device: None)
     assert _timed(device, "device") == pytest.approx(WORK)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_flush_ends_when_the_device_is_idle(monkeypatch, waits):
+    """Planted fault: without waiting, the host goes on while the device still flushes."""
+    device = fake_cuda.install(monkeypatch)
+    scratch = SimpleNamespace(add_=lambda one: device.launch(FLUSH))
+    monkeypatch.setattr(bandwidth.torch, "zeros", lambda size, device: scratch)
+    if not waits:
+        monkeypatch.setattr(bandwidth, "settle", lambda device: None)
+    bandwidth.flush("cuda")()
+    assert (device.host >= device.done) == waits
 
 
 def test_a_host_clock_that_does_not_wait_sees_the_launch_alone(monkeypatch):

@@ -8,6 +8,8 @@ import torch
 from gradcheck_suite import Case, Plan, Problem, check
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.references.number_range import _Narrowed
+from gradcheck_suite.references.random_rounding import RandomRounding
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TWO_WINDOWS = Case("corner", Plan((1, 1), 1))
@@ -95,3 +97,17 @@ def test_an_infinity_is_as_good_as_a_nan_in_lower_precision():
     base = _problem(1.0, 1)
     problem = Problem(base.model, base.batch, lambda model, batch: Infinite.apply(model(batch + 1)).mean())
     assert check(BUILT_IN["zero_"], TWO_WINDOWS.replace(dtype="float32"), problem=problem).holds
+
+
+def test_rounding_never_writes_to_an_argument_that_an_operation_returns():
+    """CuDNN's recurrent operation returns its flat weights, which are the model's parameters."""
+    library = torch.library.Library("gradcheck_suite_tests", "DEF")
+    library.define("recurrent(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+    library.impl("recurrent", lambda x, weight: (x / 3, weight), "CPU")
+    x, weight = torch.ones(2, dtype=torch.float64), torch.full((2,), 1 / 3, dtype=torch.float64)
+    for mode in (_Narrowed(torch.float16), RandomRounding(0, torch.float16)):
+        with mode:
+            y, returned = torch.ops.gradcheck_suite_tests.recurrent(x, weight)
+        assert (y - 1 / 3).abs().max() > 1e-6
+        assert weight.tolist() == [1 / 3] * 2
+        assert (returned is weight) == isinstance(mode, _Narrowed)  # random rounding has moved a copy
