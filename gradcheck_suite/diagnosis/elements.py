@@ -8,21 +8,24 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.diagnosis.factors import constant_meaning
+from gradcheck_suite.diagnosis.moved_elements import Array, mixed, part_of, projected
 from gradcheck_suite.diagnosis.patterns import FORMATS
-from gradcheck_suite.diagnosis.weights import Diagnosis, listed
-from gradcheck_suite.numerics.comparison import Comparison
-
-Array = npt.NDArray[np.float64]
+from gradcheck_suite.diagnosis.weights import ALONE, Diagnosis, listed
+from gradcheck_suite.numerics.comparison import Comparison, Vector
 
 
 def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
     """Return the parameters with a wrong element, and those whose elements are all right."""
-    wrong = [name for name in comparison.layout.names if _part(comparison, name)[3].any()]
+    wrong = [name for name in comparison.layout.names if part_of(comparison, name)[3].any()]
     return wrong, [name for name in comparison.layout.names if name not in wrong]
 
 
 def diagnose_elements(
-    comparison: Comparison, by_weights: Mapping[str, Diagnosis | None], *, some_unread: bool = False
+    comparison: Comparison,
+    by_weights: Mapping[str, Diagnosis | None],
+    *,
+    some_unread: bool = False,
+    parameters: Vector | None = None,
 ) -> Diagnosis | None:
     """Name the fault that all wrong parameters have in common, or None.
 
@@ -30,18 +33,21 @@ def diagnose_elements(
         comparison: of the wrong gradient with the right one.
         by_weights: wrong parameter -> what the weights of its micro-batches say, if they say anything.
         some_unread: whether the window has a micro-batch with a gradient of 0, which may be there or not.
+        parameters: (P,): the values of the parameters, where they are known.
     """
     wrong, right = wrong_and_right(comparison)
     faults = {name: dict(_faults(comparison, name, by_weights.get(name))) for name in wrong}
+    for name, lost in projected(comparison, wrong, parameters).items():
+        faults[name]["projected-gradient"] = lost
     for found in faults.values() if some_unread else ():
         if "no-gradient" in found:
             found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
     if not common:
-        return None
+        return mixed(comparison, wrong)
     said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
     if right:
-        where = f"in {listed(wrong)} alone, while {listed(right)} {'is' if len(right) == 1 else 'are'} right: "
+        where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
     else:
         where = "" if len(wrong) == 1 else "in every parameter: "
     if len(set(said.values())) > 1:
@@ -73,25 +79,16 @@ def place_of_the_fault(comparison: Comparison) -> str:
     wrong, right = wrong_and_right(comparison)
     counts = []
     for name in wrong[:3]:
-        *_, off = _part(comparison, name)
+        *_, off = part_of(comparison, name)
         counts.append(f"{name} ({np.count_nonzero(off)} of {off.size} elements)")
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     ending = f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right" if right else "; no parameter is right"
     return f"wrong in {', '.join(counts)}{more}{ending}"
 
 
-def _part(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt.NDArray[np.bool_]]:
-    """Return expected, observed, allowed, and which elements are wrong, of one parameter."""
-    layout = comparison.layout
-    expected, observed, allowed = (
-        layout.part(vector, name) for vector in (comparison.expected, comparison.observed, comparison.allowed)
-    )
-    return expected, observed, allowed, ~(np.abs(observed - expected) <= allowed)
-
-
 def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[tuple[str, str]]:
     """Yield the faults that fit one parameter. An element that rounding may hide is no evidence."""
-    expected, observed, allowed, off = _part(comparison, name)
+    expected, observed, allowed, off = part_of(comparison, name)
     seen, there = np.abs(observed) > allowed, np.abs(expected) > allowed
     if not seen.any() and weights is not None and weights.name != "no-gradient":
         yield weights.name, weights.sentence
@@ -99,19 +96,20 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     if not seen.any():
         yield "no-gradient", f"the gradient of {name} is 0: it was reset before the step, or never computed"
         return
-    if weights is not None:
+    other = _other_parameter(comparison, name)
+    if weights is not None and not (other and weights.name == "wrong-scale"):
         yield weights.name, weights.sentence
-    elif (scale := _factor(expected, observed, allowed)) is not None:
+    elif not other and (scale := _factor(expected, observed, allowed)) is not None:
         yield "wrong-scale", scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how:
         yield "permuted-gradient", f"the gradient of {name} has the right elements at other places: {how}"
-    if other := _other_parameter(comparison, name):
+    if other:
         yield (
             "swapped-gradients",
             f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
         )
-    if weights is None and not how and (there & ~off).any():
+    if weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := _format(expected, observed)):
         yield (
@@ -167,9 +165,9 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
 
 
 def _other_parameter(comparison: Comparison, name: str) -> str | None:
-    _, observed, allowed, _ = _part(comparison, name)
+    _, observed, allowed, _ = (part.reshape(-1) for part in part_of(comparison, name))
     for other in comparison.layout.names:
-        expected, _, others, _ = _part(comparison, other)
+        expected, _, others, _ = (part.reshape(-1) for part in part_of(comparison, other))
         bound = allowed + others if other != name and expected.shape == observed.shape else None
         if bound is not None and (np.abs(observed - expected) <= bound).all() and (np.abs(expected) > bound).any():
             return other

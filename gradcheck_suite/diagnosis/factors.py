@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -100,6 +101,17 @@ def _with_empty(weigh: Callable[[Weights, int], float]) -> Value:
         if not empty or w.reduction == "sum":
             return None
         return w.window_count / (w.window_count + sum(weigh(w, j) for j in empty))
+
+    return value
+
+
+def _rounded_count(whole: Callable[[float], float], *, each: bool) -> Value:
+    """Return the window's count over the same made a whole number; None where it is one."""
+
+    def value(w: Weights) -> float | None:
+        counts = [w.counts[j] for j in w.window] if each else [w.window_count]
+        count = sum(map(whole, counts))
+        return None if w.reduction == "sum" or not count or count == w.window_count else w.window_count / count
 
     return value
 
@@ -252,6 +264,25 @@ FACTORS = (
         lambda w: None if w.reduction == "sum" else w.window_count / sum(max(w.counts[j], 1.0) for j in w.window),
         lambda w: "its count over one in which every micro-batch counts at least 1",
         "do not raise the count of a micro-batch: one without valid targets counts 0",
+    ),
+    *(
+        Factor(
+            _rounded_count(whole, each=each),
+            lambda w: f"its count, {w.window_count:g}, over the same made a whole number",
+            "a count may be a fraction, as a sum of class weights is: do not make it a whole number",
+            rare=1,
+        )
+        for whole in (math.floor, round, math.ceil)
+        for each in (False, True)
+    ),
+    *(
+        Factor(
+            lambda w, power=power: float(_k(w)) ** power,  # type: ignore[misc]
+            lambda w, said=said: f"{said}accumulation_steps**0.5, with {_k(w)} accumulation steps",  # type: ignore[misc]
+            DIVIDE_ONCE,
+            rare=1,
+        )
+        for power, said in ((0.5, ""), (-0.5, "1/"))
     ),
     Factor(
         _with_empty(lambda w, j: w.items[j] if w.items else 0),

@@ -23,7 +23,7 @@ from gradcheck_suite.diagnosis.weights import Diagnosis, Weights
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.numerics.least_squares import fit_weights
-from gradcheck_suite.references.torch_reference import gradients_of
+from gradcheck_suite.references.torch_reference import Gradients, gradients_of
 from gradcheck_suite.references.window import Window
 
 Rows = npt.NDArray[np.float64]
@@ -51,7 +51,25 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnos
     elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
     by_weights = {name: _diagnosed(window, epoch, gradients, comparison, part) for name, part in elements.items()}
     unread = not all(gradients[j].any() for j in window.members)
-    return diagnose_elements(comparison, by_weights, some_unread=unread)
+    values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
+    found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
+    return found and _with_second_names(found, window, list(elements))
+
+
+def _with_second_names(found: Diagnosis, window: Window, wrong: Sequence[str]) -> Diagnosis:
+    """Return a diagnosis that says so where parameters under several names are wrong, and they alone."""
+    names: dict[int, list[str]] = {}
+    for name, p in window.model().named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    several = [own for own in names.values() if len(own) > 1]
+    if not wrong or any(not any(name in own for own in several) for name in wrong):
+        return found
+    own = next(own for own in several if wrong[0] in own)
+    said = (
+        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
+        "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
+    )
+    return replace(found, sentence=found.sentence + said)
 
 
 def is_explained(window: Window, comparison: Comparison, weights: Vector) -> bool:

@@ -28,7 +28,7 @@ from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
 from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE, is_same, unless_gone
 from gradcheck_suite.diagnosis.separating_probe import per_micro_batch
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
-from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.weights import ALONE, Diagnosis, missing_gradient
 from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
 from gradcheck_suite.execution.instance import Instance, scaled
 from gradcheck_suite.execution.runner import Outcome
@@ -45,6 +45,12 @@ RIGHT_ON_PROBE = (
 )
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
+
+
+OF_ELEMENTS = frozenset(
+    ("projected-gradient", "permuted-gradient", "swapped-gradients", "mixed-gradients", "partial-gradient")
+)
+"""Diagnoses of the case itself that no weights of micro-batches give."""
 
 
 def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner: LoopRunner) -> Diagnosis:
@@ -168,6 +174,9 @@ def _on_probe(
         recorder, again = _recorded(runner, window.reference, step)
         if found := _explain_run(recorder, again, window, comparison, step):
             return found
+        here = diagnose_case(window, comparison, step // len(probe.plan.windows))
+        if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS):
+            return here
     return explain_weights(probe, steps, step, runner)
 
 

@@ -5,12 +5,12 @@ A name is given alone where the evidence refutes its rivals; where it does not, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from gradcheck_suite.diagnosis.factors import constant_meaning, fitting_factors
-from gradcheck_suite.diagnosis.other_windows import outside
+from gradcheck_suite.diagnosis.other_windows import averaged, outside
 from gradcheck_suite.diagnosis.patterns import INSIDE, Pattern, rescaled, rounded_to
 from gradcheck_suite.diagnosis.presence import Steps
 from gradcheck_suite.diagnosis.rank_patterns import RANKS
@@ -29,7 +29,7 @@ def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: b
     """
     steps = [violated, *others]
     wrong = [w for w in steps if not w.is_right]
-    fitting = [p for p in _fitting(violated, wrong) if not (known_only and p.name == "wrong-scale" and p.rank)]
+    fitting = [p for p in _fitting(violated, steps, wrong) if not (known_only and p.name == "wrong-scale" and p.rank)]
     # what predicts the steps that are right, too, is preferred
     complete = [p for p in fitting if all(p.fits(w) for w in steps)]
     chosen = _most_special(complete or fitting, wrong)
@@ -37,7 +37,7 @@ def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: b
         return _unrecognised(violated)
     names = list(dict.fromkeys(pattern.name for pattern in chosen))[:MOST_NAMES]
     first = {name: next(p.sentence(violated, wrong) for p in chosen if p.name == name) for name in names}
-    rare = "" if complete else _where(violated, steps)
+    rare = _alike(steps) or ("" if complete else _where(violated, steps))
     return Diagnosis(" or ".join(names), "; or: ".join(first.values()) + rare)
 
 
@@ -46,12 +46,12 @@ def names_nothing(diagnosis: Diagnosis) -> bool:
     return diagnosis.name == "unrecognised-weights"
 
 
-def _fitting(violated: Weights, wrong: Steps) -> list[Pattern]:
+def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
     if not wrong:
         return []
-    patterns = (*outside(violated.accumulation_steps), *_scales(wrong), *rescaled(wrong), *INSIDE)
-    if violated.owners:
-        patterns = (*RANKS, *patterns)
+    scaled = (*_scales(steps, wrong), *rescaled(wrong))
+    ranks = RANKS if violated.owners else ()
+    patterns = (*ranks, *outside(violated.accumulation_steps), *averaged(steps), *scaled, *INSIDE)
     return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
 
 
@@ -66,7 +66,7 @@ def _most_special(fitting: Sequence[Pattern], wrong: Steps) -> list[Pattern]:
     return chosen
 
 
-def _scales(wrong: Steps) -> list[Pattern]:
+def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
     """Return the pattern of weights that are right but for one factor in each window, where they are like that."""
     if any(w.foreign or not len(w.inside) or not np.any(w.ratio) for w in wrong):
         return []
@@ -74,13 +74,18 @@ def _scales(wrong: Steps) -> list[Pattern]:
     if not all(w.close(w.ratio, ratio) for w, ratio in zip(wrong, ratios, strict=True)):
         return []
     factors = list(fitting_factors(list(wrong), ratios))
+    if len(wrong) == 1:
+        # one number may be anything: the steps that are right must agree with what it is
+        right = [w for w in steps if w.is_right]
+        factors = [f for f in factors if all((v := f.value(w)) is None or w.close(v, 1.0) for w in right)]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, remedy = constant_meaning(ratios[0]) if constant else ("", "")
-    known = bool(factors or constant)
+    power = _power_of_steps(wrong, ratios)
+    known = bool(factors or constant or power is not None)
     if not known and all(rounded_to(w) for w in wrong):
         return []
 
-    def sentence(w: Weights, steps: Steps) -> str:
+    def sentence(w: Weights, wrong: Steps) -> str:
         scale = float(w.ratio.mean())
         said = f"every item of the window weighs {scale:.6g} times what it should"
         off = abs(scale - 1)
@@ -89,11 +94,18 @@ def _scales(wrong: Steps) -> list[Pattern]:
         if meaning:
             return f"{said}: {meaning}; {remedy}"
         if factors:
-            texts = list(dict.fromkeys(factor.text(w) for factor in factors))
-            remedies = list(dict.fromkeys(factor.remedy for factor in factors))
-            return f"{said}, which is {' or '.join(texts[:3])}: {'; or '.join(remedies[:2])}"
-        if len(steps) == 1:
-            return f"{said}; no count of the run gives this factor"
+            alternatives: dict[str, list[str]] = {}
+            for factor in factors[:MOST_NAMES]:
+                alternatives.setdefault(factor.remedy, []).append(factor.text(w))
+            each = [f"{' or '.join(dict.fromkeys(texts))}: {remedy}" for remedy, texts in alternatives.items()]
+            return f"{said}, which is {'; or '.join(each)}"
+        if power is not None:
+            return (
+                f"{said}, and that of each step is {power:.6g} times that of the step before it: something is applied "
+                "once more in every step, such as a hook that is registered anew and never removed"
+            )
+        if len(wrong) == 1:
+            return f"{said}; no count of the run gives this factor: look for a coefficient, a schedule, a hook"
         if constant:
             return (
                 f"{said}, in every wrong window alike, whatever its counts: look for a constant, such as a number of "
@@ -109,6 +121,39 @@ def _scales(wrong: Steps) -> list[Pattern]:
         return w.is_right and any(value is None or w.close(value, 1.0) for value in values)
 
     return [Pattern("wrong-scale", fits, sentence, 0 if known else 1)]
+
+
+def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
+    """Return the number whose powers the ratios are, by the number of steps before each; None where there is none."""
+    before = [w.epoch * len(w.windows) + (w.index or 0) for w in wrong]
+    if len(set(before)) < 2 or not all(before) or not min(ratios) > 0:
+        return None
+    bases = [ratio ** (1 / steps) for ratio, steps in zip(ratios, before, strict=True)]
+    return bases[0] if wrong[0].close(bases, bases[0]) else None
+
+
+KINDS_OF_STEPS: tuple[tuple[str, Callable[[Weights], bool]], ...] = (
+    ("short windows", lambda w: len(w.window) < w.accumulation_steps),
+    ("whole windows", lambda w: len(w.window) == w.accumulation_steps),
+    ("epochs after the first", lambda w: w.epoch > 0),
+    ("the first epoch", lambda w: w.epoch == 0),
+    ("the first window of all", lambda w: not w.epoch and not w.index),
+    ("windows after the first of all", lambda w: bool(w.epoch or w.index)),
+    ("the first window of an epoch", lambda w: w.index == 0),
+    ("windows after the first of an epoch", lambda w: bool(w.index)),
+    ("windows of several micro-batches", lambda w: len(w.inside) > 1),
+    ("windows with a micro-batch without valid targets", lambda w: any(not w.counts[j] for j in w.window)),
+)
+"""What steps may have in common that are wrong."""
+
+
+def _alike(steps: Steps) -> str:
+    """Return what all wrong steps are and no right one is, as the end of a sentence; empty where there is no such."""
+    if all(w.is_right == steps[0].is_right for w in steps) or not all(w.windows for w in steps):
+        return ""
+    found = (kind for kind, is_one in KINDS_OF_STEPS if all(is_one(w) != w.is_right for w in steps))
+    kind = next(found, None)
+    return "" if kind is None else f" (in {kind} alone)"
 
 
 def _where(violated: Weights, steps: Steps) -> str:

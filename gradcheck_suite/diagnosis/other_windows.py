@@ -167,3 +167,41 @@ def outside(accumulation_steps: int) -> tuple[Pattern, ...]:
         ),
         Pattern("other-window", lambda w: bool(w.foreign), _mixed_text, 3),
     )
+
+
+def averaged(steps: Steps) -> tuple[Pattern, ...]:
+    """Return the pattern of a step's gradient that is added to a share of the gradient of the step before it.
+
+    Args:
+        steps: of one run or of two, right ones as well.
+    """
+    shares: set[tuple[float, float]] = set()
+    runs: dict[object, dict[int, Weights]] = {}
+    for w in steps:
+        runs.setdefault((w.windows, w.counts), {})[w.epoch * len(w.windows) + (w.index or 0)] = w
+    for run in runs.values():
+        for step, w in run.items():
+            before = run.get(step - 1)
+            right = np.zeros(len(w.counts))
+            right[w.inside] = w.expected
+            if step == 0:
+                continue
+            if before is None or not before.observed.any() or not w.windows:
+                return ()
+            (own, kept), _, rank, _ = np.linalg.lstsq(np.stack([right, before.observed]).T, w.observed, rcond=1e-9)
+            if rank < 2:
+                continue
+            close = 1e-6 * np.abs(w.observed).max(initial=0.0)
+            if (np.abs(own * right + kept * before.observed - w.observed) > close).any() or abs(kept) < 1e-6:
+                return ()
+            shares.add((round(float(own), 6), round(float(kept), 6)))
+    if len(shares) != 1:
+        return ()
+    ((own, kept),) = shares
+    if own in (0, 1):
+        return ()  # a delay, or nothing but an incomplete reset
+    said = (
+        f"each step's gradient is {own:g} times its own window's, plus {kept:g} times that of the step before it: a "
+        "moving average or a momentum is kept in the gradient; hand the optimizer the window's own gradient"
+    )
+    return (Pattern("stale-window", lambda w: True, lambda w, wrong: said, -1),)

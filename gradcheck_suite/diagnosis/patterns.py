@@ -6,6 +6,7 @@ fit all that are wrong, also where its rivals differ from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -115,6 +116,18 @@ def _counts_items(w: Weights) -> bool:
     return w.close(w.per_mean, items / sum(w.items[j] for j in w.window))
 
 
+def _counts_whole(w: Weights) -> bool:
+    """Whether means are weighted by their counts made whole numbers."""
+    if w.reduction == "sum" or w.foreign or all(w.counts[j] == int(w.counts[j]) for j in w.inside):
+        return False
+    return any(
+        w.close(w.per_mean, np.array([whole(w.counts[j]) for j in w.inside]) / total)
+        for whole in (math.floor, round, math.ceil)
+        for total in (sum(whole(w.counts[j]) for j in w.window), w.window_count, whole(w.window_count))
+        if total
+    )
+
+
 def _power_of_count(power: int) -> Callable[[Weights], bool]:
     def fits(w: Weights) -> bool:
         own = np.array([w.counts[j] for j in w.inside]) ** float(power)
@@ -215,6 +228,14 @@ INSIDE: tuple[Pattern, ...] = (
         lambda w, wrong: (
             "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
             "weight each by run.count(batch) over the window's count"
+        ),
+    ),
+    Pattern(
+        "wrong-count",
+        lambda w: w.is_right or _counts_whole(w),
+        lambda w, wrong: (
+            "micro-batches' means are weighted by their counts made whole numbers, and a count may be a fraction, as a "
+            "sum of class weights is: weight each by run.count(batch) as it is"
         ),
     ),
     *(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from gradcheck_suite.diagnosis.clipping import clipping
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.loss_calls import run_recorded
 from gradcheck_suite.diagnosis.probe_weights import (
@@ -44,8 +44,6 @@ NOT_IN_GRADIENT = Diagnosis(
 Steps = Sequence[Vector | None]
 COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
-FURTHER = 4.0
-"""Factor of a large gradient that shows whether the observed one stays where it is."""
 POISONED = (
     "the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: it "
     "scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN"
@@ -231,7 +229,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
             f"a gradient of {_size(right[wrong])} is not in the step's, while one of about 1 is: a loss or a gradient "
             "above some size is left out; switch that off for the verification",
         )
-    if clipped := _clipping(case, seen, right, step, runner):
+    if clipped := clipping(case, seen, right, step, runner):
         return clipped
     return not_linear(
         f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
@@ -271,42 +269,6 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
         f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
         "finite, such as nan_to_num or a clamp, and hides that the run diverged",
     )
-
-
-def _clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRunner) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that is cut to some size, which a larger one would be cut to as well."""
-    items = np.flatnonzero(right)
-    if not (np.abs(seen[items]) <= 1.01 * np.abs(right[items])).all() or not seen[items].any():
-        return None
-    slopes = [slope * FURTHER if abs(slope) > 1 else slope for slope in slopes_of(case)]
-    louder = _probe(case, case.dtype).observed_weights(runner, slopes=slopes)
-    if louder is None or step >= len(louder):
-        return None
-    cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
-    if not cut.any() or not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
-        return None
-    return Diagnosis("clipped", f"{_cut(case, seen, right, items)}: the contract asks for the gradient itself")
-
-
-def _cut(case: Case, seen: Vector, right: Vector, items: npt.NDArray[np.intp]) -> str:
-    """Return which clipping explains a gradient: by value, by norm, by the norm of each micro-batch."""
-    share = seen[items] / right[items]
-    size = f"a gradient of norm {np.linalg.norm(right):.4g}"
-    largest, norm = np.abs(seen[items]).max(), np.linalg.norm(seen[items])
-    if len(items) == 1:
-        return f"{size} is clipped to {norm:.4g}, by norm or by value"
-    if np.ptp(share) <= 1e-2 * share.max():
-        return f"{size} is clipped to norm {norm:.4g}"
-    cut = np.abs(share - 1) > 1e-2
-    if np.ptp(np.abs(seen[items][cut])) <= 1e-2 * largest:
-        return f"{size} is clipped by value to {largest:.4g}"
-    return f"{size} is clipped, in parts: its micro-batches' parts have norms {_norms(case, seen)}"
-
-
-def _norms(case: Case, seen: Vector) -> str:
-    plan = case.plan
-    norms = [np.linalg.norm(seen[plan.items(j).start : plan.items(j).stop]) for j in range(len(plan.micro_batches))]
-    return " and ".join(f"{norm:.4g}" for norm in norms if norm)
 
 
 def _size(elements: Vector) -> str:

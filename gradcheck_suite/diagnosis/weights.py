@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+ALONE = " alone, while "
+"""In an explanation between the parameters that are wrong and those that are right."""
 Array = npt.NDArray[np.float64]
 TOLERANCE = 1e-9
 """Relative tolerance of weights, where it is not known better; weights are read in float64, which rounds at 1e-16."""

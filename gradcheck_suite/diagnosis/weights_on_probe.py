@@ -9,6 +9,7 @@ import torch
 
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.diagnosis.moved_elements import projection
 from gradcheck_suite.diagnosis.naming import diagnose, names_nothing
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe, flat_on_probe, gradients_of_steps, weights_table
 from gradcheck_suite.diagnosis.separating_probe import per_micro_batch, reading, readings, separating_probe
@@ -35,6 +36,9 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     observed = per_micro_batch(probe, items)
     table = () if observed is None else weights_table(probe, observed, window)
     weights = None if observed is None else reading(probe, step, observed)
+    right = probe.right_weights(window)
+    if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
+        return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
     if weights is not None:
         named = diagnose(weights, _others(readings(probe, steps), step))
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor

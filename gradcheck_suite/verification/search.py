@@ -23,6 +23,12 @@ from gradcheck_suite.verification.battery import Battery, run_battery
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.moment import Moment
+from gradcheck_suite.verification.same_fault import (
+    is_same_fault,
+    keeps_right_parameters,
+    may_be_unnamed,
+    window_shape,
+)
 
 SHRINK_SECONDS = 30.0
 """Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
@@ -221,12 +227,14 @@ class Search:
         while high - low > 1:
             middle = high - 1 if high == len(self._trail) else (low + high) // 2
             found = self._check(self._trail[middle].case).violation
-            if found is not None and _is_same_fault(found, best):
+            if found is not None and is_same_fault(found, best):
                 best, low = found, middle
             else:
                 high = middle
         self._wandered = high < len(self._trail)
-        if self._settled is None or size_of(best.case) < size_of(self._settled.case):
+        before = self._settled
+        named = before is not None and before.diagnosis == "not-linear" != best.diagnosis
+        if before is None or named or size_of(best.case) < size_of(before.case):
             self._settled = best
         self._trail, self._first_pass = [], False
 
@@ -279,13 +287,15 @@ class Search:
             self.found_after = self.cases
         if self._trail:
             # how many steps there are tells little of the fault; `settle` names it
-            fits = violation.kind == "step-count" or self._trail[0].diagnosis == "not-linear"
+            first = self._trail[0]
+            fits = violation.kind == "step-count" or may_be_unnamed(violation, first)
             fits = fits or bool(names_of(violation.diagnosis) & self._fitting)
+            fits = fits and keeps_right_parameters(violation, first)
             if self._wandered and not violation.diagnosis:
-                fits = fits and _window_shape(violation) == _window_shape(self._trail[0])
+                fits = fits and window_shape(violation) == window_shape(self._trail[0])
             return fits and violation.kind == self._trail[-1].kind
         sought = self._settled or self._on_probe
-        if sought is not None and not _is_same_fault(violation, sought):
+        if sought is not None and not is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
         if self._settled is None:
@@ -294,26 +304,6 @@ class Search:
         alone = self._check(violation.case, shrinking=True).violation
         self._fitting = names_of("").union(*(names_of(v.diagnosis) for v in (violation, alone) if v))
         return True
-
-
-def _window_shape(violation: Violation) -> tuple[bool, ...]:
-    """Return what a fault's name may depend on in the violated window: later, short, of several, of unequal counts.
-
-    A search that wandered off to another fault is repeated with these kept.
-    """
-    if violation.window is None:
-        return ()
-    plan = violation.case.plan
-    window = plan.windows[violation.window]
-    counts = {0 if j in plan.masked else plan.micro_batches[j] for j in window}
-    later = bool(violation.epoch or violation.window)
-    return later, len(window) < plan.accumulation_steps, len(window) > 1, len(counts) > 1
-
-
-def _is_same_fault(found: Violation, first: Violation) -> bool:
-    """Return whether a violation has the kind and the diagnosis of the first; `not-linear` fits every diagnosis."""
-    unnamed = first.diagnosis == "not-linear"
-    return found.kind == first.kind and (unnamed or found.diagnosis == first.diagnosis)
 
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:

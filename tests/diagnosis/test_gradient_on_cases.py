@@ -377,3 +377,46 @@ def test_a_fault_of_one_parameter_is_named_although_masked_targets_take_two_prob
     # a micro-batch without valid targets has a gradient of 0, and may be there
     assert violation.diagnosis == "no-gradient or dropped-micro-batch"
     assert "in 0.bias alone" in violation.explanation
+
+
+def _each(change):
+    """Return a change of every parameter's gradient, but for the probe's, which has no name of its own here."""
+
+    def changes(run):
+        for p in run.model.parameters():
+            if weight_of(run) is not None:
+                change(p.grad, p.detach())
+
+    return changes
+
+
+def _swap(run):
+    """Hand two parameters of 6 and 2 elements each other's elements, as a flat buffer in another order does."""
+    if (weight := weight_of(run)) is not None:
+        bias = run.model.bias
+        flat = torch.cat([bias.grad.flatten(), weight.grad.flatten()])
+        weight.grad.copy_(flat[:6].view(2, 3))
+        bias.grad.copy_(flat[6:])
+
+
+@pytest.mark.parametrize(
+    ("change", "diagnosis", "says"),
+    [
+        (_each(lambda g, p: g.sub_(g.mean())), "projected-gradient", "the mean of all its elements has been"),
+        (
+            _each(lambda g, p: g.sub_(g.mean(-1, keepdim=True)) if g.ndim > 1 else g),
+            "projected-gradient",
+            "in weight alone, while bias is right: the mean of each row has been subtracted",
+        ),
+        (
+            _each(lambda g, p: g.sub_(p * (g * p).sum() / (p * p).sum())),
+            "projected-gradient",
+            "what lies along the parameter itself has been subtracted",
+        ),
+        (_swap, "permuted-gradient", "they are flattened in one order and taken apart in another"),
+    ],
+)
+def test_what_is_taken_from_a_gradient_or_moved_to_another_is_named(change, diagnosis, says):
+    name, sentence, _ = explained(then(change))
+    assert name == diagnosis
+    assert says in sentence
