@@ -20,6 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.ranks.sources import Source, remember
 from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.trainers import TRAINERS
 
@@ -62,7 +63,7 @@ def resolve_loop(text: str) -> Loop:
             f"argument, the TrainingRun{_offer(module, callable)}"
         )
     _expect_one_argument(loop, text)
-    return loop
+    return _noted(loop, resolve_loop, text)
 
 
 def resolve_problem(text: str) -> Problem:
@@ -75,7 +76,7 @@ def resolve_problem(text: str) -> Problem:
         raise UsageError(f"--problem must be FILE.py:NAME or package.module:NAME, got {text!r}")
     found, module = _find(text, "a problem")
     if issubclass(type(found), Problem):
-        return cast("Problem", found)
+        return cast("Problem", _noted(found, resolve_problem, text))
     if not callable(found):
         offer = _offer(module, lambda value: issubclass(type(value), Problem))
         raise UsageError(
@@ -89,7 +90,16 @@ def resolve_problem(text: str) -> Problem:
         raise UsageError(f"{text} failed{where}: {one_line(error)}") from None
     if not issubclass(type(problem), Problem):
         raise UsageError(f"{text} returned {type(problem).__name__}: expected a gradcheck_suite.Problem")
-    return problem
+    return _noted(problem, resolve_problem, text)
+
+
+def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
+    """Return what a text stands for, after a note of how other processes find it."""
+    place, colon, name = text.rpartition(":")
+    if place.endswith(".py"):
+        text = f"{Path(place).resolve()}{colon}{name}"
+    remember(found, Source(__name__, resolve.__name__, (text,)))
+    return found
 
 
 def _built_in(text: str) -> Loop:
@@ -103,7 +113,7 @@ def _built_in(text: str) -> Loop:
         listed = f"; it defines {_listed(names)}" if names else ""
         raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
     if text in TRAINERS:
-        return TRAINERS[text].load()
+        return _noted(TRAINERS[text].load(), resolve_loop, text)
     from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.loops.ranks import RANK_LOOPS
 

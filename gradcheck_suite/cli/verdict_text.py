@@ -90,11 +90,10 @@ def result_lines(
         further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
         further += "" if options.autocast is None else f" --autocast {options.autocast}"
         not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
-        lines += [
-            f"    stored  {stored.case}",
-            f"    script  python {shlex.quote(str(stored.script))}{not_so}",
-            f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}",
-        ]
+        lines.append(f"    stored  {stored.case}")
+        if stored.script is not None:
+            lines.append(f"    script  python {shlex.quote(str(stored.script))}{not_so}")
+        lines.append(f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}")
     return lines
 
 

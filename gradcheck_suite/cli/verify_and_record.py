@@ -88,6 +88,8 @@ def record(
         UsageError: a file cannot be written.
     """
     violation = verified.result.violation
+    # a script is one process
+    has_script = subject.importable and not (violation and violation.case.plan.ranks)
 
     def script() -> str:
         from gradcheck_suite.report.scripts import script_text
@@ -110,6 +112,6 @@ def record(
         problem=subject.problem_name,
         reached=verified.reached,
         environment=environment,
-        script=script if subject.importable else None,
+        script=script if has_script else None,
         run_script=run_script,
     )

@@ -13,22 +13,16 @@ import pytest
 
 from gradcheck_suite import Plan, UsageError
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.execution.ranks.run import run_ranks
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
 from gradcheck_suite.verification.check import check
 from tests.verification import rank_loops
 
+pytestmark = pytest.mark.usefixtures("ranks")
 EVEN = Plan((1, 3, 3, 9), 2, 2, ranks=(2, 2))
 UNEVEN = Plan((1, 3, 2, 2, 4), 2, 2, ranks=(3, 2))
 """In the second window rank 1 has no micro-batch."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks():
-    with kept_ranks():
-        yield
 
 
 def violation(loop, plan=EVEN, **options):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.schema.contract import BUSY_RANKS
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.probe_plans import first_cases
 from gradcheck_suite.verification.verify import verify
 
+pytestmark = pytest.mark.usefixtures("ranks")
 RANK_BUGS = [bug for bug in BUGS.values() if bug.ranks > 1]
 ON_PROBES = {
     "mean-of-ranks-means": "mean-of-means",
@@ -22,12 +22,6 @@ ON_PROBES = {
     "running-sum-reduced-each-micro-batch": "reduced-repeatedly",
 }
 """Bugs that the first weight probes show, with the diagnosis there; `full` searches drawn cases for all of them."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks():
-    with kept_ranks():
-        yield
 
 
 def test_bugs_between_ranks_are_named_on_the_first_weight_probes():

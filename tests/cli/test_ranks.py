@@ -1,0 +1,102 @@
+"""`verify --ranks`: loops and problems of a user's file on two processes, and what cannot start in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from gradcheck_suite.cli import exit_status
+from tests.cli.test_usage import assert_one_line
+
+pytestmark = pytest.mark.usefixtures("ranks")
+FILE = """
+import os
+import torch
+import torch.distributed as dist
+from gradcheck_suite import Problem
+
+def train(run):
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for start in range(0, len(batches), run.accumulation_steps):
+            window = batches[start : start + run.accumulation_steps]
+            run.optimizer.zero_grad()
+            total = sum(run.count(batch) for batch in window)
+            dist.all_reduce(total)
+            for batch in window:
+                (run.loss(run.model, batch) * run.count(batch) / total).backward()
+            for p in run.model.parameters():
+                dist.all_reduce(p.grad)
+            run.optimizer.step()
+
+def problem():
+    def model(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(2, 1)
+    def batch(items, seed):
+        return torch.randn(items, 2, generator=torch.Generator().manual_seed(seed))
+    return Problem(model, batch, lambda model, batch: model(batch).square().mean())
+"""
+TOO_LATE = "import os\nassert 'RANK' not in os.environ, 'no rank may import this'\ndef train(run): pass\n"
+
+
+@pytest.mark.full
+def test_a_users_loop_and_problem_run_in_every_rank(run, project):
+    (project / "own.py").write_text(FILE)
+    options = "--ranks 2 --examples 3 --assume busy-ranks --json result.json"
+    outcome = run(*f"verify own.py:train --problem own.py:problem {options}".split())
+    assert outcome.status == exit_status.HOLDS, outcome.out + outcome.err
+    (result,) = json.loads((project / "result.json").read_text())["results"]
+    assert (result["verdict"], result["judged"]) == ("holds", 3)
+
+
+def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
+    (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
+    outcome = run(
+        *[
+            "verify",
+            "own.py:train",
+            "--problem",
+            "own.py:problem",
+            "--ranks",
+            "2",
+            "--examples",
+            "1",
+            "--assume",
+            "busy-ranks",
+        ]
+    )
+    assert outcome.status == exit_status.VIOLATED
+    assert "local-count" in outcome.out
+    assert "script" not in outcome.out
+    (case,) = project.glob("reports/counterexamples/*.json")
+    again = run(*f"replay {case}".split())
+    assert again.status == exit_status.VIOLATED
+    assert "local-count" in again.out
+
+
+def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
+    (project / "late.py").write_text(TOO_LATE)
+    assert_one_line(run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]), "no rank may import this")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--ranks 0", "--ranks: expected a positive integer, got '0'"),
+        ("--ranks 5", "ranks must be a number from 1 to 4, got 5"),
+        ("--ranks two", "--ranks: expected a positive integer, got 'two'"),
+        ("--ranks 2 --device cuda", "torch"),
+    ],
+)
+def test_ranks_that_cannot_start_are_one_line(run, arguments, said):
+    assert_one_line(run(*f"verify all_reduce/zero_ {arguments}".split()), said)
+
+
+def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert_one_line(
+        run(*["verify", "all_reduce/zero_", "--ranks", "2"]), "2 ranks on cpu need the backend gloo, which torch"
+    )
