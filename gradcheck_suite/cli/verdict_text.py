@@ -71,6 +71,8 @@ def result_lines(
         lines.append(f"    assumes {EDITS_PARAMETERS}: gradients were judged at the parameters that each step found")
     if result.autocast:
         lines.append(f"    losses may be computed under torch.autocast in {result.autocast}")
+    if result.traffic:
+        lines.append(f"    {result.traffic}")
     if result.second_opinion:
         lines.append(f"    {result.second_opinion}")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]

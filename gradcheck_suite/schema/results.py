@@ -108,6 +108,7 @@ class Result:
         judged: number of cases that were judged; if it is 0, there is no verdict on the loop.
         windows: number of optimizer steps whose gradient was judged.
         windows_skipped: reason why gradients of steps were not judged, in cases that were -> number of such steps.
+        traffic: what several ranks communicate in each window, of a loop that holds; None otherwise.
     """
 
     loop: str
@@ -126,6 +127,7 @@ class Result:
     windows: int = 0
     windows_skipped: dict[str, int] = field(default_factory=dict)
     shrinking: str | None = None
+    traffic: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -150,6 +152,7 @@ class Result:
             "windows_skipped": dict(self.windows_skipped),
             "interrupted": self.interrupted,
             "shrinking": self.shrinking,
+            **({} if self.traffic is None else {"traffic": self.traffic}),
             "violation": self.violation and self.violation.to_json(self.found_after),
         }
 

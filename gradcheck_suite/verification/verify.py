@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution.devices import one_thread
+from gradcheck_suite.execution.instance import Instance, instance_of
 from gradcheck_suite.execution.quiet import quiet_loops
 from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.generation.problems import expect_layers_left
 from gradcheck_suite.generation.rank_plans import over_ranks
+from gradcheck_suite.measure.traffic import traffic_per_window, traffic_text
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_BATCHES,
@@ -32,6 +34,7 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification.search import Progress, Search, StopError, run_search
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
@@ -39,6 +42,8 @@ LARGE_MODEL = 1_000_000
 """Number of parameters from which several threads are faster than one, also on a busy machine."""
 SMALL_EXAMPLES = 60
 """Number of small cases that are tried where shrinking has left a larger one."""
+PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+"""The model on which the communication of a loop is counted: five parameters."""
 UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
 
@@ -97,10 +102,12 @@ def verify(
         loop, problem, options.time_limit_s, progress, autocast, chosen, moves_by_chance=by_chance, ranks=options.ranks
     )
     started = time.perf_counter()
-    opinion, interrupted = None, False
+    opinion, interrupted, traffic = None, False, None
     try:
         with _threads(problem), _frozen_heap(), kept_ranks(), _settled(search), quiet_loops(options.quiet_loop):
             _search(search, options, chosen, None if problem is None else problem_name, plan)
+            if options.ranks > 1 and search.violation is None:
+                traffic = _traffic(loop, options, problem, problem_name)
         opinion = _opinion(search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
         interrupted = True  # the verdicts so far stand
@@ -123,6 +130,7 @@ def verify(
         windows_skipped=dict(search.windows_skipped),
         second_opinion=None if opinion is None else opinion.summary(),
         shrinking=search.stopped,
+        traffic=traffic,
     )
 
 
@@ -179,6 +187,17 @@ def _opinion(search: Search, problem: Problem | None, budget_s: float) -> Second
     if problem is None or (violation and (violation.kind in UNASKED or violation.case.spec)):
         return None
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
+
+
+def _traffic(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> str | None:
+    """Return a sentence about what ranks communicate in each window; None where the loop fails on such plans."""
+    subject = PLAIN if problem is None else problem_name
+
+    def instance(plan: Plan) -> Instance:
+        return instance_of(Case(subject, plan, dtype=options.dtype, device=options.device), problem)
+
+    found = traffic_per_window(loop, instance, options.ranks, options.time_limit_s)
+    return traffic_text(found) if found else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
-from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 
 
 def right(run):
@@ -72,3 +72,18 @@ def sleeps_first(run):
     if run.rank == 0:
         time.sleep(2.5)
     right(run)
+
+
+def reduces_every_micro_batch(run):
+    """Add up each micro-batch's own gradient over ranks: right where ranks have as many, and K times the traffic."""
+    for window in windows(run):
+        total = window_count(run, window)
+        sums = {}
+        for batch in window:
+            run.optimizer.zero_grad()
+            part_of_window(run, batch, total).backward()
+            add_up_gradients(run)
+            sums = {p: sums.get(p, 0) + p.grad for p in run.model.parameters() if p.requires_grad}
+        for p, gradient in sums.items():
+            p.grad = gradient
+        run.optimizer.step()
