@@ -45,6 +45,8 @@ COMPILER_OPTIONS: Options = {
 }
 """For small programs, threads cost more than the work itself, and optimisation takes longer than all calls."""
 _UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
+_UNKNOWN: set[str] = set()
+"""Names of the options that this XLA does not have: that of jax 0.11 has no `xla_cpu_use_fusion_emitters`."""
 SMALL_PROGRAM, SMALL_WINDOWED_PROGRAM = 12_000, 2_000
 """Numbers of elements of all arguments up to which a program is compiled without optimisation: of any, and of one with
 a convolution or a pooling. Compilation then takes a quarter of the time, and each call up to 0.2 ms more; the call of a
@@ -217,12 +219,16 @@ def _is_small(lowered: jax.stages.Lowered, size: int) -> bool:
 
 
 def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
-    try:
-        compiled = lowered.compile(options)
-    except jax.errors.JaxRuntimeError:
-        if options is None:
-            raise
-        compiled = lowered.compile()  # an XLA that does not know one of the options
+    compiled: jax.stages.Compiled | None = None
+    while compiled is None:
+        known = {name: value for name, value in (options or {}).items() if name not in _UNKNOWN}
+        try:
+            compiled = lowered.compile(known or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = {name for name in known if name in str(error)}
+            if not unknown:
+                raise
+            _UNKNOWN.update(unknown)
     if path is not None and not _is_incomplete(compiled):
         _forget_others(path.parent)
         _store(path, pickle.dumps(serialize_executable.serialize(compiled)))

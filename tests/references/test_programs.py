@@ -174,5 +174,7 @@ def test_only_the_latest_environments_are_kept(store):
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(programs, "COMPILER_OPTIONS", {"xla_no_such_option": True})
+    monkeypatch.setattr(programs, "_UNKNOWN", set())
+    monkeypatch.setattr(programs, "COMPILER_OPTIONS", {"xla_no_such_option": True, "xla_embed_ir_in_executable": False})
     np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
+    assert {"xla_no_such_option"} == programs._UNKNOWN
