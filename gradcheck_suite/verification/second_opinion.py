@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 
 from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower
 from gradcheck_suite.execution.batches import leaves, map_leaves
+from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops.sound import plain
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.references.agreement import disagreement
 from gradcheck_suite.references.reference import REFERENCES, Reference
@@ -26,6 +28,9 @@ from gradcheck_suite.schema.contract import Batch, Problem
 from gradcheck_suite.schema.options import SECOND_OPINION_S
 
 Shapes = tuple[Any, ...]
+MOVED_EVERY = 5
+"""One case in so many is also computed at parameters that an optimizer has moved, where it has several steps: a fault
+of torch may show there alone."""
 
 
 @dataclass
@@ -36,6 +41,7 @@ class SecondOpinion:
         budget_s: seconds after which no further window is computed.
         windows: number of windows.
         answered: number of windows with a gradient from JAX.
+        moved: number of these at parameters that an optimizer has moved.
         shapes: number of sets of shapes that these windows have.
         findings: windows on which JAX's gradient differs from torch's by more than rounding, one line each.
         refused: number of windows that the bridge cannot translate.
@@ -45,6 +51,7 @@ class SecondOpinion:
     budget_s: float = SECOND_OPINION_S
     windows: int = 0
     answered: int = 0
+    moved: int = 0
     shapes: int = 0
     findings: list[str] = field(default_factory=list)
     refused: int = 0
@@ -56,6 +63,8 @@ class SecondOpinion:
             return f"JAX gives no second opinion on the problem: {self.refusal}"
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
         text = f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
+        if self.moved:
+            text += f", {self.moved} of them at parameters that an optimizer has moved"
         if not self.findings:
             text += ", and agrees with torch"
         if self.refusal is not None:
@@ -65,34 +74,65 @@ class SecondOpinion:
         return text
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A window on which JAX is asked: of the initial parameters, or the last one of a run that moves them."""
+
+    reference: Reference
+    index: int
+    moves: bool
+
+    def window(self) -> Window | None:
+        """Return the window; None where the run that should move the parameters fails."""
+        if not self.moves:
+            return self.reference.window(self.index)
+        observations = run_loop(plain, self.reference.instance).observations
+        if len(observations) < self.reference.instance.case.plan.steps:
+            return None
+        return self.reference.window(self.index, observations[-1].parameters)
+
+
+def _asked(cases: Iterable[Case], problem: Problem) -> Iterator[_Asked]:
+    """Yield every window of the cases, and the last one of some after the steps of an optimizer."""
+    for number, case in enumerate(cases):
+        reference, last = REFERENCES.get(case, problem), len(case.plan.windows) - 1
+        yield from (_Asked(reference, index, moves=False) for index in range(last + 1))
+        if number % MOVED_EVERY == 0 and case.plan.steps > 1:
+            moving = case.replace(optimizer=case.optimizer or "normalized")
+            yield _Asked(REFERENCES.get(moving, problem), last, moves=True)
+
+
 def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = SECOND_OPINION_S) -> SecondOpinion:
     """Compute the large-batch gradients of a user's problem in JAX, for every window of some cases.
 
     Loops are judged by torch's gradient alone. A difference is a finding about the problem, torch, JAX or the bridge.
     """
     opinion, started = SecondOpinion(budget_s), time.perf_counter()
-    groups: dict[Shapes, list[tuple[Reference, Window]]] = defaultdict(list)
-    for case in cases:
-        reference = REFERENCES.get(case, problem)
-        for index in range(len(case.plan.windows)):
-            window = reference.window(index)
-            groups[_shapes(window.model(), _batch(reference, window))].append((reference, window))
-            opinion.windows += 1
+    groups: dict[Shapes, list[_Asked]] = defaultdict(list)
+    for asked in _asked(cases, problem):
+        window = asked.reference.window(asked.index)
+        groups[_shapes(window.model(), _batch(asked.reference, window))].append(asked)
+        opinion.windows += 1
     for group in sorted(groups.values(), key=len, reverse=True):
         lowered: Lowered | None = None
         before = opinion.answered
-        for reference, window in group:
+        for asked in group:
             if time.perf_counter() - started > budget_s and (opinion.answered or opinion.refused):
                 return opinion
+            found = asked.window()
+            if found is None:
+                opinion.windows -= 1
+                continue
             try:
-                lowered = lowered or _lowered(reference, window)
-                finding = _compare(reference, window, lowered)
+                lowered = lowered or _lowered(asked.reference, found)
+                finding = _compare(asked.reference, found, lowered)
             except BridgeError as error:
                 # other shapes may be translated all the same
                 opinion.refusal = opinion.refusal or " ".join(str(error).split())
                 opinion.refused += len(group) - (opinion.answered - before)
                 break
             opinion.answered += 1
+            opinion.moved += asked.moves
             if finding:
                 opinion.findings.append(finding)
         else:

@@ -17,6 +17,7 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import jax_reference, programs, reference
 from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.verification.check import TOO_FAR
 
 LINEAR = Layer("linear", bias=True, features=3)
 SPEC = ProblemSpec(Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean"))
@@ -202,3 +203,44 @@ def test_a_fault_after_the_first_step_is_a_finding(framework, monkeypatch):
     spec = dataclasses.replace(SPEC, layers=(LINEAR,))
     case = CASE.replace(problem=spec, optimizer="sgd")
     _expect_finding(case, by="at parameters that the optimizer has moved")
+
+
+def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(monkeypatch):
+    """Unless parameters are so far from the start that sound references fail there, too."""
+    spec = dataclasses.replace(SPEC, layers=(LINEAR,))
+    at_start = generated_instance(CASE.replace(problem=spec, dtype="bfloat16")).model().get_parameter("0.weight")
+
+    def moved(weight):
+        return weight.dtype is torch.bfloat16 and not torch.equal(weight, at_start)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", _in_torch(FAULTS["weight times 3"], moved))
+    case = CASE.replace(problem=spec, dtype="bfloat16", optimizer="sgd")
+    _expect_finding(case, by="the bfloat16 computation of torch is wrong")
+
+
+# momentum takes the parameters to where the gradient is 1e12, and torch's bfloat16 large batch exceeds the bound
+FAR = Case(
+    ProblemSpec(
+        Input("sequence", length=3, padded=True, size=2),
+        (
+            Layer("gru", bidirectional=False, depth=1, features=2),
+            Layer("selu"),
+            Layer("transformer", activation="gelu", heads=1, norm_first=True),
+        ),
+        Loss("cross_entropy_of_large_logits", reduction="sum", scale=100.0),
+    ),
+    Plan((5, 8, 5, 5, 3, 2, 4, 3, 3, 5, 3, 8, 1, 5, 4, 3, 2, 4, 8), 8, epochs=2),
+    dtype="bfloat16",
+    seed=2338323456,
+    optimizer="momentum",
+    groups=2,
+)
+
+
+@pytest.mark.full
+def test_rounding_far_from_the_start_is_no_finding():
+    verdict = check(MODES["zero_"], FAR)
+    assert verdict.finding is None
+    assert verdict.holds
+    assert TOO_FAR in verdict.windows_skipped
+    assert verdict.windows >= 1

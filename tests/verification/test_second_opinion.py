@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,9 +57,45 @@ PROBLEM = Problem(model, batch, loss)
 def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
     """Two cases of two windows, three items each: one shape, though the models' constants differ with the seed."""
     opinion = second_opinion([CASE, CASE.replace(seed=1)], PROBLEM)
-    assert (opinion.windows, opinion.answered, opinion.shapes) == (4, 4, 1)
+    assert (opinion.windows, opinion.answered, opinion.moved, opinion.shapes) == (5, 5, 1, 1)
     assert opinion.findings == []
-    assert opinion.summary() == "JAX gave a second opinion on 4 of 4 windows, of 1 shape, and agrees with torch"
+    assert opinion.summary() == (
+        "JAX gave a second opinion on 5 of 5 windows, of 1 shape, 1 of them at parameters that an optimizer has moved, "
+        "and agrees with torch"
+    )
+
+
+@contextmanager
+def _tanh_backward(change: Any) -> Iterator[None]:
+    """Replace torch's own backward of tanh on the CPU: `torch.export` and JAX do not see it."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that another kernel is replaced
+        library.impl("tanh_backward", lambda g, out: g * (1 - out**2) * change(out), "CPU")
+        try:
+            yield
+        finally:
+            library._destroy()
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam"])
+def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimizer):
+    def from_zero(seed: int) -> nn.Module:
+        made = model(seed)
+        nn.init.zeros_(made.linear.weight)
+        nn.init.zeros_(made.linear.bias)
+        return made
+
+    problem, case = Problem(from_zero, batch, loss), CASE.replace(optimizer=optimizer)
+    with _tanh_backward(lambda out: torch.ones_like(out)):
+        assert second_opinion([case], problem).findings == []
+    with _tanh_backward(lambda out: 1 + 0.5 * (out != 0)):
+        (finding,) = second_opinion([case], problem).findings
+        result = verify(BUILT_IN["plain"], problem=problem, examples=2, optimizer=optimizer)
+    assert "at parameters that the optimizer has moved" in finding
+    assert "no loop is to blame" in finding
+    assert result.holds
+    assert result.findings
 
 
 def test_a_wrong_derivative_is_a_finding_and_the_loop_is_judged(monkeypatch):
@@ -98,15 +137,15 @@ def test_shapes_that_cannot_be_carried_over_leave_the_opinion_on_the_others():
 
     small = CASE.replace(plan=Plan((1, 1, 2), 2))
     opinion = second_opinion([CASE, small], Problem(model, batch, for_small_batches))
-    assert (opinion.windows, opinion.answered, opinion.refused, opinion.shapes) == (4, 2, 2, 1)
+    assert (opinion.windows, opinion.answered, opinion.refused, opinion.shapes) == (5, 2, 3, 1)
     assert opinion.summary().startswith(
-        "JAX gave a second opinion on 2 of 4 windows, of 1 shape, and agrees with torch; 2 cannot be translated: "
+        "JAX gave a second opinion on 2 of 5 windows, of 1 shape, and agrees with torch; 3 cannot be translated: "
     )
 
 
 def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
     opinion = second_opinion([CASE, CASE.replace(plan=Plan((1, 1), 1))], PROBLEM, budget_s=0.0)
-    assert (opinion.windows, opinion.answered) == (4, 1)
+    assert (opinion.windows, opinion.answered) == (5, 1)
     assert "for the others the 0 s that this may take did not suffice" in opinion.summary()
 
 
