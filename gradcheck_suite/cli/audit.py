@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -69,6 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.resetwarnings()
     warnings.filters[:] = _python_filters()  # type: ignore[index]
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminated = signal.getsignal(signal.SIGTERM)
+    if "RANK" in os.environ and terminated is signal.SIG_DFL:
+        # a launcher ends the other ranks so when one has failed: what was seen is still to be written
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = f"-m {arguments.script}" if arguments.module else arguments.script
     audited = audit(
         steps=arguments.steps,
@@ -95,6 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
         _print_own_traceback(raised)
     result = audited.close(error)
     signal.signal(signal.SIGINT, previous)
+    signal.signal(signal.SIGTERM, terminated)
+    if result.rank is not None and result.unjudged is not None and result.unjudged.startswith("rank "):
+        return status  # another rank judges
     about = environment.environment()
     if arguments.json is not None:
         write_json(arguments.json, results_to_json([result], about))

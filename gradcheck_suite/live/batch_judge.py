@@ -82,7 +82,9 @@ def _numbers(parts: Sequence[Part]) -> str:
     return ", ".join(str(index) for index in sorted({part.index for part in parts}))
 
 
-def _of_the_forward(parts: Sequence[Part], replayed: Sequence[Replayed]) -> tuple[str, str] | None:
+def _of_the_forward(
+    parts: Sequence[Part], replayed: Sequence[Replayed], passes: Sequence[Pass]
+) -> tuple[str, str] | None:
     """Return the diagnosis and sentence of outputs that are not reproduced; None where all are.
 
     Raises:
@@ -94,6 +96,8 @@ def _of_the_forward(parts: Sequence[Part], replayed: Sequence[Replayed]) -> tupl
     lost = [part for part, found in pairs if not reproduced(part, found, partial(_again, part), exactly=exactly)]
     if not lost:
         return None
+    if len({one.steps for one in passes}) > 1:
+        raise NotRecomputed("another optimizer has stepped inside of it")
     last = [part for part in parts if part.index == parts[-1].index]
     if (
         all(_is_now(part) and part not in lost for part in last)
@@ -181,7 +185,7 @@ def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
     result.again, result.error = BY_MICRO_BATCH, difference.error
     if result.violation is not None:
         return
-    fault: tuple[str, str] | str | None = _of_the_forward(parts, replayed)
+    fault: tuple[str, str] | str | None = _of_the_forward(parts, replayed, passes)
     if fault is None and difference.worst is not None:
         fault = _of_the_backward(parts, observed, factor, difference.error)
     if fault is None and modes:

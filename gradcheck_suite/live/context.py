@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from gradcheck_suite.live.options import AuditOptions
 from gradcheck_suite.live.passes import Watched
 from gradcheck_suite.live.patches import Patches
 from gradcheck_suite.live.places import Place, here
+from gradcheck_suite.live.ranks import Ranks, RankWriter, died_before, gather
+from gradcheck_suite.live.ranks_judge import judge_together
 from gradcheck_suite.live.recorder import Recorder
 from gradcheck_suite.live.steps import Judged, Memory, Step
 from gradcheck_suite.live.weight_judge import DECLARE
@@ -27,6 +31,11 @@ from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
 UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
 _open: list[audit] = []
+
+
+def _shown(error: BaseException | None) -> str:
+    """Return the exception that ended a run in words, `""` where none of the program's did."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
 
 
 class StoppedOnViolation(BaseException):
@@ -81,11 +90,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = False
         self._observing = False
         self._process = os.getpid()
+        self._ranks = Ranks.of()
+        self._writer: RankWriter | None = None
         self._recorder = Recorder(
             self._judge,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
-            every=None if "batch" in self.options.without else self.options.every,
+            every=None if "batch" in self.options.without or self._ranks is not None else self.options.every,
         )
         self._patches = Patches(self._recorder)
 
@@ -108,6 +119,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             raise UsageError("audit: this audit was closed; make a new one with gradcheck_suite.audit()")
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
+        if self._ranks is not None:
+            self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
         _open.append(self)
         self._start = time.perf_counter()
@@ -135,10 +148,35 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._detach()
         if self in _open:
             _open.remove(self)
+        if self._ranks is not None and self._writer is not None:
+            self._writer.end(self._recorder.findings, _shown(error))
+            self._result = self._of_all_ranks(self._ranks, error)
+            return self._result
         if complete:
             self._at_the_end()
         self._result = self._finished(error)
         return self._result
+
+    def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> LiveResult:
+        """Judge the run from what all ranks have written, in the first rank that has not died."""
+        if ranks.rank and not died_before(ranks):
+            reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
+            return replace(self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size)
+        files = gather(ranks)
+        together = judge_together(files, self.options.accumulation_steps)
+        self._violations, self._windows = together.violations, together.windows
+        self._findings, self._recorder.findings = together.findings, Counter()
+        for file in files:
+            if file.ended is None:
+                wrote = "it died, or runs on another machine" if file.pid else "it wrote nothing on this machine"
+                self._findings[f"rank {file.rank} has not ended: {wrote}"] += 1
+            elif file.ended:
+                self._findings[f"rank {file.rank} ended with {file.ended}"] += 1
+        if "batch" not in self.options.without:
+            self._findings["windows are not computed again where there are several ranks"] += 1
+        result = replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
+        shutil.rmtree(ranks.folder, ignore_errors=True)
+        return result
 
     @property
     def result(self) -> LiveResult:
@@ -163,6 +201,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _judge(self, state: Watched, place: Place) -> None:
         if self._process != os.getpid():
+            return
+        if self._writer is not None:
+            state.detail = True
+            self._writer.step(state, self._recorder.watched.index(state), place)
+            self._windows += 1
+            if self.options.steps is not None and self._windows >= self.options.steps:
+                self._detach()
             return
         memory = self._memories.setdefault(id(state), Memory())
         step = Step(state, place, self._recorder.steps_seen - 1, memory, self.options.accumulation_steps)
@@ -203,6 +248,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Judge what is left when the run is over: micro-batches without a step, and what stayed unclear."""
         for state in self._recorder.watched:
             memory = self._memories.get(id(state), Memory())
+            self._findings.update(memory.strays())
             if memory.unclear is not None and "not-linear" not in self._violations:
                 self._findings[UNCLEAR] += 1
             left = [p for p in state.pending if p.accumulates and not p.consumers and p.received]
@@ -223,9 +269,6 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         accepted = tuple(v for name, v in self._violations.items() if name in self.options.accept)
         violations = tuple(v for name, v in self._violations.items() if name not in self.options.accept)
         findings = self._findings + self._recorder.findings
-        ended = error if isinstance(error, Exception) else None
-        if isinstance(error, SystemExit | StoppedOnViolation | KeyboardInterrupt):
-            ended = None
         return LiveResult(
             script=self._name,
             windows=self._windows,
@@ -237,7 +280,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
             unjudged=self._unjudged() if not violations and not accepted else None,
             interrupted=isinstance(error, KeyboardInterrupt),
-            raised=None if ended is None else f"{type(ended).__name__}: {ended}",
+            raised=_shown(error) or None,
         )
 
     def _unjudged(self) -> str | None:

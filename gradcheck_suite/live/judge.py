@@ -11,10 +11,26 @@ from gradcheck_suite.live.steps import Judged, Step
 from gradcheck_suite.live.sum_judge import judge_sum
 from gradcheck_suite.live.sums import Explanation
 from gradcheck_suite.live.weight_judge import judge_weights
+from gradcheck_suite.live.words import SENTENCES
 
 
 def _same(gradients: dict[int, Sketch], previous: dict[int, Sketch]) -> bool:
     return all(key in previous and np.array_equal(g, previous[key]) for key, g in gradients.items())
+
+
+def _note_use(step: Step, found: Explanation, result: Judged) -> None:
+    """Note which passes the step trains on; find optimizers that step between the micro-batches of this one."""
+    used = [p for p, c in zip(step.passes, found.coefficients, strict=True) if abs(c) >= 1e-3]
+    own = id(step.state)
+    step.memory.windows += 1
+    step.memory.lines.update({p.place.line for p in used})
+    for other in {key for p in used for key in p.trained} - {own}:
+        steps = [p.trained.get(other) for p in used]
+        if len(set(steps)) > 1:
+            between = len({n for n in steps[:-1] if n is not None})
+            result.violation = step.violation("moving-parameters", SENTENCES["moving-parameters"].format(steps=between))
+    for one in used:
+        one.trained[own] = step.state.steps
 
 
 def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
@@ -47,6 +63,8 @@ def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
     found: Explanation | None = None
     if sums and any(p.arrivals for p in passes):
         found = judge_sum(step, gradients, previous, result)
+    if found is not None and result.violation is None:
+        _note_use(step, found, result)
     if weights and result.violation is None and not result.handmade:
         judge_weights(step, found, result)
     if batch and not (result.handmade or result.edited) and (found is not None or not sums):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from gradcheck_suite.diagnosis.naming import diagnose
+from gradcheck_suite.diagnosis.naming import diagnose, names_nothing
 from gradcheck_suite.diagnosis.weights import TOLERANCE, Diagnosis, Weights
 from gradcheck_suite.live.reading import Reading
 from gradcheck_suite.live.terms import Term
@@ -32,6 +34,32 @@ def _preferred(found: Diagnosis) -> tuple[str, str]:
     names, sentences = found.name.split(" or "), found.sentence.split("; or: ")
     index = names.index("mean-of-means") if "mean-of-means" in names else 0
     return names[index], sentences[index] if len(sentences) == len(names) else found.sentence
+
+
+def _by_elements(terms: list[Term], weights: Weights) -> Diagnosis | None:
+    """Name a mean that divides by all elements of an unreduced loss, those without a weight (padding) included."""
+    if any(t.reduction != "none" for t in terms):
+        return None
+    found = diagnose(replace(weights, counts=tuple(float(t.elements) for t in terms)))
+    padded = "the mean divides by all elements of its micro-batch, padding included, and "
+    return replace(found, sentence=padded + found.sentence) if found.name == "mean-of-means" else None
+
+
+def _one_factor(terms: list[Term], weights: Weights) -> Diagnosis | None:
+    """Name a factor that some micro-batches of a window have and most have not."""
+    for values, what in ((weights.observed, "item"), (weights.observed * np.array(weights.counts), "mean")):
+        usual = float(np.median(values))
+        same = [bool(weights.close(v, usual)) for v in values]
+        others = [j for j, is_usual in enumerate(same) if not is_usual]
+        if usual and 2 * sum(same) > len(same) and len({round(float(values[j] / usual), 9) for j in others}) == 1:
+            numbers = ", ".join(str(terms[j].micro_batch) for j in others)
+            return Diagnosis(
+                "unequal-factors",
+                f"each {what} of micro-batch(es) {numbers} weighs {float(values[others[0]] / usual):.6g} times what it "
+                "weighs in the others: the loss has a factor there that changes inside the window (a loss scale, a "
+                "coefficient, a special case for the first or last micro-batch)",
+            )
+    return None
 
 
 def table(reading: Reading) -> tuple[WeightRow, ...]:
@@ -83,6 +111,8 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
             tolerance=max(tolerance, TOLERANCE),
         )
         found = diagnose(weights)
+        if names_nothing(found):
+            found = _by_elements(counted, weights) or _one_factor(counted, weights) or found
         name, sentence = _preferred(found)
         sentence = sentence.replace("run.count(batch)", "the batch's count")
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"

@@ -84,10 +84,10 @@ def _averaged_objectives(found: list[Reading]) -> list[Reading]:
 
 
 def _refined(
-    key: Hashable, members: list[Term], steps: int | None, histories: dict[Hashable, History]
+    key: Hashable, members: list[Term], steps: int | None, histories: dict[Hashable, History], ranks: int
 ) -> list[tuple[Hashable, Reading]]:
     """Read the calls of one line as one objective, or as several where that is right and one is not."""
-    whole = read(members, steps, histories.setdefault(key, History()))
+    whole = read(members, steps, histories.setdefault(key, History()), ranks)
     if whole.holds:
         return [(key, whole)]
     splits: list[Callable[[Term], Hashable]] = [lambda t: t.path]
@@ -99,13 +99,13 @@ def _refined(
             each: list[tuple[Hashable, Reading]] = []
             for part, terms in parts.items():
                 name = (key, part)
-                each.append((name, read(terms, steps, histories.setdefault(name, History()))))
+                each.append((name, read(terms, steps, histories.setdefault(name, History()), ranks)))
             if all(reading.holds for _, reading in each):
                 return each
     return [(key, whole)]
 
 
-def _merged(found: list[tuple[Hashable, Reading]], steps: int | None) -> list[tuple[Hashable, Reading]]:
+def _merged(found: list[tuple[Hashable, Reading]], steps: int | None, ranks: int) -> list[tuple[Hashable, Reading]]:
     """Read the lines of one loss function as one objective where that is exactly right."""
     by_name: dict[Hashable, list[tuple[Hashable, Reading]]] = {}
     for key, reading in found:
@@ -113,7 +113,7 @@ def _merged(found: list[tuple[Hashable, Reading]], steps: int | None) -> list[tu
     result = []
     for name, parts in by_name.items():
         if len(parts) > 1 and any(reading.status != "right" for _, reading in parts):
-            merged = read([t for _, reading in parts for t in reading.terms], steps, History())
+            merged = read([t for _, reading in parts for t in reading.terms], steps, History(), ranks)
             if merged.status == "right":
                 result.append((name, merged))
                 continue
@@ -122,7 +122,7 @@ def _merged(found: list[tuple[Hashable, Reading]], steps: int | None) -> list[tu
 
 
 def readings(
-    terms: Sequence[Term], steps: int | None, histories: dict[Hashable, History], number: int = 0
+    terms: Sequence[Term], steps: int | None, histories: dict[Hashable, History], number: int = 0, ranks: int = 1
 ) -> list[Reading]:
     """Return how a window's calls read, one reading for each objective; faults only where no reading holds.
 
@@ -131,12 +131,13 @@ def readings(
         steps: the number of micro-batches in a whole window, where it is known.
         histories: of each objective; the window is added to them.
         number: of the step.
+        ranks: over how many ranks the calls are spread, where their counts differ between ranks.
     """
     found: list[tuple[Hashable, Reading]] = []
     for key, members in group(terms, lambda t: (t.name, t.line)).items():
-        found += _refined(key, members, steps, histories)
+        found += _refined(key, members, steps, histories, ranks)
     if len(found) > 1 and any(reading.status != "right" for _, reading in found):
-        found = _merged(found, steps)
+        found = _merged(found, steps, ranks)
     result = [reading for _, reading in found]
     if any(r.status == "right" and r.length > 1 for r in result):
         # another objective of the same window shows that the loop scales as it should

@@ -38,6 +38,8 @@ class Pass:
         clips: factors of gradient clipping since the pass, as (parameter ids, total norm, largest norm).
         versions: id of an optimizer -> fingerprint of its parameters when the pass began.
         forwards: recorded calls of modules -> index of an output -> the gradient that it received.
+        trained: id of an optimizer -> number of its step that had the pass in its gradient.
+        steps: number of steps of all optimizers before the pass.
         unknown: the name of the autograd node of a loss that no recognised call is part of, or None.
     """
 
@@ -52,6 +54,8 @@ class Pass:
     consumers: set[int] = field(default_factory=set)
     clips: list[tuple[frozenset[int], Any, float]] = field(default_factory=list)
     versions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    trained: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
     unknown: str | None = None
     forwards: dict[Forward, dict[int, torch.Tensor]] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gradcheck_suite.live.terms import TOLERANCE, Term, near
 
+TWICE = ", or is divided twice by its 2 micro-batches: nothing here tells which"
 MAX_SEEN = 256
 """Windows of an objective that are remembered: the first and the latest."""
 
@@ -86,9 +87,14 @@ def _totals(terms: Sequence[Term]) -> list[float]:
     return counts
 
 
-def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float) -> str:
+def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float, ranks: int = 1) -> str:
     """Return what a wrong factor is in terms of the window; empty where it is none of these."""
     names: list[tuple[float, str]] = []
+    if ranks > 1:
+        names += [
+            (ranks, f"{ranks}, the number of ranks: the ranks' means are added up, and no mean over ranks is taken"),
+            (1 / ranks, f"1/{ranks}: gradients are averaged over {ranks} ranks, and losses are divided by all counts"),
+        ]
     if length > 1:
         names.append((length, f"{length}, the number of the window's micro-batches: no mean over them is taken"))
     if length > 2:
@@ -104,13 +110,14 @@ def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float
     return next((name for value, name in names if near(factor, value, tolerance)), "")
 
 
-def read(terms: Sequence[Term], steps: int | None, history: History) -> Reading:
+def read(terms: Sequence[Term], steps: int | None, history: History, ranks: int = 1) -> Reading:
     """Read some calls of a window as one objective.
 
     Args:
         terms: the calls.
         steps: the number of micro-batches in a whole window, where it is known.
         history: of this objective; the caller adds the window to it.
+        ranks: over how many ranks the calls are spread, where their counts differ between ranks.
     """
     length = len({t.micro_batch for t in terms})
     counted = [t for t in terms if t.count]
@@ -129,7 +136,7 @@ def read(terms: Sequence[Term], steps: int | None, history: History) -> Reading:
         return Reading("unequal", given, totals[0], length=length)
     weight = sum(weights) / len(weights)
     factors = [weight * total for total in totals]
-    return _scaled(given, counted, weight, totals, factors, length, steps, history, tolerance)
+    return _scaled(given, counted, weight, totals, factors, length, steps, history, tolerance, ranks)
 
 
 def _scaled(
@@ -142,6 +149,7 @@ def _scaled(
     steps: int | None,
     history: History,
     tolerance: float,
+    ranks: int,
 ) -> Reading:
     """Judge the common weight of a window's items."""
 
@@ -162,7 +170,7 @@ def _scaled(
     if summed and any(near(w, weight, tolerance) and not near(n, totals[0], tolerance) for n, _, _, w in history.seen):
         return reading("coefficient", f"a sum over items times {weight:.6g}")
     for index, factor in enumerate(factors):
-        if fault := _scale_fault(factor, length, steps, tolerance):
+        if fault := _scale_fault(factor, length, steps, tolerance, ranks):
             return reading("scale", fault, index)
     for _, r, factor, _ in history.seen[:1]:
         if r != length and near(factors[0] / factor, length / r, tolerance):
@@ -177,7 +185,8 @@ def _scaled(
         )
     if length > 1 and _miscounted(weight, totals, history, tolerance):
         return reading("scale", f"{factors[0]:.6g}: each weighs 1/{round(1 / weight)}, where {totals[0]:g} count")
-    return reading("coefficient", f"a coefficient of {factors[0]:.6g}")
+    twice = length == 2 and near(factors[0], 1 / 2, tolerance)
+    return reading("coefficient", f"a coefficient of {factors[0]:.6g}" + (TWICE if twice else ""))
 
 
 def _divisor_of_a_short_window(factor: float, length: int, history: History, tolerance: float) -> int:

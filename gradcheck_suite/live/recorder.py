@@ -215,7 +215,7 @@ class Recorder:
 
     def _begin(self, place: Place, *, accumulates: bool) -> None:
         self.forwards.reset()
-        self._pass = Pass(self.passes_seen, place, accumulates)
+        self._pass = Pass(self.passes_seen, place, accumulates, steps=self.steps_seen)
         self.passes_seen += 1
         for state in self.watched:
             optimizer = state.optimizer()

@@ -49,12 +49,26 @@ class Memory:
         lengths: how often each number of micro-batches made a window.
         unclear: a fault of the sum that may be an edit after the last backward; the next window tells.
         singles: number of windows of one micro-batch in a row.
+        windows: number of windows whose sum was judged.
+        lines: `file:line` of a call of backward -> number of these windows in which it is.
     """
 
     histories: dict[Hashable, History] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
     unclear: LiveViolation | None = None
     singles: int = 0
+    windows: int = 0
+    lines: Counter[str] = field(default_factory=Counter)
+
+    def strays(self) -> list[str]:
+        """Return what there is to say of calls of backward that only some windows have, beside one that all have."""
+        if self.windows not in self.lines.values():
+            return []
+        return [
+            f"{line}: backward is called here in {n} of {self.windows} windows, and what it computes is in the gradient"
+            for line, n in self.lines.items()
+            if n < self.windows
+        ]
 
     def steps(self, given: int | None) -> int | None:
         """Return the number of micro-batches in a whole window: as given, else the most frequent one so far."""

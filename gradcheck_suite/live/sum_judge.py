@@ -65,12 +65,18 @@ def _untouched(sums: Sums, passes: Sequence[Pass]) -> bool:
     return found.name == "not-linear" or (found.name != "" and not unused & used)
 
 
-def _handmade(state: Watched, found: Explanation, before: Explanation) -> bool:
+def _handmade(step: Step, found: Explanation, before: Explanation, now: Sums, left: Sums) -> bool:
     """Whether the user has put a gradient together from passes that he had reset, as per-example clipping does."""
     if before.name != "reset-inside-window" or found.name not in ("unrecognised-weights", "not-linear"):
         return False
     again = any(abs(f) >= 1e-3 > abs(b) for f, b in zip(found.coefficients, before.coefficients, strict=True))
-    return again if found.name == "unrecognised-weights" else state.replaced()
+    if found.name == "unrecognised-weights":
+        return again
+    # what is left of the last pass is small beside what was written over it
+    last, written = left.gradient.ravel(), now.gradient.ravel()
+    sizes = float(last @ last) * float(written @ written)
+    overwritten = sizes > 0 and float(last @ written) ** 2 < MOSTLY * sizes
+    return step.state.replaced() or overwritten or all(p.clips for p in step.passes)
 
 
 def _foreign(passes: Sequence[Pass], found: Explanation, optional: np.ndarray) -> bool:
@@ -105,6 +111,11 @@ def _excuse(step: Step, found: Explanation) -> str | None:
     excused = found.name in partial and all(m for m, z in zip(moved, zero, strict=True) if z)
     if any(moved) and (excused or found.name == "not-linear"):
         return "parameters were written between the backward passes of a window: the earlier ones were not judged"
+    if found.name in partial and any(zero):
+        dropped = [p for p, z in zip(passes, zero, strict=True) if z]
+        kept_lines = {p.place.line for p, z in zip(passes, zero, strict=True) if not z}
+        if all(len(p.versions) > 1 and p.place.line not in kept_lines for p in dropped):
+            return "backward passes that another optimizer shares were reset before the window: they were not judged"
     if found.name == "reset-inside-window" and any(zero):
         lost, kept = sum(zero), len(zero) - sum(zero)
         whole = step.whole
@@ -167,6 +178,8 @@ def clip_factor(passes: Sequence[Pass]) -> float:
 
 
 HANDMADE = "gradients were put together by hand from several backward passes: their sum was not judged"
+MOSTLY = 0.5
+"""Share of the square of a gradient from which on it counts as that of the last pass, with something added."""
 UNEXPLAINED = 1e-3
 """Relative deviation from what clipping explains, from which on the next window is looked at in detail."""
 
@@ -194,7 +207,7 @@ def judge_sum(
         left, _ = _sketches(state, passes, after, previous)
         before = explain(left)
         own_buffer = not found.name and before.name == "reset-inside-window"
-        if _handmade(state, found, before):
+        if _handmade(step, found, before, sums, left):
             state.detail, memory.unclear = True, None
             result.findings.append(HANDMADE)
             result.handmade = found.name == "not-linear"

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from gradcheck_suite.live.sketches import PROJECTIONS
 
 Array = npt.NDArray[np.float64]
+BY_CHANCE = 1e-6
+"""Probability at most that coefficients fit which mean nothing: each equation beyond their number fits by chance."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,13 @@ def _fits(sums: Sums, columns: Sequence[Array]) -> tuple[Array, Array] | None:
         return None
     fitted = np.tensordot(solution, np.stack(columns), axes=1)
     return np.asarray(solution, dtype=np.float64), _misfit(sums, fitted, 1.0)
+
+
+def _coarseness(sums: Sums) -> float:
+    """Return the share of its size by which a projection may be off: the chance that a wrong equation fits."""
+    size = np.abs(sums.gradient).max(initial=0.0)
+    allowed = (sums.allowed + sums.resolution).max(initial=0.0)
+    return float(np.clip(allowed / size if size else 1.0, 1e-300, 1.0))
 
 
 def _candidates(r: int) -> list[tuple[str, Array]]:
@@ -219,7 +228,9 @@ def _faulty(sums: Sums, found: Explanation) -> Explanation:
                     return result(name, pattern, factor)
     stale = np.abs(sums.previous).max(initial=0.0) > 0
     columns = [column for column in passes if np.abs(column).max(initial=0.0)]
-    if len(columns) == r and sums.gradient.size >= 2 * (r + 1):
+    unknowns = r + stale
+    spare = sums.gradient.size - unknowns
+    if len(columns) == r and spare > 0 and spare * np.log(_coarseness(sums)) < np.log(BY_CHANCE):
         fit = _fits(sums, [*passes, sums.previous] if stale else passes)
         if fit is not None and fit[1].max() <= 1 and np.abs(fit[0][:r]).max() > 0:
             old = float(fit[0][r]) if stale else 0.0

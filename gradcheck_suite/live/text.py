@@ -33,7 +33,8 @@ def violation_lines(violation: LiveViolation) -> list[str]:
     if violation.weights:
         lines.append("weight of each item, by micro-batch (index, count, expected, observed):")
         for row in violation.weights[:SHOWN_ROWS]:
-            lines.append(f"  {row.micro_batch:>3} {row.count:>8.6g} {row.expected:>12.6g} {row.observed:>12.6g}")
+            of = "" if row.rank is None else f"  rank {row.rank}"
+            lines.append(f"  {row.micro_batch:>3} {row.count:>8.6g} {row.expected:>12.6g} {row.observed:>12.6g}{of}")
         if len(violation.weights) > SHOWN_ROWS:
             lines.append(f"  and {len(violation.weights) - SHOWN_ROWS} more")
     return lines
@@ -50,7 +51,8 @@ def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
     if result.interrupted and result.holds:
         verdict = "holds so far (interrupted)"
     steps = "1 step" if result.windows == 1 else f"{result.windows} steps"
-    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}  {result.seconds:.1f} s"]
+    over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
+    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}{over}  {result.seconds:.1f} s"]
     for how, count in result.again.items():
         lines.append(f"    {count} window{'s' if count > 1 else ''} computed again, {how}")
     for violation in result.violations:

@@ -9,6 +9,7 @@ import torch
 
 from gradcheck_suite.live import naming, objectives
 from gradcheck_suite.live.passes import Watched
+from gradcheck_suite.live.reading import TWICE
 from gradcheck_suite.live.steps import Judged, Step
 from gradcheck_suite.live.sum_judge import clip_factor
 from gradcheck_suite.live.sums import Explanation
@@ -24,6 +25,11 @@ def _pending_scale(state: Watched) -> float:
     """Return the factor by which a fused optimizer divides its gradients inside its step, as GradScaler asks it to."""
     scale = getattr(state.optimizer(), "grad_scale", None)
     return float(scale) if isinstance(scale, torch.Tensor) else 1.0
+
+
+def _coefficient(note: str) -> str:
+    """Return a coefficient in words, without its value, which may differ from window to window."""
+    return note.split(" of ")[0] + (TWICE if TWICE in note else "")
 
 
 def judge_weights(step: Step, found: Explanation | None, result: Judged) -> None:
@@ -68,7 +74,7 @@ def judge_weights(step: Step, found: Explanation | None, result: Judged) -> None
             remedy = f": {DECLARE}" if reading.note.startswith("with different") else ""
             result.findings.append(f"{line}: a loss {reading.note} was not judged{remedy}")
         elif reading.status == "coefficient" and reading.note.startswith("a coefficient") and reading.length > 1:
-            result.findings.append(f"{reading.terms[0].line}: the loss has {reading.note.split(' of ')[0]}")
+            result.findings.append(f"{reading.terms[0].line}: the loss has {_coefficient(reading.note)}")
     judged = [reading for reading in readings if reading.status != "unknown"]
     result.weights = bool(judged)
     faulty = next((reading for reading in judged if not reading.holds), None)

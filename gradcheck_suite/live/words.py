@@ -25,10 +25,14 @@ SENTENCES = {
     "look for what resets or replaces its `.grad`",
     "stale-parameters": "micro-batch(es) {numbers} of the window were computed with other parameters than those at the "
     "step: write to parameters between windows, not inside one",
+    "moving-parameters": "another optimizer, which trains on the same passes, has made {steps} step(s) between "
+    "the micro-batches of this window: let both step once per window",
     "mixed-modes": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
     "others: call model.train() after every evaluation",
     "nonlinear-backward": "the backward pass of {what} is no linear function of the gradient that it receives, so "
     "micro-batches do not add up to one batch (it ignores the gradient, clips or normalises it)",
+    "not-reduced": "only this rank's own gradient is in `.grad` at the step: reduce it over the ranks in the window's "
+    "last backward pass (look for no_sync left on)",
     "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "
     "step after an epoch's last micro-batch too",
 }
@@ -37,6 +41,7 @@ KNOWN = frozenset(SENTENCES) - {"hook", "foreign", "nonlinear-backward"} | {
     "mean-of-means",
     "wrong-count",
     "wrong-scale",
+    "unequal-factors",
     "tail-leak",
 }
 """Every diagnosis of a live run."""

@@ -21,6 +21,7 @@ class WeightRow:
         count: what the call's mean divides by, or its number of items.
         expected: the weight that each item should have.
         observed: the weight that each item has.
+        rank: of the process, where there are several.
     """
 
     micro_batch: int
@@ -28,6 +29,7 @@ class WeightRow:
     count: float
     expected: float
     observed: float
+    rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-ready data."""
@@ -37,6 +39,7 @@ class WeightRow:
             "count": json_number(self.count),
             "expected": json_number(self.expected),
             "observed": json_number(self.observed),
+            "rank": self.rank,
         }
 
 
@@ -110,6 +113,8 @@ class LiveResult:
         unjudged: why nothing could be judged, and what to do; None where something was.
         interrupted: whether Ctrl-C ended the run.
         raised: the exception that ended the run, or None.
+        rank: of the process, where there are several.
+        ranks: number of ranks that were judged together.
     """
 
     script: str
@@ -123,6 +128,8 @@ class LiveResult:
     unjudged: str | None = None
     interrupted: bool = False
     raised: str | None = None
+    rank: int | None = None
+    ranks: int = 1
 
     @property
     def violation(self) -> LiveViolation | None:
@@ -155,6 +162,8 @@ class LiveResult:
             "accepted": [violation.to_json() for violation in self.accepted],
             "interrupted": self.interrupted,
             "raised": self.raised,
+            "rank": self.rank,
+            "ranks": self.ranks,
             "violation": self.violation and self.violation.to_json(),
             "violations": [violation.to_json() for violation in self.violations],
         }

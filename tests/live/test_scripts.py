@@ -23,7 +23,10 @@ FAULTY = {
     "faulty_first_window_short": "wrong-scale",
     "faulty_function_ignores_its_gradient": "not-linear",
     "faulty_gan_leaks": "stale-window",
+    "faulty_halved_after_each_micro_batch": "rescaled-accumulator",
+    "faulty_head_steps_each_micro_batch": "moving-parameters",
     "faulty_hook_clamps": "not-linear",
+    "faulty_last_micro_batch_scaled": "unequal-factors",
     "faulty_left_in_evaluation_mode": "mixed-modes",
     "faulty_loss_scale_moves": "rescaled-accumulator",
     "faulty_mean_of_means": "mean-of-means",
@@ -35,6 +38,7 @@ FAULTY = {
     "faulty_mean_of_means_log_probabilities": "mean-of-means",
     "faulty_mean_of_means_masked": "mean-of-means",
     "faulty_mean_of_means_one_backward": "mean-of-means",
+    "faulty_mean_of_means_padded": "mean-of-means",
     "faulty_mean_of_means_unreduced": "mean-of-means",
     "faulty_miscounted": "wrong-scale",
     "faulty_never_reset": "stale-window",
@@ -68,6 +72,7 @@ ALSO = {"faulty_tail_leaks": ["tail-dropped"]}
 UNJUDGED = {
     "unjudged_by_func_grad": "a loss inside of torch.func is not seen",
     "unjudged_clipped_per_example": "put together by hand",
+    "unjudged_clipped_per_example_in_place": "put together by hand",
     "unjudged_mean_of_each_sequence": "declare it with",
 }
 """Each script that cannot be judged -> a part of the reason that is given."""
@@ -106,6 +111,23 @@ def test_a_faulty_script_is_named(name):
         named = [violation.diagnosis for violation in result.violations]
         assert named == [FAULTY[name], *ALSO.get(name, [])], (dtype, result)
         assert f"{name}.py:" in result.violation.where
+
+
+def test_a_backward_that_only_some_windows_have_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = tmp_path / "stray.py"
+    stray = "    odd = not vars().get('odd')\n    if odd:\n        F.cross_entropy(model(x), y).backward()\n"
+    text = (SCRIPTS / "sound_equal.py").read_text()
+    script.write_text(text.replace("    optimizer.step()", stray + "    optimizer.step()", 1))
+    result, _ = audited(script)
+    said = "stray.py:14: backward is called here in 2 of 3 windows"
+    assert any(said in finding for finding in result.findings), result
+
+
+def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding():
+    result, _ = audited(SCRIPTS / "sound_halved.py")
+    assert result.holds
+    assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
 
 
 def _parameters(names):

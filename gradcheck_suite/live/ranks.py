@@ -1,0 +1,266 @@
+"""The lines that each rank of a distributed run writes, from which its steps are judged together afterwards.
+
+A rank appends what its steps showed to a file of its own, in a directory that all ranks of the machine derive from
+their environment. Nothing is sent between ranks. The last entry of a file says how the rank ended; a file without it is
+that of a rank that died.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.live.passes import Pass, Watched
+from gradcheck_suite.live.places import Place
+from gradcheck_suite.live.recorder import living
+from gradcheck_suite.live.sketches import as_array
+from gradcheck_suite.live.sum_judge import clip_factor
+from gradcheck_suite.live.terms import Term, term
+
+Sketches = dict[int, npt.NDArray[np.float64]]
+"""The index of a parameter in its optimizer -> a sketch."""
+
+PATIENCE = 60.0
+"""Seconds for which rank 0 waits for ranks that have written nothing, as those of another machine."""
+
+
+@dataclass(frozen=True)
+class PassLine:
+    """One backward pass of a rank.
+
+    Attributes:
+        place: `file:line` of the call of backward.
+        accumulates: whether it left its gradients in `.grad`.
+        terms: the calls of losses, with the weights that backward handed to them.
+        arrivals: sketches of what arrived.
+        unknown: the name of an autograd node of a loss that was not recognised, or None.
+    """
+
+    place: str
+    accumulates: bool
+    terms: tuple[Term, ...]
+    arrivals: Sketches
+    unknown: str | None
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One optimizer step of a rank.
+
+    Attributes:
+        rank: of the process.
+        optimizer: index of the optimizer.
+        number: of the step of this optimizer.
+        place: `file:line` of the call of `step`.
+        passes: the backward passes since the step before.
+        gradients: sketches of `.grad`.
+        left: sketches of `.grad` after the last backward pass, where they were taken.
+        previous: sketches of `.grad` at the step before.
+        shapes: shape of each parameter.
+        dtypes: dtype of each parameter's `.grad`.
+        clip: factor of the clipping after the last backward pass.
+        distributed: whether a process group is there.
+        wrapped: whether a `DistributedDataParallel` is there.
+        skipped: why the step cannot be judged, or None.
+    """
+
+    rank: int
+    optimizer: int
+    number: int
+    place: str
+    passes: tuple[PassLine, ...]
+    gradients: Sketches
+    left: Sketches
+    previous: Sketches
+    shapes: dict[int, tuple[int, ...]]
+    dtypes: dict[int, str]
+    clip: float
+    distributed: bool
+    wrapped: bool
+    skipped: str | None = None
+
+
+@dataclass
+class RankFile:
+    """What one rank has written.
+
+    Attributes:
+        rank: of the process.
+        steps: its steps.
+        findings: what it could not see -> how often.
+        ended: how it ended: `""` for a normal end, else its exception; None where it died or runs still.
+        pid: of the process.
+    """
+
+    rank: int
+    steps: list[StepLine] = field(default_factory=list)
+    findings: dict[str, int] = field(default_factory=dict)
+    ended: str | None = None
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process in a distributed run.
+
+    Attributes:
+        rank: of the process.
+        size: number of ranks.
+        folder: in which each rank writes its file.
+    """
+
+    rank: int
+    size: int
+    folder: Path
+
+    @staticmethod
+    def of(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+        """Return the place that a launcher's environment gives, or None for a single process."""
+        try:
+            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        except (KeyError, ValueError):
+            return None
+        if size < 2:
+            return None
+        names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        name = "-".join(environment.get(key, "") for key in names)
+        safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name)
+        # all ranks of a launcher have one parent: an earlier run on the same port has another
+        folder = Path(tempfile.gettempdir()) / f"gradcheck-suite-audit-{os.getuid()}-{os.getppid()}-{safe}"
+        return Ranks(rank, size, folder)
+
+    def path(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return self.folder / f"rank-{rank}"
+
+
+class RankWriter:
+    """Appends what a rank's steps show to its file.
+
+    Raises:
+        UsageError: the directory is not the user's own.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        ranks.folder.mkdir(mode=0o700, exist_ok=True)
+        found = ranks.folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UsageError(f"audit: {ranks.folder} is not this user's own: remove it")
+        self._wrapped = False
+        self._file: IO[bytes] = ranks.path(ranks.rank).open("wb")
+        self._write(os.getpid())
+
+    def _write(self, entry: Any) -> None:
+        pickle.dump(entry, self._file)
+        self._file.flush()
+
+    def step(self, state: Watched, index: int, place: Place) -> None:
+        """Write a step."""
+        if not state.steps:
+            # a search through all objects, once for each optimizer
+            self._wrapped = self._wrapped or bool(living(torch.nn.parallel.DistributedDataParallel))
+        self._write(_line(self.ranks.rank, state, index, place, self._wrapped))
+
+    def end(self, findings: Mapping[str, int], raised: str) -> None:
+        """Write how the rank ended."""
+        self._write((dict(findings), raised))
+        self._file.close()
+
+
+def _line(rank: int, state: Watched, index: int, place: Place, wrapped: bool) -> StepLine:
+    live = list(state.live())
+    position = {key: i for i, (key, _) in enumerate(live)}
+    gradients = state.gradients()
+    previous, state.previous = state.previous, dict(gradients)
+    passes = tuple(_pass_line(one, position) for one in state.pending)
+
+    def indexed(found: Mapping[int, Any]) -> Sketches:
+        return {position[key]: as_array(value) for key, value in found.items() if key in position}
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return StepLine(
+        rank=rank,
+        optimizer=index,
+        number=state.steps,
+        place=place.line,
+        passes=passes,
+        gradients=indexed(gradients),
+        left=indexed(state.pending[-1].after) if state.pending else {},
+        previous=indexed(previous),
+        shapes={i: tuple(p.shape) for i, (_, p) in enumerate(live)},
+        dtypes={i: str((p if p.grad is None else p.grad).dtype)[6:] for i, (_, p) in enumerate(live)},
+        clip=clip_factor(state.pending) if state.pending else 1.0,
+        distributed=distributed,
+        wrapped=wrapped,
+        skipped="it was not known before its first step" if state.late or state.overflown else None,
+    )
+
+
+def _pass_line(one: Pass, position: Mapping[int, int]) -> PassLine:
+    terms = []
+    for received in one.received:
+        received.settle()
+        if np.isfinite(received.high):
+            terms.append(term(received, 0, 1.0))
+    arrivals = {position[key]: as_array(value) for key, value in one.arrivals.items() if key in position}
+    return PassLine(one.place.line, one.accumulates, tuple(terms), arrivals, one.unknown)
+
+
+def read(path: Path, rank: int) -> RankFile:
+    """Return what a rank has written so far."""
+    found = RankFile(rank)
+    try:
+        with path.open("rb") as file:
+            while True:
+                entry = pickle.load(file)
+                if isinstance(entry, StepLine):
+                    found.steps.append(entry)
+                elif isinstance(entry, int):
+                    found.pid = entry
+                else:
+                    found.findings, found.ended = entry
+    except (EOFError, FileNotFoundError, pickle.UnpicklingError):
+        pass
+    return found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    state = Path(f"/proc/{pid}/stat")
+    # a process that has ended stays in the table until its launcher looks
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
+    """Wait until each other rank has ended or died, and return what all have written."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = [read(ranks.path(rank), rank) for rank in range(ranks.size)]
+        others = [f for f in found if f.ended is None and f.rank != ranks.rank]
+        late = time.monotonic() > deadline
+        if not any(_lives(f.pid) if f.pid else not late for f in others):
+            return found
+        time.sleep(0.1)
+
+
+def died_before(ranks: Ranks) -> bool:
+    """Whether every rank before this one has died."""
+    files = [read(ranks.path(rank), rank) for rank in range(ranks.rank)]
+    return all(f.pid and f.ended is None and not _lives(f.pid) for f in files)

@@ -1,0 +1,164 @@
+"""The audit of two ranks: sound scripts hold over all ranks, faulty ones are named, a dead rank is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradcheck_suite
+from tests.live.running import SCRIPTS
+
+RANKS = SCRIPTS / "ranks"
+NAMES = {
+    "sound_counted": None,
+    "sound_each_rank_alone": None,
+    "sound_reduced_by_hand": None,
+    "faulty_gathered_count": "wrong-scale",
+    "faulty_mean_of_means": "mean-of-means",
+    "faulty_mean_of_ranks_means": "mean-of-means",
+    "faulty_no_sync_left_on": "not-reduced",
+    "faulty_sum_over_ranks": "wrong-scale",
+}
+"""Each script -> its diagnosis, or None where it holds."""
+
+
+def _port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def _started(name, path, *arguments):
+    """Start the two ranks as a launcher does, without the launcher."""
+    audit = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "audit",
+        "--json",
+        str(path),
+        str(RANKS / f"{name}.py"),
+        *arguments,
+    ]
+    port = _port()
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        subprocess.Popen(audit, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+
+
+def _audited(name, path, *arguments):
+    """Return the result, and the status and standard error of each rank."""
+    ended = [(started.communicate(timeout=240)[1], started.returncode) for started in _started(name, path, *arguments)]
+    (result,) = json.loads(path.read_text())["results"]
+    return result, ended
+
+
+def _expect(name, result, ended):
+    diagnosis = NAMES[name]
+    assert (result["violation"] or {}).get("diagnosis") == diagnosis, result
+    assert [status for _, status in ended] == [int(diagnosis is not None), 0], ended
+    assert result["verdict"] == ("holds" if diagnosis is None else "violated"), result
+    assert ended[1][0].count("ranks") == 0  # rank 0 alone prints the result
+
+
+SIZES = ((4, 2), (3, 1))
+"""The sizes of the micro-batches of each rank."""
+
+
+def _of_two_ranks(monkeypatch, weight, *, reduced=True):
+    """Train one window of two ranks, one after the other, with averaged gradients; return rank 0's result."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+        for sizes in SIZES
+    ]
+    models = [torch.nn.Linear(5, 3) for _ in SIZES]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def backward(rank):
+        models[rank].zero_grad()
+        for x, y in batches[rank]:
+            (torch.nn.functional.cross_entropy(models[rank](x), y, reduction="sum") * weight(rank)).backward()
+
+    audits = []
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.0)
+        backward(1 - rank)
+        with gradcheck_suite.audit() as audit:
+            backward(rank)
+            for own, other in zip(models[rank].parameters(), models[1 - rank].parameters(), strict=True):
+                if reduced:
+                    own.grad = (own.grad + other.grad) / 2
+            optimizer.step()
+        audits.append(audit)
+    assert audits[0].result.unjudged == "rank 1 of 2: rank 0 judges the steps of all ranks"
+    return audits[1].result
+
+
+def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
+    sound = _of_two_ranks(monkeypatch, lambda rank: 2 / 10)
+    assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
+    for weight, diagnosis, part in (
+        (lambda rank: 1 / 10, "wrong-scale", "1/2: gradients are averaged over 2 ranks"),
+        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "over 2 ranks"),
+    ):
+        violation = _of_two_ranks(monkeypatch, weight).violation
+        assert violation.diagnosis == diagnosis, violation
+        assert part in violation.explanation
+        assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
+    alone = _of_two_ranks(monkeypatch, lambda rank: 1 / sum(SIZES[rank]), reduced=False)
+    assert alone.verdict == "holds", alone
+    assert any("each rank was judged by itself" in finding for finding in alone.findings)
+
+
+@pytest.mark.full
+def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path):
+    result, ended = _audited("faulty_gathered_count", tmp_path / "r.json")
+    _expect("faulty_gathered_count", result, ended)
+    assert "1/2: gradients are averaged over 2 ranks" in result["violation"]["explanation"]
+    rows = [(row["rank"], row["count"]) for row in result["violation"]["weights"]]
+    assert rows == [(0, 4), (1, 3), (0, 2), (1, 1)]
+    assert (result["steps"], result["windows"], result["ranks"]) == (3, 3, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path):
+    _expect(name, *_audited(name, tmp_path / "r.json", dtype))
+
+
+@pytest.mark.full
+def test_torchrun_starts_audits(tmp_path):
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _port()]
+    command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(RANKS / "sound_counted.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "3 steps judged of 3 over 2 ranks" in done.stderr
+    assert json.loads(path.read_text())["results"][0]["verdict"] == "holds"
+
+
+@pytest.mark.full
+def test_a_rank_that_died_is_said_to_have_died(tmp_path):
+    result, ended = _audited("dying", tmp_path / "r.json")
+    assert ended[1][1] == -9
+    assert any("rank 1 has not ended: it died" in finding for finding in result["findings"]), result
+    assert result["violation"]["diagnosis"] == "not-reduced"
+    assert result["windows"] == 2
+
+
+def test_every_script_of_several_ranks_has_a_verdict():
+    assert sorted(NAMES) == sorted(path.stem for path in RANKS.glob("[fs]*_*.py"))
