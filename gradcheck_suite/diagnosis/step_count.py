@@ -71,6 +71,9 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         faults["never-stepped"] = _never(outcome)
     if _may_skip(instance, outcome) and not faults.keys() - {"dropped-window", "never-stepped"}:
         faults["skipped-steps"] = f"; {SKIPPED_BY_SCALER}"
+    whole_run = [*range(len(plan.micro_batches))] * plan.epochs
+    if not faults and own and all(own) and [j for step in own for j in sorted(step)] == whole_run:
+        faults["wrong-windows"] = "; each micro-batch is in one step, but the steps are at other places"
     name = " or ".join(faults) or "wrong-step-count"
     details = f"; the steps held micro-batches {shown(own)}" if own and len(own) == taken else ""
     return Diagnosis(name, asked + "".join(faults.values()) + details)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps
 from gradcheck_suite.execution.instance import generated_instance
@@ -378,3 +378,23 @@ def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
 
 def test_a_loop_that_moves_nothing_is_not_said_to():
     assert "moved" not in _explained(_never).sentence
+
+
+def test_windows_of_another_length_in_a_later_epoch_are_said_to_end_elsewhere():
+    def doubles(run):
+        for epoch in range(run.epochs):
+            batches = list(run.loader)
+            steps = run.accumulation_steps * (1 + epoch)
+            for first in range(0, len(batches), steps):
+                backward_window(run, batches[first : first + steps])
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    found = check(doubles, probe_case(Plan((1, 1, 1), 1, 2))).violation
+    assert (found.kind, found.diagnosis) == ("step-count", "wrong-windows")
+    linear = ProblemSpec(
+        Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean")
+    )
+    found = check(doubles, Case(linear, Plan((1, 1, 1), 1, 2))).violation
+    assert (found.kind, found.diagnosis) == ("step-count", "wrong-windows")
+    assert "the steps held micro-batches [0], [1], [2], [0, 1], [2]" in found.explanation
