@@ -83,7 +83,7 @@ def padded_cases(draw: st.DrawFn) -> Case:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(3)
+@scaled(5)
 @given(case=one_window_cases, data=st.data())
 def test_order_of_micro_batches_does_not_matter(name, device, case, data):
     instance = generated_instance(case.replace(device=device))
@@ -94,7 +94,7 @@ def test_order_of_micro_batches_does_not_matter(name, device, case, data):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(3)
+@scaled(5)
 @given(case=one_window_cases, data=st.data())
 def test_splitting_a_split_does_not_matter(name, device, case, data):
     instance = generated_instance(case.replace(device=device))
@@ -110,7 +110,7 @@ def test_splitting_a_split_does_not_matter(name, device, case, data):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(3)
+@scaled(5)
 @given(case=padded_cases())
 def test_micro_batches_without_valid_targets_change_nothing(name, device, case):
     padded = generated_instance(case.replace(device=device))
@@ -140,7 +140,7 @@ def assert_homogeneous(loop: Loop, instance: Instance, factor: float, *, exact: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(3)
+@scaled(5)
 @given(case=one_window_cases, exponent=st.integers(-12, 12), sign=st.sampled_from([1, -1]))
 def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, case, exponent, sign):
     # 2**12 moves an exponent far less than float64's range allows, so nothing is rounded on the way
@@ -150,7 +150,7 @@ def test_a_power_of_two_on_the_loss_scales_the_gradient_exactly(name, device, ca
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@scaled(3)
+@scaled(5)
 @given(case=one_window_cases, factor=st.floats(-1000, 1000, allow_subnormal=False))
 def test_any_factor_on_the_loss_scales_the_gradient(name, case, factor):
     assume(factor != 0)

@@ -112,7 +112,7 @@ def test_other_values_leave_no_trace(device, case, data):
     assert_all_modes_isolated(instance, other_data(instance, window), window)
 
 
-@scaled(3)
+@scaled(5)
 @given(case=several_windows, value=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
 def test_non_finite_data_leave_no_trace(case, value, data):
     window = data.draw(_windows(case), label="window")
@@ -124,7 +124,7 @@ def test_non_finite_data_leave_no_trace(case, value, data):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(3)
+@scaled(5)
 @given(case=several_windows, value=st.sampled_from([math.nan, math.inf]), data=st.data())
 def test_non_finite_gradients_leave_no_trace(device, case, value, data):
     window = data.draw(_windows(case), label="window")

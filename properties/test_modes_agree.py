@@ -70,7 +70,7 @@ def assert_modes_agree(instance: Instance, loops: dict[str, Loop], *, check_none
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(2)
+@scaled(4)
 @given(case=cases(problem=problems(sparse=False)))
 def test_all_modes_agree(device, case):
     event(f"windows: {min(case.plan.steps, 2)} (2 stands for more)")
@@ -78,7 +78,7 @@ def test_all_modes_agree(device, case):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@scaled(2)
+@scaled(4)
 @given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
 def test_all_modes_agree_where_parameters_are_missed(device, routes, k, epochs):
     instance = routed_instance(routes, k, epochs=epochs, device=device)

@@ -38,40 +38,63 @@ def squares(model, batch):
     return (model(batch) ** 2).mean()
 
 
-def test_no_gradient_flows_through_no_grad_and_detach():
-    def forward(self, x):
-        h = self.linear(x)
-        with torch.no_grad():
-            still = torch.tanh(self.linear(x)) * 2
-            with torch.enable_grad():
-                again = self.linear(x)
-        return h * still + self.linear(h).detach() + again
-
-    assert_agrees(Of(forward), squares, X)
+def _no_grad_and_detach(self, x):
+    h = self.linear(x)
+    with torch.no_grad():
+        still = torch.tanh(self.linear(x)) * 2
+        with torch.enable_grad():
+            again = self.linear(x)
+    return h * still + self.linear(h).detach() + again
 
 
-def test_writes_in_no_grad_stop_gradients_too():
-    def forward(self, x):
-        h = self.linear(x)
-        with torch.no_grad():
-            self.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
-        return h * self.seen
-
-    model = Of(forward)
-    model.register_buffer("seen", torch.ones(4, dtype=torch.float64))
-    assert_agrees(model, squares, X)
+def _writes_in_no_grad(self, x):
+    h = self.linear(x)
+    with torch.no_grad():
+        self.seen.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h * self.seen
 
 
-def test_in_place_operations_and_writes_to_views():
-    def forward(self, x):
-        h = self.linear(x)
-        h[:, 1] = h[:, 0] * 2
-        h[2:4] += 1
-        h[h > 0.5] = 0.25
-        h.t()[3].mul_(3)
-        return F.relu(h, inplace=True) + x
+def _writes_in_place_and_to_views(self, x):
+    h = self.linear(x)
+    h[:, 1] = h[:, 0] * 2
+    h[2:4] += 1
+    h[h > 0.5] = 0.25
+    h.t()[3].mul_(3)
+    return F.relu(h, inplace=True) + x
 
-    assert_agrees(Of(forward), squares, X)
+
+SCALE = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+def _constants_and_closures(self, x):
+    return self.linear(x) * SCALE + torch.tensor(0.5, dtype=torch.float64) + torch.arange(4) / 3
+
+
+def _integers_that_become_floats(self, x):
+    count = (x > 0).sum()
+    share = count / x.numel()
+    half = torch.arange(4) * 0.5
+    return self.linear(x) * share + half + count // 4 + (x > 0) * 2 + x.argmax(1, keepdim=True) % 3
+
+
+FORWARDS = (
+    _no_grad_and_detach,
+    _writes_in_no_grad,
+    _writes_in_place_and_to_views,
+    _constants_and_closures,
+    _integers_that_become_floats,
+)
+
+
+@pytest.mark.parametrize(
+    "forwards", [FORWARDS, *(pytest.param((f,), id=f.__name__, marks=pytest.mark.full) for f in FORWARDS)]
+)
+def test_what_a_forward_may_do(forwards):
+    """Exporting and compiling several takes as long as one."""
+    models = nn.ModuleList(Of(forward) for forward in forwards)
+    for model in models:
+        model.register_buffer("seen", torch.ones(4, dtype=torch.float64))
+    assert_agrees(models, lambda models, batch: sum(squares(model, batch) for model in models), X)
 
 
 def test_new_buffer_values_are_returned():
@@ -107,25 +130,6 @@ def test_a_frozen_parameter_has_no_gradient_and_an_unreached_one_zeros():
     assert lowered.trainable == ("linear.weight", "other.weight", "other.bias")
     gradient = jax_gradient(model, squares, X)
     assert not gradient["other.weight"].any()
-
-
-def test_constants_and_closures_are_translated():
-    scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-
-    def forward(self, x):
-        return self.linear(x) * scale + torch.tensor(0.5, dtype=torch.float64) + torch.arange(4) / 3
-
-    assert_agrees(Of(forward), squares, X)
-
-
-def test_integers_become_floats_as_in_torch():
-    def forward(self, x):
-        count = (x > 0).sum()
-        share = count / x.numel()
-        half = torch.arange(4) * 0.5
-        return self.linear(x) * share + half + count // 4 + (x > 0) * 2 + x.argmax(1, keepdim=True) % 3
-
-    assert_agrees(Of(forward), squares, X)
 
 
 def test_batches_are_trees_that_may_contain_other_objects():

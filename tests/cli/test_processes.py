@@ -24,12 +24,14 @@ def python(*arguments, cwd, path=(), **streams):
 
 
 def test_the_same_seed_draws_the_same_cases_in_every_process(run, project):
-    arguments = ("verify", "loops.py:never", "--seed", "5", "--json")
+    arguments = ("verify", "loops.py:sound", "--seed", "5", "--examples", "3", "--json")
     done = python("-m", "gradcheck_suite", *arguments, "there.json", cwd=project)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert run(*arguments, "here.json").status == 1
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run(*arguments, "here.json").status == 0
     there, here = (json.loads((project / name).read_text())["results"][0] for name in ("there.json", "here.json"))
-    assert there["violation"] == here["violation"]
+    # the largest error has the digits of a float, and differs from case to case
+    assert {**there, "seconds": 0} == {**here, "seconds": 0}
+    assert there["worst_error_over_allowed"] > 0
     left = {path.name for path in project.iterdir()}
     assert left <= {"loops.py", "there.json", "here.json", "reports", "__pycache__"}
 
