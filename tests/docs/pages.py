@@ -39,7 +39,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN_ONLY = ("text", "json")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
-FEW, FEW_ON_PROBLEM, AS_SHOWN = 3, 1, 20
+FEW, FEW_ON_PROBLEM, AS_SHOWN = 5, 1, 20
 """Cases that `verify` draws here in place of the number that a page shows, one where JAX compiles a program for each
 set of shapes, and up to which number the page's own is kept."""
 _COUNTED = (
