@@ -108,7 +108,7 @@ def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int,
         times = _in_turn(steps, pairs, device)
         zeros, nones = times[ZERO], times[NONE]
         saved = [a.seconds - b.seconds for a, b in zip(zeros, nones, strict=True)]
-        disturbed = disturbance(zeros + nones, saved)
+        disturbed = disturbance(zeros + nones, saved, device)
         if disturbed is None or attempts == ATTEMPTS:
             break
     spread = quartiles(saved)
@@ -146,15 +146,16 @@ class StepTime:
     faults: int = 0
 
 
-def disturbance(steps: list[StepTime], saved: list[float]) -> str | None:
+def disturbance(steps: list[StepTime], saved: list[float], device: str = "cpu") -> str | None:
     """Return what shows that other load disturbed a measurement, or None.
 
     Args:
         steps: all steps.
         saved: the differences between the two steps of each pair, in seconds.
+        device: `"cpu"` or `"cuda"`. Whether a process that waits for a GPU uses a processor depends on the driver.
     """
     waiting = median(1 - min(1.0, t.processor / t.host) if t.host else 0.0 for t in steps)
-    if waiting > WAITING:
+    if device == "cpu" and waiting > WAITING:
         return f"the process waited for a processor in {waiting:.0%} of a step's time"
     spread, step = quartiles(saved), median(t.seconds for t in steps)
     if spread.q3 - spread.q1 > SPREAD * step:

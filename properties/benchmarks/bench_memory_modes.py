@@ -24,7 +24,7 @@ PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
 SLACK = 48 * 2**20
 """Bytes of resident pages that a process may need beside its tensors, for code and for the allocator."""
-SECONDS = 180
+SECONDS = 60
 """Time limit of one process."""
 
 

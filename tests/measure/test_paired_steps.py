@@ -76,6 +76,12 @@ def test_waiting_a_tenth_of_the_time_is_the_limit(processor, told):
     assert (disturbance(steps, [0.1, 0.1]) is not None) == told
 
 
+def test_a_process_that_sleeps_while_it_waits_for_a_gpu_is_not_disturbed():
+    steps = [StepTime(1.0, 1.0, 0.1)] * 4
+    assert disturbance(steps, [0.1, 0.1], "cpu") is not None
+    assert disturbance(steps, [0.1, 0.1], "cuda") is None
+
+
 @pytest.mark.parametrize(("spread", "told"), [(0.49, False), (0.51, True)])
 def test_differences_without_a_centre_are_told(spread, told):
     """The middle half of five values, two below and two above, spans twice their distance from the median."""
