@@ -56,6 +56,10 @@ class SecondDeviceTensor(torch.Tensor):
         """Return the address of the values."""
         return self.inner.data_ptr()
 
+    def tolist(self) -> Any:
+        """Return the values."""
+        return self.inner.tolist()
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the values."""
         return self.inner.untyped_storage()
