@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
+import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.catalogue import LOSSES
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.agreement import precision_fault
@@ -75,3 +79,14 @@ def test_large_logits_are_judged(scale, dtype):
         assert check(BUILT_IN["plain"], case).holds
         violation = check(_doubled, case).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+
+
+@pytest.mark.parametrize("out", [-800.0, 800.0])
+def test_jax_does_not_overflow_where_torch_does_not(out):
+    """JAX's gradient of 1 / (1 + exp(-x)) is NaN at -800."""
+    bce, x = LOSSES["bce"], np.array([[out]])
+    batch = {"target": np.ones((1, 1))}
+    gradient = jax.grad(lambda x: bce.jax_items({"weight": False}, x, batch).sum())(x)
+    leaf = torch.tensor(x, requires_grad=True)
+    bce.torch_loss({"weight": False}, leaf, {"target": torch.ones(1, 1, dtype=torch.float64)}, "sum").backward()
+    assert np.array_equal(gradient, leaf.grad)

@@ -56,7 +56,7 @@ def _bce(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) ->
 
 
 def _bce_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    target, p = batch["target"], 1 / (1 + jnp.exp(-out))
+    target, p = batch["target"], jax.nn.sigmoid(out)
     p = jnp.where(p < CLOSEST, CLOSEST, jnp.where(p > 1 - CLOSEST, 1 - CLOSEST, p))
     loss = -(target * jnp.log(p) + (1 - target) * jnp.log1p(-p))
     return per_item(batch["weight"] * loss if options["weight"] else loss)
