@@ -83,9 +83,11 @@ def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.d
     """
     computation = computation.on_cpu(parts[0])
     for part in parts:
+        # before the mode, which would round the batch that the computation keeps
+        exact = computation.gradient(part)
         mode = _Narrowed(dtype)
         with mode:
             rounded = computation.gradient(part)
-        if mode.left or (np.isfinite(rounded) != np.isfinite(computation.gradient(part))).any():
+        if mode.left or (np.isfinite(rounded) != np.isfinite(exact)).any():
             return True
     return False

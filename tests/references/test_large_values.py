@@ -9,10 +9,13 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.catalogue import LOSSES
+from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.agreement import precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
+from gradcheck_suite.references.noise import Computation
+from gradcheck_suite.references.number_range import leaves_range
 from gradcheck_suite.references.reference import REFERENCES
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
@@ -41,6 +44,9 @@ OVERFLOWS = Case(
     dtype="bfloat16",
     seed=2448470818,
 )
+
+
+PLAN = Plan((3, 1, 4), 2)
 
 
 def _doubled(run):
@@ -79,6 +85,15 @@ def test_large_logits_are_judged(scale, dtype):
         assert check(BUILT_IN["plain"], case).holds
         violation = check(_doubled, case).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+
+
+def test_a_narrower_range_leaves_no_rounded_data_behind():
+    """Batches that were first used while results were rounded to bfloat16 stayed so."""
+    case = Case(ProblemSpec(SATURATED.problem.input, (Layer("linear", features=2, bias=True),), Loss("mse")), PLAN)
+    instance = generated_instance(case)
+    kept, fresh = (Computation(instance, instance.model(), torch.float64) for _ in range(2))
+    leaves_range(kept, [(range(8), 1.0)], torch.bfloat16)
+    assert np.array_equal(kept.gradient((range(8), 1.0)), fresh.gradient((range(8), 1.0)))
 
 
 @pytest.mark.parametrize("out", [-800.0, 800.0])
