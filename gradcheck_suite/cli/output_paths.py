@@ -17,13 +17,21 @@ def add_reports(parser: Parser, what: str) -> None:
     )
 
 
-def expect_writable(reports: Path, *folders: str, json: Path | None = None) -> None:
-    """Refuse paths that cannot be written: the records and other `folders` under a reports folder, and `--json`."""
-    if json is not None:
-        if json.is_dir() or not json.name:
-            raise UsageError(f"--json {json}: expected the path of a file, got a folder")
-        if not json.parent.is_dir():
-            raise UsageError(f"--json {json}: there is no folder {json.parent}; make it first")
-        expect_writable_folder(json.parent, f"--json {json}")
+def expect_writable(reports: Path, *folders: str, **files: Path | None) -> None:
+    """Refuse paths that cannot be written.
+
+    Args:
+        reports: the reports folder, whose records are written.
+        folders: others under it.
+        files: option without its dashes, such as `json`, -> the file that it names, or None.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.name:
+            raise UsageError(f"--{option} {path}: expected the path of a file, got a folder")
+        if not path.parent.is_dir():
+            raise UsageError(f"--{option} {path}: there is no folder {path.parent}; make it first")
+        expect_writable_folder(path.parent, f"--{option} {path}")
     for folder in (*folders, FOLDER):
         expect_writable_folder(reports / folder, f"--reports {reports}")

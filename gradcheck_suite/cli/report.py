@@ -1,4 +1,4 @@
-"""Build the report from the records: one HTML page that opens offline, and the same as Markdown and JSON."""
+"""Build the report from the records: one HTML page that opens offline, the short story as Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -10,32 +10,68 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import expect_writable_folder, write_json, write_text
 from gradcheck_suite.records.store import FOLDER
 
+PICTURES = "pictures"
+
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
     output_paths.add_reports(parser, "where the records are and the report goes")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="print what changed between the records of two folders, and write nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write `report.html`, `report.md` and `report.json` beside the records."""
+    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    if arguments.compare is not None:
+        return _compare(*arguments.compare)
     reports: Path = arguments.reports
-    if not (reports / FOLDER).is_dir():
-        raise UsageError(
-            f"--reports {reports}: there are no records in {reports / FOLDER}; "
-            "`gradcheck-suite verify`, `zoo`, `calibrate` and `claims` make them"
-        )
+    _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")
-    from gradcheck_suite.report import html, markdown
+    from gradcheck_suite.report import markdown, page, pictures
     from gradcheck_suite.report.build import build
     from gradcheck_suite.report.content import to_json
 
     report = build(reports)
-    page = html.render(report)
-    write_text(reports / "report.html", page)
-    write_text(reports / "report.md", markdown.render(report))
+    html = page.render(report)
+    drawn = {figure.key: pictures.svg(figure.spec, figure.alt) for figure in markdown.pictures(report)}
+    write_text(reports / "report.html", html)
+    write_text(reports / "report.md", markdown.render(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
     write_json(reports / "report.json", to_json(report))
+    (reports / PICTURES).mkdir(exist_ok=True)
+    for path in (reports / PICTURES).glob("*.svg"):
+        if path.stem not in drawn:
+            path.unlink()
+    for key, svg in drawn.items():
+        write_text(reports / PICTURES / f"{key}.svg", svg)
     for name in ("report.html", "report.md", "report.json"):
         print(f"{reports / name}  {(reports / name).stat().st_size / 1024:.0f} KiB")
+    print(f"{reports / PICTURES}  {len(drawn)} pictures")
     for problem in report.problems:
         print(f"left out: {problem}")
     return exit_status.HOLDS
+
+
+def _compare(old: Path, new: Path) -> int:
+    from gradcheck_suite.report.compare import changes, lines
+    from gradcheck_suite.report.records_view import read_all
+
+    for folder in (old, new):
+        _expect_records(folder, "--compare")
+    before, after = read_all(old), read_all(new)
+    print("\n".join(lines(changes(before, after))))
+    for problem in (*before.problems, *after.problems):
+        print(f"left out: {problem}")
+    return exit_status.HOLDS
+
+
+def _expect_records(folder: Path, option: str) -> None:
+    if not (folder / FOLDER).is_dir():
+        raise UsageError(
+            f"{option} {folder}: there are no records in {folder / FOLDER}; "
+            "`gradcheck-suite verify`, `zoo`, `calibrate` and `claims` make them"
+        )

@@ -47,6 +47,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     for option in OPTIONS:
         add_option(parser, option)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page on each violation here, one HTML file")
     output_paths.add_reports(parser, "counterexamples go to DIR/counterexamples")
 
 
@@ -55,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json)
+    output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
+    if arguments.html is not None:
+        from gradcheck_suite.report.page import expect_installed
+
+        expect_installed()
     from gradcheck_suite.cli.loading import expect_file
 
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
@@ -74,8 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         expect_ranks(options.ranks, options.device)
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
-    print(verdict_text.header(arguments.loops, options, arguments.problem, about, libraries), flush=True)
-    done = _Run()
+    header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)
+    print(header, flush=True)
+    done = _Run(lines=header.splitlines())
     try:
         _verify_all(subjects, options, arguments.reports, about, done)
     finally:
@@ -83,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         # bad input stops the work before any result: then nothing is written
         if arguments.json is not None and (results or done.interrupted):
             write_json(arguments.json, results_to_json(results, about))
+        if arguments.html is not None and results:
+            _write_page(arguments.html, done)
     violated = any(not result.holds for result in results)
     unjudged = [verified.unjudged for verified in done.verified if verified.unjudged]
     if unjudged and not violated and not done.interrupted:
@@ -94,9 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class _Run:
-    """The verifications so far, and whether Ctrl-C has stopped them."""
+    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them."""
 
     verified: list[Verified] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    stored: list[Path] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -126,11 +136,25 @@ def _verify_all(
                 progress.stop()
                 lines = result_lines(verified.result, stored, options, width, judged=not verified.unjudged)
                 print("\n".join(lines), flush=True)
+                done.lines.append(lines[0])
+                done.stored += [] if stored is None else [stored.case]
                 if verified.result.interrupted or pressed:
                     done.interrupted = True
                     return
         except KeyboardInterrupt:
             done.interrupted = True
+
+
+def _write_page(path: Path, done: _Run) -> None:
+    """Write the page of the run and of each violation, and name it."""
+    from gradcheck_suite.records.files import write_text
+    from gradcheck_suite.report.page import render_violations
+    from gradcheck_suite.report.violation import read_violation
+
+    count = len(done.stored)
+    title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
+    write_text(path, render_violations(title, done.lines, [read_violation(stored) for stored in done.stored]))
+    print(f"page    {path}", flush=True)
 
 
 def _list(ranks: int) -> int:

@@ -16,6 +16,7 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Vector
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import ItemWeight
 from gradcheck_suite.schema.spec import Reduction
 from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case, slopes_of, slopes_text
 
@@ -152,8 +153,8 @@ def may_be_non_finite(expected: Vector) -> npt.NDArray[np.bool_]:
     return np.full(len(expected), not np.isfinite(expected).all())
 
 
-def weights_table(probe: WeightProbe, observed: Vector, window: int) -> tuple[str, ...]:
-    """Return the lines of a table of right and observed weights.
+def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[ItemWeight, ...]:
+    """Return the right and the observed weights of a step.
 
     Args:
         probe: that they were read on.
@@ -161,23 +162,26 @@ def weights_table(probe: WeightProbe, observed: Vector, window: int) -> tuple[st
         window: of the step.
 
     Returns:
-        A line for each micro-batch, and of a long plan one line for each run of equal ones.
+        A row for each micro-batch, and of a long plan one row for each run of equal ones.
     """
     expected = probe.right_weights(window)[list(probe.plan.starts)]
-    owners = [f"{rank:>4} " if probe.plan.ranks else "" for rank in probe.plan.owners]
-    values = zip(owners, probe.counts, expected, observed, strict=True)
-    rows = [f"{owner}{n:>4g} {e:>12.6g} {o:>12.6g}" for owner, n, e, o in values]
+    ranks = [rank if probe.plan.ranks else None for rank in probe.plan.owners]
+    rows = [
+        (float(n), float(e), float(o), rank)
+        for n, e, o, rank in zip(probe.counts, expected, observed, ranks, strict=True)
+    ]
     runs: list[range] = []
     for j, row in enumerate(rows):
-        if len(rows) > MOST_ROWS and runs and rows[runs[-1].start] == row:
+        if len(rows) > MOST_ROWS and runs and _digits(rows[runs[-1].start]) == _digits(row):
             runs[-1] = range(runs[-1].start, j + 1)
         else:
             runs.append(range(j, j + 1))
-    rank = "rank, " if probe.plan.ranks else ""
-    return (
-        f"weight of each item, by micro-batch (index, {rank}count, expected, observed):",
-        *(f"  {ranges_text(list(run)):>3} {rows[run.start]}" for run in runs),
-    )
+    return tuple(ItemWeight(ranges_text(list(run)), *rows[run.start]) for run in runs)
+
+
+def _digits(row: tuple[float, float, float, int | None]) -> list[str]:
+    """Return a row with the digits that are shown: equal weights may differ by rounding in further ones."""
+    return [f"{number:.6g}" for number in row if number is not None]
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gradcheck_suite.schema.results import ItemWeight
+
 ALONE = " alone, while "
 """In an explanation between the parameters that are wrong and those that are right."""
 Array = npt.NDArray[np.float64]
@@ -116,11 +118,13 @@ class Diagnosis:
         name: such as `mean-of-means`, or `a or b` where the evidence fits both.
         sentence: what the loop did and what to do.
         details: lines for a reader: the numbers that the diagnosis rests on.
+        weights: what the step gave each item, by micro-batch, where the diagnosis rests on that.
     """
 
     name: str
     sentence: str
     details: tuple[str, ...] = ()
+    weights: tuple[ItemWeight, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:

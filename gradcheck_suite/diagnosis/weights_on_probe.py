@@ -11,7 +11,7 @@ from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.diagnosis.moved_elements import projection
 from gradcheck_suite.diagnosis.naming import diagnose, names_nothing
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe, flat_on_probe, gradients_of_steps, weights_table
+from gradcheck_suite.diagnosis.probe_weights import WeightProbe, flat_on_probe, gradients_of_steps, item_weights
 from gradcheck_suite.diagnosis.separating_probe import per_micro_batch, reading, readings, separating_probe
 from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.step_patterns import fitting_faults, held_by_steps
@@ -34,7 +34,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     """
     items, window = steps[step], step % len(probe.plan.windows)
     observed = per_micro_batch(probe, items)
-    table = () if observed is None else weights_table(probe, observed, window)
+    table = () if observed is None else item_weights(probe, observed, window)
     weights = None if observed is None else reading(probe, step, observed)
     right = probe.right_weights(window)
     if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
@@ -44,9 +44,9 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if (known or runner.runs_left > 1) and (found := _separated(runner, probe, weights, steps)):
-            return replace(found, details=table)
+            return replace(found, weights=table)
         if known and not runner.runs_left:
-            return replace(named, details=table)
+            return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
         return not_linear("on the read-out probe the items' weights are wrong, and the loop stops if the loss is small")
@@ -60,7 +60,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
     if names_nothing(named):
         named = diagnose(weights)
-    return replace(named, details=table)
+    return replace(named, weights=table)
 
 
 def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:

@@ -94,21 +94,31 @@ class Ledger(TorchDispatchMode):
     Attributes:
         window: index of the window that is being recorded.
         starts: for each window, the bytes alive by category when its first forward began.
+        moments: bytes alive by category after each operation and at each end of a window; empty unless asked for.
         live: bytes alive by category, now or at the end. Parameters, buffers, gradients and optimizer state that
             existed at the start count from then on; other tensors that existed at the start do not.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        moments: bool = False,
+    ) -> None:
         """Make a ledger.
 
         Args:
             model: the model whose parameters, buffers and gradients have categories of their own.
             optimizer: the optimizer whose state has a category of its own, and whose steps end a window. Without one,
                 the steps of any optimizer end a window.
+            moments: whether to keep `moments`, which grows with the number of operations.
         """
         super().__init__()
         self.window = 0
         self.starts: list[dict[str, int]] = []
+        self.moments: list[dict[str, int]] = []
+        self._keeps_moments = moments
         self._lines: defaultdict[tuple[int, str, str], Counter[str]] = defaultdict(Counter)
         self._peaks: dict[tuple[int, str], Peak] = {}
         ledger = weakref.ref(self)
@@ -174,6 +184,7 @@ class Ledger(TorchDispatchMode):
     def end_window(self) -> None:
         """Begin the next window, as the end of a step does; for loops without an optimizer."""
         self.window += 1
+        self._note_moment()
         if self._recording is not None:
             self._recording.in_forward = False
 
@@ -291,7 +302,12 @@ class Ledger(TorchDispatchMode):
             self._find_gradients()
             self.starts.append(self.live)
 
+    def _note_moment(self) -> None:
+        if self._keeps_moments:
+            self.moments.append(self.live)
+
     def _note_peak(self, phase: str) -> None:
+        self._note_moment()
         total, known = self._storages.total, self._peaks.get((self.window, phase))
         if known is None or total > known.bytes:
             self._peaks[self.window, phase] = Peak(total, self.live, phase, self.window)

@@ -14,8 +14,8 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure.ledger import Ledger
+from gradcheck_suite.measure.storages import GRADIENTS
 from gradcheck_suite.measure.workload import Size, Workload, sized_workload
 
 WARM, MEASURED = 2, 3
@@ -70,6 +71,8 @@ class Memory:
         resident_peak: the most resident bytes of the process above those before the model was built; the process has
             run a model of a few parameters before, so that the code is paged in; None on CUDA and where unknown.
         allocator: what CUDA's allocator counted; None on the CPU.
+        window: bytes alive after each operation of one window, by category, and last those after its reset (counted by
+            the ledger).
     """
 
     peak: int
@@ -77,19 +80,19 @@ class Memory:
     gradients_between: int
     resident_peak: int | None = None
     allocator: AllocatorPeak | None = None
+    window: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-def window_memory(work: Workload) -> tuple[int, dict[str, int]]:
-    """Return the peak of one window in bytes, and the bytes alive after its reset by category, by the ledger.
+def window_memory(work: Workload) -> tuple[int, dict[str, list[int]]]:
+    """Return the peak of one window in bytes, and those alive after each operation and its reset by category.
 
     The window starts as every window but the first does, after a reset.
     """
     work.reset()
-    with Ledger(work.model) as ledger:
+    with Ledger(work.model, moments=True) as ledger:
         work.window()
         ledger.end_window()
-        live = dict(ledger.live)
-    return ledger.peak().bytes, live
+    return ledger.peak().bytes, {name: [moment[name] for moment in ledger.moments] for name in ledger.live}
 
 
 def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) -> Memory:
@@ -121,8 +124,9 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     allocator = allocator_peak(work, baseline)
     after = _resident("VmHWM")
     resident = None if before is None or after is None or device == "cuda" else after - before
-    peak, live = window_memory(work)
-    return Memory(peak, sum(live.values()), live["gradients"], resident, allocator)
+    peak, window = window_memory(work)
+    live = {name: values[-1] for name, values in window.items()}
+    return Memory(peak, sum(live.values()), live[GRADIENTS], resident, allocator, window)
 
 
 def allocator_baseline(device: str) -> Baseline:

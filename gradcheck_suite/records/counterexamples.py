@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.evidence import evidence_to_json
 from gradcheck_suite.records.files import write_json
 from gradcheck_suite.schema.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.schema.contract import checked_assumptions
@@ -57,6 +58,7 @@ def store_counterexample(reports: Path, result: Result, environment: Mapping[str
         "assumes": list(result.assumes),
         "case": case,
         "violation": {**about, "details": list(violation.details)},
+        "evidence": [] if violation.evidence is None else evidence_to_json(violation.evidence),
         "environment": dict(environment),
     }
     write_json(path, document)

@@ -9,9 +9,10 @@ from typing import Any
 from gradcheck_suite.catalogue import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.catalogue.signals import Signal
 from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
-from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.results import ItemWeight, Violation
 from gradcheck_suite.schema.spec import Layer, Loss, ProblemSpec
 
 SPLIT = (*ALWAYS_WRITTEN, "ranks")
@@ -118,7 +119,7 @@ def violation_title(kind: str, diagnosis: str) -> str:
 
 
 def describe_violation(violation: Violation) -> list[str]:
-    """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, case."""
+    """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, weights, case."""
     lines = [violation_title(violation.kind, violation.diagnosis), violation.explanation]
     pairs = []
     if violation.window is not None:
@@ -129,8 +130,21 @@ def describe_violation(violation: Violation) -> list[str]:
     if violation.error is not None and violation.allowed is not None:
         pairs.append(("error", error_text(violation.error, violation.allowed)))
     lines += aligned(pairs)
-    lines += violation.details
+    lines += details_of(violation)
     return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]
+
+
+def details_of(violation: Violation) -> list[str]:
+    """Return the details of a violation and the table of its weights."""
+    return [*violation.details, *_weights(violation.weights)]
+
+
+def _weights(weights: Iterable[ItemWeight]) -> list[str]:
+    weights = list(weights)
+    if not any(weight.rank is not None for weight in weights):
+        return weight_lines((w.micro_batches, w.count, w.expected, w.observed) for w in weights)
+    rows = ((f"{w.micro_batches:>3} {w.rank:>4}", w.count, w.expected, w.observed) for w in weights)
+    return weight_lines(rows, index="index, rank")
 
 
 def example_text(case: Case) -> str:

@@ -22,10 +22,22 @@ JUDGING = (
 """The packages that decide a verdict and its name."""
 
 
+MEASURING = ("loops", "measure")
+"""The packages that decide what is measured."""
+_SPEAKS_OF = {"benchmark": MEASURING, "memory": MEASURING}
+"""Kind of record -> the packages whose change makes its figures old, where they are not those that judge."""
+
+
 @cache
 def judge_digest() -> str:
     """Return the digest of the code that judges."""
     return sources_digest(JUDGING)
+
+
+@cache
+def code_digest(kind: str) -> str:
+    """Return the digest of the code that records of a kind speak of."""
+    return sources_digest(_SPEAKS_OF[kind]) if kind in _SPEAKS_OF else judge_digest()
 
 
 def sources_digest(names: Iterable[str]) -> str:

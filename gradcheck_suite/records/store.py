@@ -16,7 +16,7 @@ from typing import Any
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import append_line, read_lines
-from gradcheck_suite.records.sources import judge_digest
+from gradcheck_suite.records.sources import code_digest
 
 SCHEMA = 1
 FOLDER = "records"
@@ -35,7 +35,8 @@ class Record:
         time: of writing, ISO 8601 in UTC.
         commit: of the repository in the working directory; empty where there is none.
         clean: whether that repository had no uncommitted change outside of the reports folder; None if unknown.
-        judge: digest of the code that judges, as `judge_digest()` returns it; empty where it is unknown.
+        judge: digest of the code that the record speaks of, as `code_digest(kind)` returns it; empty where it is
+            unknown.
     """
 
     kind: str
@@ -94,7 +95,7 @@ def append_record(
         now,
         this_commit(),
         is_clean(reports),
-        judge_digest(),
+        code_digest(kind),
     )
     append_line(path, record.to_json())
     return path

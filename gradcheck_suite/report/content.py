@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradcheck_suite.records.sources import judge_digest
-from gradcheck_suite.records.store import Record
+from gradcheck_suite.report.provenance import Source
 
 Cell = str | int | float | None
+TABS = {
+    "verification": "Verification",
+    "cost": "Cost",
+    "claims": "Claims",
+    "zoo": "Zoo",
+    "trust": "Trust",
+    "trainers": "Trainers",
+    "atlas": "Atlas",
+    "violations": "Violations",
+    "environment": "Environment",
+}
+"""The pages of the report after the first one: key -> name. A page without a section is left out."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,80 @@ class Figure:
     """A plot.
 
     Attributes:
-        svg: the drawing, black on nothing.
+        key: its name in the page, and that of its file beside the Markdown.
+        spec: a Vega-Lite specification, without width and configuration.
         alt: what it shows, for those who cannot see it.
         caption: under it.
+        sources: of its numbers, where they are not those of its section or answer.
     """
 
-    svg: str
+    key: str
+    spec: Mapping[str, Any]
     alt: str
+    caption: str = ""
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A widely read claim and its verdict.
+
+    Attributes:
+        number: such as `C1.2`.
+        origin: where it is published.
+        text: the claim.
+        verdict: `confirmed`, `conditional` or `refuted`.
+        sentence: what holds.
+        condition: under which it is true; empty if under none or any.
+        how: how it was tested.
+        counterexample: the smallest case against it; empty if there is none.
+        numbers: figures of the run that no plot shows, as pairs of a name and a value.
+        figures: plots of the other figures of the run.
+        sources: of the verdict.
+    """
+
+    number: str
+    origin: str
+    text: str
+    verdict: str
+    sentence: str
+    condition: str
+    how: str
+    counterexample: str
+    numbers: tuple[tuple[str, str], ...] = ()
+    figures: tuple[Figure, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Verdicts in rows and columns, always shown.
+
+    Attributes:
+        caption: what a cell says.
+        corner: the name of the rows.
+        columns: the header of the columns.
+        rows: pairs of the row's name and its cells; a cell is a pair of a class (`good`, `bad`, `warn`, `none`) and
+            its lines of text.
+    """
+
     caption: str
+    corner: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that people wrote, such as a finding in a trainer.
+
+    Attributes:
+        title: its first heading.
+        markdown: the rest of it.
+    """
+
+    title: str
+    markdown: str
 
 
 @dataclass(frozen=True)
@@ -55,20 +132,53 @@ class Section:
     Attributes:
         key: its anchor.
         title: its heading.
+        tab: the page that it stands on, a key of `TABS`.
         text: paragraphs.
-        tables: after the text.
-        figures: after the tables.
-        commands: that make the figures of this section again.
+        matrices: after the text.
+        figures: after the matrices.
+        claims: after the figures.
+        documents: after the claims.
+        tables: last, closed until a reader opens them.
+        sources: the runs that made its figures.
         missing: a sentence on what has not been run yet; None where everything has.
     """
 
     key: str
     title: str
+    tab: str
     text: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
+    matrices: tuple[Matrix, ...] = ()
     figures: tuple[Figure, ...] = ()
-    commands: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    documents: tuple[Document, ...] = ()
+    tables: tuple[Table, ...] = ()
+    sources: tuple[Source, ...] = ()
     missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the four answers of the first screen.
+
+    Attributes:
+        key: its anchor.
+        question: in a few words.
+        answer: one sentence with its figure.
+        tab: the page with the details.
+        matrix: the picture of a verification.
+        figures: the other pictures.
+        claims: one line each.
+        sources: of the pictures.
+    """
+
+    key: str
+    question: str
+    answer: str
+    tab: str
+    matrix: Matrix | None = None
+    figures: tuple[Figure, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,18 +188,27 @@ class Report:
     Attributes:
         title: of the page.
         made: when, ISO 8601.
-        answers: the main questions, each with its answer and the key of the section with the figures.
+        answers: of the first screen.
         sections: in order.
         environments: the distinct environments of the records, as pairs of a name and a value.
         problems: records that could not be read.
+        violations: the stored violations, each a page of its own (`report.violation.ViolationPage`).
     """
 
     title: str
     made: str
-    answers: tuple[tuple[str, str, str], ...]
+    answers: tuple[Answer, ...]
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
     problems: tuple[str, ...] = ()
+    violations: tuple[Any, ...] = field(default=())
+
+    @property
+    def tabs(self) -> dict[str, str]:
+        """The pages that have something on them: key -> name."""
+        used = {section.tab for section in self.sections} | {"environment"}
+        used |= {"violations"} if self.violations else set()
+        return {key: name for key, name in TABS.items() if key in used}
 
 
 def shown(value: Cell) -> str:
@@ -111,35 +230,13 @@ def device_name(device: str) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON-ready data, without the drawings."""
-    data = asdict(report)
-    for section in data["sections"]:
-        for figure in section["figures"]:
-            del figure["svg"]
-    answers = [dict(zip(("question", "answer", "section"), answer, strict=True)) for answer in report.answers]
+    """Return the report as JSON-ready data, without the specifications of the plots."""
+    data = _without_specs(asdict(report))
     environments = [dict(environment) for environment in report.environments]
-    return {"schema": 1, **data, "answers": answers, "environments": environments}
+    return {"schema": 2, **data, "environments": environments}
 
 
-def commands_of(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the commands that made some records, each once, in order."""
-    return tuple(dict.fromkeys(record.command for record in records if record.command))
-
-
-def standing(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return a paragraph on the records behind some verdicts that another judge made, or an unclean working tree."""
-    records = list(records)
-    older = [record for record in records if record.judge != judge_digest()]
-    unclean = sum(record.clean is False for record in records)
-    sentences = []
-    if older:
-        commits = dict.fromkeys(f"commit {r.commit[:9]}" if r.commit else "an unknown commit" for r in older)
-        sentences.append(
-            f"Older than the judge: {len(older)} of the {len(records)} records behind these figures were made by "
-            f"another version of the code that judges ({', '.join(commits)})."
-        )
-    if unclean:
-        sentences.append(
-            f"Unclean: {unclean} of the {len(records)} records were made with uncommitted changes in the working tree."
-        )
-    return (" ".join(sentences),) if sentences else ()
+def _without_specs(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_specs(value) for key, value in data.items() if key != "spec"}
+    return [_without_specs(value) for value in data] if isinstance(data, list | tuple) else data

@@ -20,6 +20,31 @@ ViolationKind = Literal[
 
 
 @dataclass(frozen=True)
+class ItemWeight:
+    """What a step gave each item of a micro-batch.
+
+    Attributes:
+        micro_batches: index of the micro-batch, or indices of equal ones, such as `"3-7"`.
+        count: what the mean over the micro-batch divides by.
+        expected: the right weight of each of its items.
+        observed: the weight that the loop gave each of its items.
+        rank: that gets the micro-batch; None for a plan of one rank.
+    """
+
+    micro_batches: str
+    count: float
+    expected: float
+    observed: float
+    rank: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the weight as JSON-ready data."""
+        numbers = {"count": self.count, "expected": self.expected, "observed": self.observed}
+        shown = {name: json_number(number) for name, number in numbers.items()}
+        return {"micro_batches": self.micro_batches, "rank": self.rank, **shown}
+
+
+@dataclass(frozen=True)
 class Violation:
     """The first violation of the loop contract by a loop.
 
@@ -34,6 +59,7 @@ class Violation:
         error: largest `|observed - expected|` of an element, in the units of the gradient, or None.
         allowed: largest error of that element that rounding explains, or None.
         details: further lines for a reader: expected and observed values, a traceback.
+        weights: what the step gave each item, by micro-batch; empty where the fault is not one of weights.
         evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
             `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
         moved: whether the gradient is that of other parameters than the initial ones. It is no part of the JSON.
@@ -50,6 +76,7 @@ class Violation:
     error: float | None = None
     allowed: float | None = None
     details: tuple[str, ...] = ()
+    weights: tuple[ItemWeight, ...] = ()
     evidence: Comparison | None = field(default=None, repr=False, compare=False)
     rank: int | None = None
     moved: bool = False
@@ -57,7 +84,8 @@ class Violation:
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         place = {"epoch": self.epoch, "window": self.window, "rank": self.rank}
-        return violation_to_json(self, **place, found_after=found_after, case=self.case.to_json())
+        weights = [weight.to_json() for weight in self.weights]
+        return violation_to_json(self, **place, found_after=found_after, weights=weights, case=self.case.to_json())
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def gradient_violation(
         error=worst.error,
         allowed=worst.allowed,
         details=named.details,
+        weights=named.weights,
         moved=window.moved,
         evidence=replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)),
     )

@@ -118,9 +118,15 @@ def _unless_gone(
         steps = gradients_of_steps(outcome)
         return steps[taken] if outcome.raised is None and taken < len(steps) else None
 
-    found = Diagnosis(violation.diagnosis, violation.explanation, violation.details)
+    found = Diagnosis(violation.diagnosis, violation.explanation, violation.details, violation.weights)
     named = unless_gone(found, runner, instance, comparison, gradient)
-    return replace(violation, diagnosis=named.name, explanation=named.sentence, details=named.details)
+    return replace(
+        violation,
+        diagnosis=named.name,
+        explanation=named.sentence,
+        details=named.details,
+        weights=named.weights,
+    )
 
 
 def _gradient_violation(
@@ -146,5 +152,6 @@ def _gradient_violation(
         error=worst.error,
         allowed=worst.allowed,
         details=named.details,
+        weights=named.weights,
         evidence=comparison,
     )

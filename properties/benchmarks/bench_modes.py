@@ -101,11 +101,11 @@ def _memory(work: Workload, dtype: torch.dtype, baseline: Baseline) -> dict[str,
     """
     work.window()
     allocator = allocator_peak(work, baseline)
-    peak, live = window_memory(work)
+    peak, window = window_memory(work)
     return {
         "memory": {
             "peak": peak,
-            "gradients_between": live["gradients"],
+            "gradients_between": window["gradients"][-1],
             "itemsize": dtype.itemsize,
             "allocator": None if allocator is None else asdict(allocator),
         }

@@ -13,6 +13,7 @@ from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.numerics.comparison import Comparison
+from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.references.window import Window
 
@@ -55,7 +56,7 @@ def explained(
     model=model,
     **data,
 ):
-    """Return the diagnosis, the explanation and the details for one step, which must be wrong."""
+    """Return the diagnosis of one step, which must be wrong: name, explanation, details and weights."""
     tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
     problem = Problem(
         model,
@@ -78,12 +79,13 @@ def explained(
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
         found = explain_gradient(comparison, right, epoch, runner)
     assert runner.runs_left >= 0
-    return found.name, found.sentence, found.details
+    weights = weight_lines((w.micro_batches, w.count, w.expected, w.observed) for w in found.weights)
+    return found.name, found.sentence, (*found.details, *weights)
 
 
 def table_of(details):
     """Return the cells of the printed table of weights: index, count, expected and observed of each micro-batch."""
-    return [line.split() for line in details[2:]]
+    return [line.split()[:4] for line in details[2:]]
 
 
 def then(*changes):

@@ -8,6 +8,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.records.description import error_text
+from gradcheck_suite.schema.results import ItemWeight
 from gradcheck_suite.schema.weight_probe import probe_case
 from tests.diagnosis.explaining import then
 
@@ -143,10 +144,9 @@ def test_the_weights_are_shown_beside_the_right_ones():
 
     violation = check(no_reset, CASE).violation
     assert (violation.epoch, violation.window) == (0, 1)
-    table = violation.details[2:]
     # right: 0, 0, 1/2; the first window's 1/4 is still there
-    assert [line.split() for line in table] == [
-        ["0", "3", "0", "0.25"],
-        ["1", "1", "0", "0.25"],
-        ["2", "2", "0.5", "0.5"],
-    ]
+    assert violation.weights == (
+        ItemWeight("0", 3, 0, 0.25),
+        ItemWeight("1", 1, 0, 0.25),
+        ItemWeight("2", 2, 0.5, 0.5),
+    )

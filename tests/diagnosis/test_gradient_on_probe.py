@@ -6,6 +6,7 @@ import pytest
 
 from gradcheck_suite import Plan
 from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.records.weight_text import HEADER
 from tests.diagnosis.explaining import (
     DATA,
     as_it_is,
@@ -37,7 +38,7 @@ def test_a_mean_is_read_by_what_the_case_counts_where_its_items_are_right():
     name, sentence, details = explained(_by_items, plan=Plan((1, 2, 3, 2), 4), w=counts)
     assert name == "wrong-count"
     assert "as if every item of theirs counted alike" in sentence
-    assert details[1] == "weight of each item, by micro-batch (index, count, expected, observed):"
+    assert details[1] == HEADER.format(index="index")
     # the third counts nothing; right is 1/5 of each, seen n/8 over the count
     assert table_of(details) == [
         ["0", "2", "0.2", "0.0625"],

@@ -29,6 +29,12 @@ def test_gradients_between_steps_are_all_or_none(mode, kept):
     assert found["gradients_between"] == kept
     assert found["between"] == 8_000_000 + kept
     assert 8_000_000 + 8_000_000 + 4_000_000 <= found["peak"] < 20_200_000
+    # a window starts and ends after a reset; the peak is one of its moments
+    moments = list(zip(*found["window"].values(), strict=True))
+    assert (found["window"]["gradients"][0], found["window"]["gradients"][-1]) == (kept, kept)
+    assert max(found["window"]["gradients"]) == 8_000_000
+    assert max(map(sum, moments)) == found["peak"]
+    assert sum(moments[-1]) == found["between"]
 
 
 def test_a_process_of_its_own_counts_resident_pages():

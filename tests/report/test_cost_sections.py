@@ -53,22 +53,26 @@ def _step(reports, saved, faster, **data):
 
 
 def test_the_decision_gives_the_share_of_a_step(tmp_path):
-    _step(tmp_path, 0.001, 20, faults=[10.4, 20.6])
+    _step(tmp_path, 0.001, 20, faults=[10.4, 20.6], saved_quartiles=[0.0004, 0.0012])
     _step(tmp_path, -0.002, 1, parameters=5)
     _record(tmp_path, "window", bytes_per_second=2**32, seconds={"median": 1.0}, mode="zero_", micro_batches=1,
             predicted_bytes=0)  # fmt: skip
     section = _section(tmp_path, "decision")
     assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
     assert "saves at most 25% of a step" in section.text[1]
-    answers = {question: answer for question, answer, _ in build(tmp_path).answers}
-    assert section.text[1] in answers["What does each cost?"]
+    answers = {answer.key: answer for answer in build(tmp_path).answers}
+    assert "of 2 settings None is faster in 1, zero_ in 1, neither in 0" in answers["costs"].answer
+    (figure,) = answers["costs"].figures
+    ratios = {row["size"]: (row["low"], row["ratio"], row["high"]) for row in figure.spec["data"]["values"]}
+    assert ratios["5"] == (None, 1.5, None)
+    assert ratios["1 k"] == pytest.approx((0.7, 0.75, 0.9))
     (table,) = section.tables
     five, thousand = table.rows
     # four times 2**20 bytes at 2**32 a second are 2**-10 seconds
     assert five[3:9] == (4.0, 1000 / 1024, -2.0, -50.0, "1 of 21", "zero_")
     assert thousand[3:] == (4.0, 1000 / 1024, 1.0, 25.0, "20 of 21", "set_to_none", 1.0, 10, 21)
     assert "Not run on a GPU" in section.missing
-    assert section.commands == ("bench step",)
+    assert [source.command for source in section.sources] == ["bench step"]
 
 
 def test_rows_of_another_machine_or_version_are_left_out(tmp_path):
@@ -89,10 +93,12 @@ def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
     append_record(tmp_path, "claim", claim, environment={}, command="claims")
     _step(tmp_path, 0.001, 20)
     steps, claims = _section(tmp_path, "decision"), _section(tmp_path, "claims")
-    (row,) = claims.tables[0].rows
-    assert row[3].startswith(steps.text[1])
-    assert "of 9 settings" not in row[3]
-    assert row[4].startswith("1e+03 parameters, 1 items, K = 8: saved by releasing: +1.000 ms of 4.000 (+25%)")
+    (found,) = claims.claims
+    assert found.sentence.startswith(steps.text[1])
+    assert "of 9 settings" not in found.sentence
+    ((name, value),) = found.numbers
+    assert name == "1e+03 parameters, 1 items, K = 8: saved by releasing"
+    assert value.startswith("+1.000 ms of 4.000 (+25%)")
 
 
 def test_a_gpu_shows_host_device_and_kernels(tmp_path):

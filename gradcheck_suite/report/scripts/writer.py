@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from gradcheck_suite.execution.instance import instance_of
-from gradcheck_suite.records.description import describe_case, error_text, violation_title
+from gradcheck_suite.records.description import describe_case, details_of, error_text, violation_title
 from gradcheck_suite.report.scripts.check_code import (
     AT_A_STEP,
     allowed_text,
@@ -128,7 +128,7 @@ def _docstring(name: str, violation: Violation) -> str:
         "",
         *textwrap.wrap(violation.explanation, WIDTH),
         *textwrap.wrap(where, WIDTH),
-        *(short for line in violation.details for short in _within(line)),
+        *(short for line in details_of(violation) for short in _within(line)),
         "",
         *(f"    {line}" for line in describe_case(violation.case)),
         "",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Section, Table, commands_of, standing
+from gradcheck_suite.report.charts.evidence import against_bound_plot
+from gradcheck_suite.report.content import Figure, Section, Table
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
 
-KEY, TITLE = "bridge", "Models of one's own in JAX"
+KEY, TITLE, TAB = "bridge", "Models of one's own in JAX", "trust"
 NARROW_SHOWN = 3
 
 
@@ -18,6 +21,7 @@ def bridge(records: Sequence[Record]) -> Section:
         return Section(
             KEY,
             TITLE,
+            TAB,
             missing="No architecture has been carried over yet: run "
             "`pytest tests/bridge/test_architectures.py --bridge-records reports`, which needs transformers.",
         )
@@ -44,13 +48,14 @@ def bridge(records: Sequence[Record]) -> Section:
     return Section(
         KEY,
         TITLE,
+        TAB,
         (
             "A user's loss is exported by torch and carried over to JAX operation by operation; JAX alone takes its "
             f"derivative. On {len(rows)} architectures of transformers and torch.nn, small, with random weights, in "
             "float64, every gradient agrees with torch's within the bound given.",
-            *standing(current),
         ),
-        (
+        figures=(_figure(newest),),
+        tables=(
             Table(
                 "Architectures",
                 (
@@ -69,5 +74,24 @@ def bridge(records: Sequence[Record]) -> Section:
                 "such operation, and the model is held to 1e-10 with these parts in float64.",
             ),
         ),
-        commands=commands_of(records),
+        sources=sources(current),
+    )
+
+
+def _figure(datas: Sequence[Mapping[str, Any]]) -> Figure:
+    rows = [
+        {
+            "name": f"{data['architecture']} {data['version']}",
+            "error": float(data["gradient_error"]),
+            "bound": float(data["allowed"]),
+        }
+        for data in datas
+        if not data["widened"]
+    ]
+    return Figure(
+        "architectures",
+        against_bound_plot(rows, "difference of the gradients"),
+        "Difference between torch's and JAX's gradient for each architecture, beside its bound: "
+        + "; ".join(f"{row['name']} {row['error']:.1e} of {row['bound']:.0e}" for row in rows),
+        "Points: difference between torch's and JAX's gradient. Ticks: the bound.",
     )

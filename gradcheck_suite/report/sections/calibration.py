@@ -10,17 +10,20 @@ from gradcheck_suite.evidence.calibration.curve import OURS, Curve, curve_from_j
 from gradcheck_suite.evidence.calibration.tally import spread_from_json
 from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, standing
+from gradcheck_suite.report.charts.evidence import detection_plot
+from gradcheck_suite.report.content import Cell, Figure, Section, Table
+from gradcheck_suite.report.provenance import sources
 
 PLOTTED = "everywhere"
-KEY, TITLE = "calibration", "How far the verdicts can be trusted"
+KEY, TITLE, TAB = "calibration", "How far the verdicts can be trusted", "trust"
 
 
 def calibration(records: Sequence[Record]) -> Section:
     """Return the section on false alarms and on the detection of planted errors."""
     if not records:
-        return Section(KEY, TITLE, missing="The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.")
+        return Section(
+            KEY, TITLE, TAB, missing="The bounds have not been calibrated yet: run `gradcheck-suite calibrate`."
+        )
     data = records[-1].data
     alarms, coverage = summary.false_alarms(data), data["coverage"]
     reached = ", ".join(
@@ -31,6 +34,7 @@ def calibration(records: Sequence[Record]) -> Section:
     return Section(
         KEY,
         TITLE,
+        TAB,
         (
             f"{data['loops']} ways to write a sound loop were judged on random cases, {summary.checks(data):,} checks "
             f"in all; {alarms} of them blamed the loop. The cases have {reached} that the strategies draw.",
@@ -38,11 +42,10 @@ def calibration(records: Sequence[Record]) -> Section:
             f"cases: the table has the smallest s that is found in at least {summary.percent()} of them, together "
             "with all larger ones. "
             + ("; ".join(worse) if worse else "No rule that never blames a sound loop finds smaller ones."),
-            *standing(records[-1:]),
         ),
-        (_alarms(data), _detection(data), _skipped(data), _ratios(data)),
-        _figures(data["curves"]),
-        commands_of(records[-1:]),
+        figures=_figures(data["curves"]),
+        tables=(_alarms(data), _detection(data), _skipped(data), _ratios(data)),
+        sources=sources(records[-1:]),
     )
 
 
@@ -139,12 +142,15 @@ def _figures(curves: Mapping[str, Any]) -> tuple[Figure, ...]:
 
 def _figure(dtype: str, curve: Curve) -> Figure:
     rules = curve.smallest[PLOTTED]
-    return plots.lines(
-        {rule: [(2.0**-k, 100 * share_found(rules[rule], k)) for k in exponents(dtype)] for rule in (OURS, *RIVALS)},
-        x="planted relative error",
-        y="% of cases found",
-        log_y=False,
-        alt=f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
-        caption=f"{dtype}: a wrong scale of the whole gradient by 1 + s or 1 - s, in {curve.cases} cases. Further left "
+    rows = [
+        {"rule": rule, "size": 2.0**-k, "share": 100 * share_found(rules[rule], k)}
+        for rule in (OURS, *RIVALS)
+        for k in exponents(dtype)
+    ]
+    return Figure(
+        f"detection-{dtype}",
+        detection_plot(rows, (OURS, *RIVALS)),
+        f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
+        f"{dtype}: a wrong scale of the whole gradient by 1 + s or 1 - s, in {curve.cases} cases. Further left "
         "is better, for a rule that blames no sound loop.",
     )

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of
+from gradcheck_suite.report.content import Cell, Section, Table
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import current, latest
 
-KEY, TITLE = "compiled", "Compiled steps and captured graphs"
+KEY, TITLE, TAB = "compiled", "Compiled steps and captured graphs", "cost"
 COMMAND = "pytest properties/benchmarks/bench_compiled.py --bench-records reports"
 NOT_CAPTURED = (
     f"No CUDA graph was captured. `{COMMAND} --bench-device cuda` captures them and records which reset leaves the "
@@ -27,7 +28,7 @@ def compiled(records: Sequence[Record]) -> Section:
     """Return the section on the number of graphs that each mode needs, and on `.grad` after a replay."""
     mine = current(record for record in records if record.data.get("measures") in ("compiled", "captured"))
     if not mine:
-        return Section(KEY, TITLE, missing=f"Nothing was compiled or captured yet: run `{COMMAND}`.")
+        return Section(KEY, TITLE, TAB, missing=f"Nothing was compiled or captured yet: run `{COMMAND}`.")
     rows = [r.data for r in latest(mine, lambda d: tuple(d.get(name) for name in _WHAT))]
     windows = [
         r.data for r in current(records) if r.data.get("measures") == "window" and r.data.get("dtype") == "float32"
@@ -36,6 +37,7 @@ def compiled(records: Sequence[Record]) -> Section:
     return Section(
         KEY,
         TITLE,
+        TAB,
         (
             "`torch.compile` makes a version of a function for every set of gradients that are None. Where each window "
             "reaches other parameters, such as experts by turns, a release makes another set every time: "
@@ -45,8 +47,8 @@ def compiled(records: Sequence[Record]) -> Section:
             "compiled forward does not depend on them.",
             *((CAPTURED,) if tables[1].rows else ()),
         ),
-        tuple(table for table in tables if table.rows),
-        commands=commands_of(mine),
+        tables=tuple(table for table in tables if table.rows),
+        sources=sources(mine),
         missing=None if tables[1].rows else NOT_CAPTURED,
     )
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report import plots
-from gradcheck_suite.report.content import Cell, Figure, Section, Table, commands_of, device_name
+from gradcheck_suite.report.charts.cost import times_plot
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import current, latest
 from gradcheck_suite.report.sections.slow_resets import slow_resets
 
+KEY, TITLE, TAB = "costs", "What each reset mode costs", "cost"
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
 MEASURES = ("reset", "backward", "window")
 MODES = (*(mode.name for mode in BENCHMARKED), "jax_scan")
@@ -27,8 +29,9 @@ def costs(records: Sequence[Record]) -> Section:
     rows = [r.data for r in latest(timed, lambda d: tuple(d.get(name) for name in _WHAT))]
     if not rows:
         return Section(
-            "costs",
-            "What each reset mode costs",
+            KEY,
+            TITLE,
+            TAB,
             missing="Nothing has been measured yet: run `pytest properties/benchmarks/bench_modes.py "
             "--bench-records reports`.",
         )
@@ -41,8 +44,9 @@ def costs(records: Sequence[Record]) -> Section:
                    _device_times(mine, device)]  # fmt: skip
         figures += _figures(mine, device)
     return Section(
-        "costs",
-        "What each reset mode costs",
+        KEY,
+        TITLE,
+        TAB,
         (
             "Times are medians. A reset is timed on gradients of ones, with the caches flushed before every round. A "
             "release takes almost no time itself and moves its work into the next backward. Compare modes by their "
@@ -50,9 +54,9 @@ def costs(records: Sequence[Record]) -> Section:
             "The minimum time of a reset is the bytes that it must write over the bandwidth of a device copy in the "
             "same run. A release writes nothing, so it has no minimum.",
         ),
-        tuple(table for table in tables if table.rows),
-        tuple(figures),
-        commands_of(timed),
+        figures=tuple(figures),
+        tables=tuple(table for table in tables if table.rows),
+        sources=sources(timed),
         missing=None if "cuda" in devices else NO_GPU,
     )
 
@@ -136,21 +140,21 @@ def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
 
 
 def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
-    resets: dict[str, list[tuple[float, float]]] = {}
-    for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items():
-        if dtype == "float32":
-            for mode, row in modes.items():
-                resets.setdefault(f"{mode}, {layout}", []).append((float(parameters), 1000 * _median(row)))
-    found = []
-    if resets:
-        found.append(
-            plots.lines(
-                resets,
-                x="parameters",
-                y="ms",
-                alt=f"Time of a reset against the number of parameters, one line per mode, float32 on the "
-                f"{device_name(device)}",
-                caption="The reset alone. A release makes one call per tensor and moves no bytes.",
-            )
+    resets = [
+        {"series": f"{mode}, {layout}", "x": int(parameters), "y": 1000 * _median(row)}
+        for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items()
+        if dtype == "float32"
+        for mode, row in modes.items()
+    ]
+    if not resets:
+        return []
+    return [
+        Figure(
+            f"resets-{device}",
+            times_plot(resets, x="parameters", y="ms"),
+            f"Time of a reset against the number of parameters, one line per mode, float32 on the "
+            f"{device_name(device)}",
+            f"The reset alone on the {device_name(device)}, float32. A release makes one call per tensor and moves no "
+            "bytes.",
         )
-    return found
+    ]

@@ -8,10 +8,12 @@ from typing import Any
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.records.step_times import MODES, step_times, summary
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of, device_name
+from gradcheck_suite.report.charts.cost import ratio_plot
+from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import current, latest
 
-KEY, TITLE = "decision", "When does releasing pay?"
+KEY, TITLE, TAB = "decision", "When does releasing pay?", "cost"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
 MIB = 2**20
 _WHAT = ("device", "parameters", "items", "micro_batches")
@@ -21,7 +23,7 @@ def decision(records: Sequence[Record]) -> Section:
     """Return the section on the time of a step under either mode."""
     mine = _steps(records)
     if not mine:
-        return Section(KEY, TITLE, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
+        return Section(KEY, TITLE, TAB, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
     rows = timed_steps(mine)
     devices = sorted({str(row["device"]) for row in rows})
     bandwidths = {
@@ -30,6 +32,7 @@ def decision(records: Sequence[Record]) -> Section:
     return Section(
         KEY,
         TITLE,
+        TAB,
         (
             "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
             "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
@@ -38,8 +41,11 @@ def decision(records: Sequence[Record]) -> Section:
             "the peak occurs outside a backward. Pages mapped per step show a cost on a CPU: the next backward maps "
             "anew the memory that a release gave back to the system.",
         ),
-        tuple(_table([row for row in rows if row["device"] == device], device, bandwidths) for device in devices),
-        commands=commands_of(mine),
+        figures=ratio_figures(rows),
+        tables=tuple(
+            _table([row for row in rows if row["device"] == device], device, bandwidths) for device in devices
+        ),
+        sources=sources(mine),
         missing=None if "cuda" in devices else f"Not run on a GPU: `{COMMAND} --bench-device cuda` adds its rows.",
     )
 
@@ -52,6 +58,47 @@ def timed_steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
     """Return the latest times of steps of each setting, from benchmark records."""
     rows = [r.data for r in latest(_steps(records), lambda d: tuple(d[name] for name in _WHAT))]
     return sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT))
+
+
+def ratio_figures(rows: Sequence[Mapping[str, Any]], height: int = 240) -> tuple[Figure, ...]:
+    """Return one plot for each device: the time of a step under None over that under `zero_`, against the size."""
+    return tuple(
+        _ratio_figure([row for row in rows if row["device"] == device], device, height)
+        for device in sorted({str(row["device"]) for row in rows})
+    )
+
+
+def _ratio_figure(rows: Sequence[Mapping[str, Any]], device: str, height: int) -> Figure:
+    shown = [_ratio(row) for row in sorted(rows, key=lambda row: int(row["parameters"])) if not row.get("disturbed")]
+    intervals = "Bars span the middle half of the pairs. " if any(row["low"] is not None for row in shown) else ""
+    return Figure(
+        f"ratio-{device}",
+        ratio_plot(shown, height),
+        f"Time of a step under None over that under zero_ on the {device_name(device)}: "
+        + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
+        f"Time of a step under None / zero_ on the {device_name(device)}, in turn. {intervals}Below 1, None is faster.",
+    )
+
+
+def _ratio(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point of the plot: 1 less the saved share, as the saving is the median over pairs."""
+    zero, quartiles = float(row["zero"]), row.get("saved_quartiles")
+    low, high = (None, None) if quartiles is None else (1 - float(quartiles[1]) / zero, 1 - float(quartiles[0]) / zero)
+    items = "1 item" if row["items"] == 1 else f"{row['items']} items"
+    return {
+        "size": _size(int(row["parameters"])),
+        "setting": f"{items}, K = {row['micro_batches']}",
+        "ratio": 1 - float(row["saved"]) / zero,
+        "low": low,
+        "high": high,
+    }
+
+
+def _size(parameters: int) -> str:
+    for unit, name in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if parameters >= 0.95 * unit:
+            return f"{round(parameters / unit, 1):g}{name}"
+    return str(parameters)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], device: str, bandwidths: Mapping[str, float]) -> Table:

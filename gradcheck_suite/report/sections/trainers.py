@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
+from gradcheck_suite.report.content import Cell, Matrix, Section, Table
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
 from gradcheck_suite.trainers.console_table import cut_text
 from gradcheck_suite.trainers.questions import MODEL
 
-KEY, TITLE = "trainers", "Real trainers"
+KEY, TITLE, TAB = "trainers", "Real trainers", "trainers"
 
 
 def trainers(records: Sequence[Record]) -> Section:
     """Return a table of trainers and questions, and one of transformers' models."""
     if not records:
-        return Section(KEY, TITLE, missing="No trainer has been asked yet: run `gradcheck-suite trainers`.")
+        return Section(KEY, TITLE, TAB, missing="No trainer has been asked yet: run `gradcheck-suite trainers`.")
     current = latest(records, lambda d: (d["trainer"], d["version"], d["question"]))
     newest = [record.data for record in current]
     models = [data for data in newest if data["question"].startswith(MODEL)]
@@ -31,7 +32,7 @@ def trainers(records: Sequence[Record]) -> Section:
         "optimizer a gradient that differs from the large batch's for some question.",
     )
     tables = (_questions(answers), _models(models)) if models else (_questions(answers),)
-    return Section(KEY, TITLE, (*text, *standing(current)), tables, commands=commands_of(records))
+    return Section(KEY, TITLE, TAB, text, (_matrix(answers),), tables=tables, sources=sources(current))
 
 
 def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) -> Table:
@@ -45,6 +46,22 @@ def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]
         "and K. A dash stands for a question that was not asked. docs/found-in-trainers.md has the cause of each "
         "violation and a fix.",
     )
+
+
+def _matrix(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) -> Matrix:
+    questions = list(dict.fromkeys(question for row in answers.values() for question in row))
+    rows = tuple(
+        (f"{trainer}, {version}", tuple(_mark(row.get(question)) for question in questions))
+        for (trainer, version), row in answers.items()
+    )
+    return Matrix("Verdict of each trainer on each question", "trainer", tuple(questions), rows)
+
+
+def _mark(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
+    if data is None or data["result"] is None:
+        return "none", ("-",)
+    violation = data["result"]["violation"]
+    return ("good", ("holds",)) if violation is None else ("bad", (str(violation["diagnosis"]),))
 
 
 def _models(answers: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""The sections on verified loops, their counterexamples, and the claims about gradient zeroing."""
+"""What was verified: the verdict on each loop, and the layers, losses and splits of its cases."""
 
 from __future__ import annotations
 
@@ -6,61 +6,115 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.records.description import violation_title
-from gradcheck_suite.records.step_times import answer
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
+from gradcheck_suite.report.charts.evidence import counts_plot
+from gradcheck_suite.report.content import Cell, Figure, Matrix, Section, Table, device_name
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
 
-CLAIM_COLUMNS = (
-    "",
-    "claim",
-    "verdict",
-    "what holds",
-    "figures of this run",
-    "how it was tested",
-    "smallest case against it",
-)
-STEPS = "C1.8"
-"""The claim about when zeroing may do, which steps under both modes in turn decide."""
-LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
+KEY, TITLE, TAB = "verified", "What was verified", "verification"
+MOST_BARS = 14
+
+
+def newest_verdicts(records: Sequence[Record]) -> list[Record]:
+    """Return the last record of each loop in each dtype, on each device, with each optimizer and problem."""
+    return latest(
+        records, lambda d: (d.get("loop"), d.get("dtype"), d.get("device"), d.get("optimizer"), d.get("problem"))
+    )
 
 
 def verification(records: Sequence[Record]) -> Section:
-    """Return what was verified: each loop's verdict, and the layers, losses and splits of its cases."""
-    newest = latest(
-        records, lambda d: (d.get("loop"), d.get("dtype"), d.get("device"), d.get("optimizer"), d.get("problem"))
-    )
+    """Return the section on verified loops."""
+    newest = newest_verdicts(records)
     if not newest:
-        return Section(
-            "verified", "What was verified", missing="Nothing has been verified yet: run `gradcheck-suite verify`."
-        )
-    tables = [
-        Table(
-            "Every loop and its verdict",
-            ("loop", "verdict", "cases judged", "dtype", "device", "optimizer", "worst error / allowed", "diagnosis"),
-            tuple(_verdict_row(record.data) for record in newest),
-            "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
-            "that hold. A loop that is no built-in is a user's.",
-        )
-    ]
-    reached = _reached([record.data for record in newest])
-    judged = [int(record.data.get("judged", 0)) for record in newest]
-    # each row judges cases of its own, so a layer may be reached more often than one row has cases
-    of = f"of {sum(judged):,} judged: " + (
-        f"{judged[0]:,} for each of {len(judged)} rows above"
-        if len(set(judged)) == 1
-        else f"the sum over the {len(judged)} rows above"
+        return Section(KEY, TITLE, TAB, missing="Nothing has been verified yet: run `gradcheck-suite verify`.")
+    datas = [record.data for record in newest]
+    verdicts = Table(
+        "Every loop and its verdict",
+        ("loop", "verdict", "cases judged", "dtype", "device", "optimizer", "worst error / allowed", "diagnosis"),
+        tuple(_verdict_row(data) for data in datas),
+        "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
+        "that hold. A loop that is no built-in is a user's.",
     )
+    tables, figures = [verdicts], []
+    reached, of = _reached(datas), _judged_text([_judged(data) for data in datas])
     for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
-        if counts := reached.get(category):
-            tables.append(Table(f"{title} (cases, {of})", ("what", "cases"), tuple(counts.most_common())))
+        if counts := dict(reached.get(category, Counter()).most_common()):
+            caption = f"{title} (cases, {of})"
+            tables.append(Table(caption, ("what", "cases"), tuple(counts.items())))
+            figures.append(_coverage(category, title, counts, of))
     text = (
         "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
         "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
     )
     return Section(
-        "verified", "What was verified", (*text, *standing(newest)), tuple(tables), commands=commands_of(newest)
+        KEY, TITLE, TAB, text, (matrix(newest),), tuple(figures), tables=tuple(tables), sources=sources(newest)
+    )
+
+
+def matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
+    """Return the verdicts as a matrix: loop x dtype and device, violated loops first, then the built-in modes.
+
+    Args:
+        records: the last of each setting.
+        most: rows at most.
+    """
+    cells: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for record in records:
+        data = record.data
+        place = (str(data.get("dtype", "?")), str(data.get("device", "?")))
+        # one setting with several optimizers or problems: its worst
+        known = cells.setdefault(str(data.get("loop", "?")), {}).get(place)
+        if known is None or (data["verdict"] != "holds", _ratio(data)) > (known["verdict"] != "holds", _ratio(known)):
+            cells[str(data.get("loop", "?"))][place] = data
+    places = sorted({p for row in cells.values() for p in row}, key=lambda p: (p[1] != "cpu", p))
+    if "cuda" not in {device for _, device in places}:
+        places.append(("", "cuda"))
+    order = sorted(cells, key=lambda loop: (all(d["verdict"] == "holds" for d in cells[loop].values()),
+                                            loop not in MODES))  # fmt: skip
+    columns = tuple(f"{dtype} {device_name(device)}".strip() for dtype, device in places)
+    rows = tuple((loop, tuple(_cell(cells[loop].get(place)) for place in places)) for loop in order[:most])
+    left = len(order) - len(rows)
+    caption = "Cases, and the worst error over what rounding allows" + (f"; {left} more loops" if left else "")
+    return Matrix(caption, "loop", columns, rows)
+
+
+def _cell(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
+    if data is None:
+        return "none", ("not run",)
+    if data["verdict"] != "holds":
+        violation = data.get("violation") or {}
+        return "bad", ("violated", str(violation.get("diagnosis", "")))
+    return "good", (f"{_judged(data):,}", f"{_ratio(data):.2g}")
+
+
+def _ratio(data: Mapping[str, Any]) -> float:
+    ratio = data.get("worst_error_over_allowed")
+    return float(ratio) if ratio is not None else 0.0
+
+
+def _judged(data: Mapping[str, Any]) -> int:
+    return int(data.get("judged", data.get("cases", 0)))
+
+
+def _judged_text(judged: Sequence[int]) -> str:
+    """Return of how many cases counts are; each row judges cases of its own, which may reach a layer each."""
+    rows = (
+        f"{judged[0]:,} for each of {len(judged)} rows" if len(set(judged)) == 1 else f"the sum of {len(judged)} rows"
+    )
+    return f"of {sum(judged):,} judged: {rows} of the verdicts"
+
+
+def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> Figure:
+    shown = dict(list(counts.items())[:MOST_BARS])
+    rest = f"; {len(counts) - MOST_BARS} more in the table" if len(counts) > MOST_BARS else ""
+    return Figure(
+        f"coverage-{category}",
+        counts_plot(shown, "cases"),
+        f"{title}: number of cases with each, {of}; " + ", ".join(f"{k} {v:,}" for k, v in shown.items()),
+        f"{title}: cases with each, {of}{rest}.",
     )
 
 
@@ -68,16 +122,17 @@ def _verdict_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
     return (
         str(data.get("loop", "?")),
         str(data.get("verdict", "?")),
-        int(data.get("judged", data.get("cases", 0))),
+        _judged(data),
         str(data.get("dtype", "")),
         str(data.get("device", "")),
         data.get("optimizer"),
         data.get("worst_error_over_allowed"),
-        _title(data.get("violation")),
+        title_of(data.get("violation")),
     )
 
 
-def _title(violation: Mapping[str, Any] | None) -> str | None:
+def title_of(violation: Mapping[str, Any] | None) -> str | None:
+    """Return the kind and diagnosis of a violation in a record."""
     return violation_title(str(violation["kind"]), str(violation["diagnosis"])) if violation else None
 
 
@@ -87,97 +142,3 @@ def _reached(datas: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
         for category, counts in (data.get("reached") or {}).items():
             found.setdefault(str(category), Counter()).update({str(k): int(v) for k, v in counts.items()})
     return found
-
-
-def counterexamples(records: Sequence[Record]) -> Section | None:
-    """Return the stored violations with the commands that run them again, None where there is none."""
-    violated = [r for r in latest(records, lambda d: (d.get("loop"), d.get("stored"))) if r.data.get("stored")]
-    if not violated:
-        return None
-    rows = tuple(
-        (
-            str(data["loop"]),
-            _title(data["violation"]),
-            str(data["violation"]["explanation"]),
-            f"gradcheck-suite replay reports/counterexamples/{data['stored']}\n"
-            f"python reports/counterexamples/{str(data['stored']).removesuffix('.json')}.py",
-        )
-        for data in (record.data for record in violated)
-    )
-    table = Table("Violations, and the commands that run them again", ("loop", "diagnosis", "why", "commands"), rows)
-    return Section("counterexamples", "Counterexamples", tables=(table,), commands=commands_of(violated))
-
-
-def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -> Section:
-    """Return the claims with their verdicts, and the loops that the sources print.
-
-    Args:
-        records: the claims' records.
-        steps: the timed steps that the section on steps shows; the claim about them is answered from the same ones.
-    """
-    claimed = latest([r for r in records if "number" in r.data], lambda d: d["number"])
-    on_cpu = [row for row in steps if row["device"] == "cpu"]
-    loops = latest([r for r in records if "loop" in r.data], lambda d: d["loop"])
-    if not claimed and not loops:
-        return Section(
-            "claims", "The claims", missing="The claims have not been tested yet: run `gradcheck-suite claims`."
-        )
-    by_source: dict[str, list[Mapping[str, Any]]] = {}
-    for record in sorted(claimed, key=lambda r: (str(r.data.get("source", "")), _order(r.data["number"]))):
-        data = {**record.data, **answer(on_cpu)} if record.data["number"] == STEPS and on_cpu else record.data
-        by_source.setdefault(str(record.data.get("source", "")), []).append(data)
-    tables = [
-        Table(f"Claims of {source}", CLAIM_COLUMNS, tuple(map(_claim_row, datas)))
-        for source, datas in by_source.items()
-    ]
-    if loops:
-        rows = tuple(_loop_row(record.data) for record in loops)
-        tables.append(Table("The loops that the sources print", LOOP_COLUMNS, rows))
-    text = (
-        "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
-        "`conditional`: true under the condition.",
-    )
-    return Section(
-        "claims",
-        "The claims",
-        (*text, *standing([*claimed, *loops])),
-        tuple(tables),
-        commands=commands_of([*claimed, *loops]),
-    )
-
-
-def _claim_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
-    condition = f"\nTrue where: {data['condition']}" if data.get("condition") else ""
-    return (
-        str(data["number"]),
-        str(data["text"]),
-        str(data["verdict"]),
-        f"{data['sentence']}{condition}",
-        "\n".join(f"{name}: {_value(value)}" for name, value in data["figures"].items()),
-        str(data["how"]),
-        str(data["counterexample"]) or None,
-    )
-
-
-def _loop_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
-    return (
-        str(data["loop"]),
-        str(data["says"]),
-        str(data["bare"]),
-        str(data["why"]) if data.get("why") else None,
-        data.get("needs"),
-        str(data["within"]),
-        "\n".join(map(str, data.get("smallest", ()))),
-    )
-
-
-def _order(number: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in number.removeprefix("C").split("."))
-
-
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(_value(each) for each in value)
-    return str(value)

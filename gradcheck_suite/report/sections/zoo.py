@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gradcheck_suite.evidence.zoo import NOT_EXPRESSED
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table, commands_of, standing
+from gradcheck_suite.report.charts.evidence import counts_plot, scoreboard_plot
+from gradcheck_suite.report.content import Cell, Figure, Section, Table
+from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
 
+KEY, TITLE, TAB = "zoo", "The zoo of known bugs", "zoo"
+OURS = "gradcheck-suite"
 ZOO_COLUMNS = (
     "",
     "bug",
@@ -29,9 +34,7 @@ def zoo(records: Sequence[Record]) -> Section:
     coarser = latest([record for record in records if record.data.get("dtype")], lambda data: data["dtype"])
     records = [record for record in records if not record.data.get("dtype")]
     if not records:
-        return Section(
-            "zoo", "The zoo of known bugs", missing="The zoo has not been run yet: run `gradcheck-suite zoo`."
-        )
+        return Section(KEY, TITLE, TAB, missing="The zoo has not been run yet: run `gradcheck-suite zoo`.")
     data = records[-1].data
     bugs, sound = data["bugs"], data["sound"]
     found = sum(b["found"] == b["runs"] for b in bugs)
@@ -54,28 +57,29 @@ def zoo(records: Sequence[Record]) -> Section:
         for b in bugs
     )
     return Section(
-        "zoo",
-        "The zoo of known bugs",
+        KEY,
+        TITLE,
+        TAB,
         (
             f"{found} of {len(bugs)} real bugs, re-created in a few lines each, are found in every one of "
             f"{data['seeds']} runs, {sum(b['rightly_named'] for b in bugs)} of {sum(b['runs'] for b in bugs)} runs "
             f"with a right diagnosis. The sound loops beside them were blamed in "
             f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
-            *standing((records[-1], *coarser)),
         ),
-        (
+        figures=_figures(bugs, {OURS: found, **others}),
+        tables=(
             Table("Known bugs", ZOO_COLUMNS, rows),
             Table(
                 "Bugs found by other rules and by fixed tests",
                 ("rule or fixed test", f"bugs found, of {len(bugs)}"),
-                (("gradcheck-suite", found), *sorted(others.items(), key=lambda item: -item[1])),
+                ((OURS, found), *sorted(others.items(), key=lambda item: -item[1])),
                 "Rules compare the gradients of the case that first showed the bug, so they profit from the suite's "
                 "search; each fixed test is one hand-written case, as trainers have them in their tests.",
             ),
             *([_coarser(coarser)] if coarser else []),
             Table("Reported bugs that are not in the zoo", ("", "why"), tuple(NOT_EXPRESSED.items())),
         ),
-        commands=commands_of((records[-1], *coarser)),
+        sources=sources((records[-1], *coarser)),
     )
 
 
@@ -103,3 +107,31 @@ def _coarser(records: Sequence[Record]) -> Table:
         "Within rounding: the bug's effect on the smallest case that shows it in float64 is smaller than what rounding "
         "explains in this dtype. No diagnosis: found, but rounding hides the weights of the items.",
     )  # fmt: skip
+
+
+def _figures(bugs: Sequence[Mapping[str, Any]], found: Mapping[str, int]) -> tuple[Figure, ...]:
+    totals = dict(sorted(found.items(), key=lambda item: (item[0] != OURS, -item[1])))
+    rows = [
+        {"bug": f"{bug['number']} {bug['name']}", "method": method, "state": "found" if hit else "missed"}
+        for bug in bugs
+        for method, hit in _hits(bug, totals).items()
+    ]
+    said = "; ".join(f"{method} {count}" for method, count in totals.items())
+    return (
+        Figure(
+            "zoo-totals",
+            counts_plot(totals, "bugs found"),
+            f"Bugs found, of {len(bugs)}: {said}",
+            f"Bugs found, of {len(bugs)}, by the suite, by the tolerance rules of others and by fixed tests.",
+        ),
+        Figure(
+            "zoo-scoreboard",
+            scoreboard_plot(rows, list(totals)),
+            f"Which of {len(bugs)} known bugs each rule and fixed test finds. The table of known bugs has the same.",
+            "Every bug, and what finds it.",
+        ),
+    )
+
+
+def _hits(bug: Mapping[str, Any], methods: Mapping[str, int]) -> dict[str, bool]:
+    return {m: bug["found"] == bug["runs"] if m == OURS else bool(bug["others"].get(m)) for m in methods}

@@ -1,0 +1,160 @@
+"""The four answers of the first screen, each one sentence with its figure, and their pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.records.step_times import step_times
+from gradcheck_suite.records.store import Record
+from gradcheck_suite.report.charts.differences import (
+    STEPS,
+    kept_gradient,
+    kept_gradient_plot,
+    unused_parameter,
+    unused_parameter_plot,
+)
+from gradcheck_suite.report.content import Answer, Figure, device_name
+from gradcheck_suite.report.provenance import sources
+from gradcheck_suite.report.records_view import Records
+from gradcheck_suite.report.sections.claims import claim_list
+from gradcheck_suite.report.sections.decision import ratio_figures, timed_steps
+from gradcheck_suite.report.sections.memory import window_figure
+from gradcheck_suite.report.sections.verification import matrix, newest_verdicts
+
+EQUIVALENCE = "C2.5"
+"""The claim that zeroing by hand is equivalent to the optimizer's `zero_grad`."""
+ROWS = 9
+"""Rows of the matrix on the first screen."""
+HEIGHT = 118
+"""Pixels of the plots on the first screen."""
+
+
+def answers(records: Records) -> tuple[Answer, ...]:
+    """Return the answers to the four main questions."""
+    measured = records.of("benchmark")
+    return (
+        _holds(records.of("verify")),
+        _differs([r for r in records.of("claim") if r.data.get("number") == EQUIVALENCE]),
+        _costs(measured, records.of("memory")),
+        _true(records.of("claim"), measured),
+    )
+
+
+def _holds(records: Sequence[Record]) -> Answer:
+    newest = newest_verdicts(records)
+    return Answer(
+        "holds",
+        "Does every mode hold?",
+        _holds_sentence([record for record in newest if record.data.get("loop") in MODES]),
+        "verification",
+        matrix=matrix(newest, ROWS) if newest else None,
+        sources=sources(newest),
+    )
+
+
+def _holds_sentence(newest: Sequence[Record]) -> str:
+    if not newest:
+        return "Not verified yet."
+    datas = [record.data for record in newest]
+    modes = {str(d["loop"]) for d in datas}
+    violated = {str(d["loop"]) for d in datas if d["verdict"] != "holds"}
+    if violated:
+        return f"No: {len(violated)} of {len(modes)} are violated ({', '.join(sorted(violated))})."
+    cases = min(int(d.get("judged", 0)) for d in datas)
+    worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
+    return (
+        f"Yes: all {len(modes)} modes give the large batch's gradient in each of {cases:,} cases, with errors of at "
+        f"most {worst:.2g} of what rounding allows."
+    )
+
+
+def _differs(records: Sequence[Record]) -> Answer:
+    unused, kept = unused_parameter(), kept_gradient()
+    moved = unused["None"][-1] - unused["zero_"][-1]
+    return Answer(
+        "differs",
+        "Where do they differ?",
+        f"In an unused parameter, which momentum moves on by {moved:.2f} in {STEPS} steps under zero_ alone, and in a "
+        f"gradient that was kept, which reads {kept['zero_'][1]:g} after zero_.",
+        "claims",
+        figures=(
+            Figure(
+                "unused-parameter",
+                unused_parameter_plot(HEIGHT),
+                "A parameter that only the first step uses, under SGD with momentum 0.9: under zero_ it moves on from "
+                f"{unused['zero_'][0]:g} to {unused['zero_'][-1]:.2f}, under None it stays at {unused['None'][-1]:g}",
+                "A parameter used only in step 1, SGD, momentum 0.9",
+            ),
+            Figure(
+                "kept-gradient",
+                kept_gradient_plot(HEIGHT),
+                "A kept reference to a gradient after the backward, the reset and the next backward: under zero_ "
+                f"{', '.join(f'{v:g}' for v in kept['zero_'])}; under None {', '.join(f'{v:g}' for v in kept['None'])}",
+                "A gradient given away: kept = p.grad[0]",
+            ),
+        ),
+        sources=sources(records[-1:]),
+    )
+
+
+def _costs(measured: Sequence[Record], memory: Sequence[Record]) -> Answer:
+    rows = timed_steps(measured)
+    window = window_figure(memory, HEIGHT)
+    sentence = " ".join(filter(None, (_time_sentence(measured), _memory_sentence(memory))))
+    steps = [record for record in measured if record.data.get("measures") == "step"]
+    figures = [*ratio_figures(rows, HEIGHT), *([window] if window else [])]
+    return Answer(
+        "costs",
+        "What does each cost?",
+        sentence or "Not measured yet.",
+        "cost",
+        figures=tuple(replace(figure, key=f"first-{figure.key}") for figure in figures[:3]),
+        sources=sources([*steps, *memory]),
+    )
+
+
+def _time_sentence(measured: Sequence[Record]) -> str:
+    rows = timed_steps(measured)
+    texts = []
+    for device in sorted({str(row["device"]) for row in rows}):
+        found = step_times([row for row in rows if row["device"] == device])
+        counts = {which: len(found.where(which)) for which in ("none", "zero", "neither")}
+        texts.append(
+            f"Time on the {device_name(device)}: of {len(found.rows)} settings None is faster in {counts['none']}, "
+            f"zero_ in {counts['zero']}, neither in {counts['neither']}."
+        )
+    return " ".join(texts)
+
+
+def _memory_sentence(records: Sequence[Record]) -> str:
+    kept = {
+        (int(r.data["parameters"]), str(r.data["mode"])): float(r.data["gradients_between"]) / 2**20 for r in records
+    }
+    sizes = [size for size, mode in kept if mode == "zero_" and (size, "set_to_none") in kept]
+    if not sizes:
+        return ""
+    size = max(sizes)
+    return (
+        f"Memory between steps, {size / 1e6:.0f} M parameters: zero_ keeps {kept[size, 'zero_']:.0f} MiB of "
+        f"gradients, None {kept[size, 'set_to_none']:.0f} MiB."
+    )
+
+
+def _true(records: Sequence[Record], measured: Sequence[Record]) -> Answer:
+    found = claim_list(records, timed_steps(measured))
+    counts = Counter(claim.verdict for claim in found)
+    sentence = (
+        f"Of {len(found)} widely read claims {counts['confirmed']} are confirmed, {counts['conditional']} true under a "
+        f"condition, {counts['refuted']} refuted."
+    )
+    return Answer(
+        "claims",
+        "Which claims are true?",
+        sentence if found else "Not tested yet.",
+        "claims",
+        claims=found,
+        sources=sources([r for r in records if "number" in r.data][-len(found) :] if found else ()),
+    )

@@ -1,0 +1,98 @@
+"""Plots of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.report.charts.base import Rows, Spec, colours, layer, layers, number, tooltip
+from gradcheck_suite.report.charts.theme import colour
+
+CATEGORIES = {"parameters": "c6", "gradients": "c2", "activations": "c1", "temporaries": "c3", "other": "c5"}
+
+
+def ratio_plot(rows: Rows, height: int = 200) -> Spec:
+    """Return the plot of step times under None over those under `zero_`, with intervals where they are known.
+
+    Args:
+        rows: with `size`, `setting`, `ratio`, and `low` and `high` or None in their place.
+        height: of the plot.
+    """
+    settings = list(dict.fromkeys(str(row["setting"]) for row in rows))
+    place: dict[str, Any] = {
+        "x": {"field": "size", "type": "ordinal", "sort": None, "title": "parameters", "axis": {"labelAngle": 0}},
+        "xOffset": {"field": "setting", "sort": settings},
+        "color": colours("setting", settings),
+    }
+    place["color"]["legend"]["columns"] = 2
+    low = min([0.9, *(row["low"] or row["ratio"] for row in rows)])
+    high = max([1.1, *(row["high"] or row["ratio"] for row in rows)])
+    scale = {"domain": [low, high], "zero": False, "nice": True}
+    told = tooltip(setting="setting", ratio="ratio", from_="low", to="high")
+    axis = {"tickCount": 5, "format": ".2f"}
+    return layers(
+        rows,
+        layer("rule", {"y": {"datum": 1}}, color=colour("soft"), strokeDash=[4, 3]),
+        layer("rule", {**place, "y": number("low", None, scale=scale), "y2": {"field": "high"}}, strokeWidth=2),
+        layer("point", {**place, "y": number("ratio", None, scale=scale, axis=axis), "tooltip": told}, filled=True,
+              size=45, opacity=1),
+        height=height,
+    )  # fmt: skip
+
+
+def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height: int = 200) -> Spec:
+    """Return the plots of the bytes alive after each operation of one window, one beside the other.
+
+    Args:
+        traces: mode -> category -> bytes alive, operation by operation.
+        height: of the plots.
+    """
+    names = {c: s for c, s in CATEGORIES.items() if any(any(trace.get(c, ())) for trace in traces.values())}
+    top = max(sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True)) / 2**20
+    panels = [_memory_panel(mode, trace, names, top, height) for mode, trace in traces.items()]
+    return {"hconcat": panels, "spacing": 12, "resolve": {"scale": {"color": "shared"}}}
+
+
+def _memory_panel(
+    mode: str, trace: Mapping[str, Sequence[int]], names: Mapping[str, str], top: float, height: int
+) -> Spec:
+    rows = [
+        {"operation": i, "category": category, "MiB": count / 2**20, "order": order}
+        for order, category in enumerate(names)
+        # the last moment is drawn as wide as the others
+        for i, count in enumerate((*trace.get(category, ()), *trace.get(category, ())[-1:]))
+    ]
+    encoding: dict[str, Any] = {
+        "x": number("operation", "operations of one window", axis={"grid": False, "tickCount": 4}),
+        "y": number("MiB", "MiB alive", stack="zero", scale={"domain": [0, top], "nice": True}, axis={"tickCount": 4}),
+        "color": colours("category", names),
+        "order": {"field": "order", "type": "quantitative"},
+        "tooltip": tooltip(after_operation="operation", category="category", MiB="MiB"),
+    }
+    return layers(rows, layer("area", encoding, interpolate="step-after"), height=height, title=mode)
+
+
+def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
+    """Return times against sizes on logarithmic axes, one line for each `series`; rows have `x`, `y` and `series`."""
+    names = list(dict.fromkeys(str(row["series"]) for row in rows))
+    line = {
+        "x": number("x", x, scale={"type": "log"}, axis={"tickCount": 5, "format": "~s"}),
+        "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
+        "color": colours("series", names),
+        "strokeDash": {"field": "series", "type": "nominal", "sort": names},
+        "tooltip": tooltip(series="series", x="x", y="y"),
+    }
+    return layers(rows, layer("line", line, point={"filled": True, "size": 30}), height=height)
+
+
+def peaks_plot(rows: Rows, height: int = 220) -> Spec:
+    """Return bars of memory; rows have `setting`, `mode` and `MiB`."""
+    modes = list(dict.fromkeys(str(row["mode"]) for row in rows))
+    bar = {
+        "x": {"field": "setting", "type": "ordinal", "sort": None, "title": None, "axis": {"labelAngle": 0}},
+        "xOffset": {"field": "mode", "sort": modes},
+        "y": number("MiB", "peak above zero, MiB", axis={"tickCount": 5}),
+        "color": colours("mode", modes),
+        "tooltip": tooltip(setting="setting", mode="mode", MiB="MiB"),
+    }
+    return layers(rows, layer("bar", bar), height=height)

@@ -1,0 +1,146 @@
+"""The claims about gradient zeroing with their verdicts, and the loops that their sources print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.records.step_times import answer
+from gradcheck_suite.records.store import Record
+from gradcheck_suite.report.charts.evidence import bars_plot, series_plot
+from gradcheck_suite.report.content import Cell, Claim, Figure, Section, Table
+from gradcheck_suite.report.provenance import sources
+from gradcheck_suite.report.records_view import latest
+
+KEY, TITLE, TAB = "claims", "The claims", "claims"
+STEPS = "C1.8"
+"""The claim about when zeroing may do, which steps under both modes in turn decide."""
+LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
+PAIR = re.compile(r"^([\d.,]+) / ([\d.,]+)$")
+MODES = {"zero_": "zero", "None": "none"}
+
+
+def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -> tuple[Claim, ...]:
+    """Return the claims with their last verdicts, by origin and number.
+
+    Args:
+        records: the claims' records.
+        steps: the timed steps that the section on steps shows; the claim about them is answered from the same ones.
+    """
+    claimed = latest([r for r in records if "number" in r.data], lambda d: d["number"])
+    on_cpu = [row for row in steps if row["device"] == "cpu"]
+    found = []
+    for record in sorted(claimed, key=lambda r: _order(str(r.data["number"]))):
+        data = {**record.data, **answer(on_cpu)} if record.data["number"] == STEPS and on_cpu else record.data
+        numbers, figures = _figures(str(data["number"]), data.get("figures") or {})
+        found.append(
+            Claim(
+                number=str(data["number"]),
+                origin=str(data.get("source", "")),
+                text=str(data["text"]),
+                verdict=str(data["verdict"]),
+                sentence=str(data["sentence"]),
+                condition=str(data.get("condition") or ""),
+                how=str(data["how"]),
+                counterexample=str(data["counterexample"]),
+                numbers=numbers,
+                figures=figures,
+                sources=sources([record]),
+            )
+        )
+    return tuple(found)
+
+
+def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -> Section:
+    """Return the section on the claims, and on the loops that the sources print."""
+    found = claim_list(records, steps)
+    loops = latest([r for r in records if "loop" in r.data], lambda d: d["loop"])
+    if not found and not loops:
+        return Section(KEY, TITLE, TAB, missing="The claims have not been tested yet: run `gradcheck-suite claims`.")
+    rows = tuple(_loop_row(record.data) for record in loops)
+    tables = (Table("The loops that the sources print", LOOP_COLUMNS, rows),) if rows else ()
+    text = (
+        "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
+        "`conditional`: true under the condition.",
+    )
+    used = [record for record in records if "number" in record.data or "loop" in record.data]
+    return Section(KEY, TITLE, TAB, text, claims=found, tables=tables, sources=sources(used[-len(found) - len(rows) :]))
+
+
+def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[Figure, ...]]:
+    """Return the figures of a claim that stay text, and the plots of those that are numbers."""
+    pairs: dict[str, tuple[float, float]] = {}
+    alone: dict[str, float] = {}
+    series: dict[str, list[float]] = {}
+    texts: list[tuple[str, str]] = []
+    for key, value in figures.items():
+        name = str(key)
+        if "zero_ / None" in name and isinstance(value, str) and (found := PAIR.match(value)):
+            pairs[_stem(name)] = (_float(found[1]), _float(found[2]))
+        elif _is_number(value):
+            alone[name] = float(value)
+        elif isinstance(value, list) and len(value) > 1 and all(_is_number(v) for v in value):
+            series[name] = [float(v) for v in value]
+        else:
+            texts.append((name, _value(value)))
+    if len(alone) == 1:
+        texts += [(name, _value(value)) for name, value in alone.items()]
+        alone = {}
+    said = "; ".join(f"{name}: {_value(value)}" for name, value in figures.items())
+    plots = []
+    if pairs:
+        rows = [
+            {"group": name, "name": mode, "share": value / (max(both) or 1.0), "text": _value(value)}
+            for name, both in pairs.items()
+            for mode, value in zip(MODES, both, strict=True)
+        ]
+        plots.append(Figure(f"claim-{number}-pairs", bars_plot(rows, MODES), said))
+    if alone:
+        top = max(map(abs, alone.values())) or 1.0
+        rows = [
+            {"group": name, "name": "", "share": abs(value) / top, "text": _value(value)}
+            for name, value in alone.items()
+        ]
+        plots.append(Figure(f"claim-{number}-values", bars_plot(rows), said))
+    if series:
+        plots.append(Figure(f"claim-{number}-series", series_plot(series, "in order"), said))
+    return tuple(texts), tuple(plots)
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[,:]? *zero_ / None", "", name)
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _loop_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
+    return (
+        str(data["loop"]),
+        str(data["says"]),
+        str(data["bare"]),
+        str(data["why"]) if data.get("why") else None,
+        data.get("needs"),
+        str(data["within"]),
+        "\n".join(map(str, data.get("smallest", ()))),
+    )
+
+
+def _order(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", number))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(_value(each) for each in value)
+    return str(value)

@@ -1,0 +1,136 @@
+"""The page as text: whole from records, plain where there are none, nothing fetched, nothing of a record executed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import tomllib
+from html.parser import HTMLParser
+from importlib import resources
+
+import pytest
+
+from gradcheck_suite.report import page as pages
+from gradcheck_suite.report.build import build
+from tests.report.made_up import EVIL, counterexample, fill
+
+MOST_BYTES = 3 * 2**20
+VENDOR = resources.files("gradcheck_suite.report").joinpath("vendor")
+
+
+class _Page(HTMLParser):
+    """Notes tags that are opened and never closed, scripts, and whatever would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href", "action")]
+        self.handlers += [k for k, _ in attrs if k.startswith("on")]
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data):
+        (self.scripts if self.open[-1:] == ["script"] else self.text).append(data)
+
+
+def _read(html):
+    page = _Page()
+    page.feed(html)
+    page.close()
+    return page
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    fill(folder)
+    counterexample(folder)
+    return pages.render(build(folder))
+
+
+def test_every_page_is_there_with_its_figures(html):
+    text = "".join(_read(html).text)
+    for expected in (
+        "Does every mode hold?",
+        "Yes: all 2 modes give the large batch's gradient in each of 200 cases, with errors of at most 0.12",
+        "Of 1 widely read claims 0 are confirmed, 1 true under a condition, 0 refuted.",
+        "True where: it rains",
+        "200 for each of",
+        "There are no records of a CUDA device",
+        "1 of 1 real bugs",
+        "a processor, 2 cores",
+        "gradcheck-suite verify",
+    ):
+        assert expected in text, expected
+
+
+def test_what_came_from_outside_is_text(html):
+    page = _read(html)
+    assert page.tags.count("script") == 1 + len(pages.vendored()) + len(pages.SCRIPTS)
+    assert "img" not in page.tags
+    assert page.handlers == []
+    assert EVIL in "".join(page.text)
+    assert "".join(page.scripts).count("window.planted=1") == EVIL.count("window.planted=1") * html.count(
+        json.dumps(EVIL)[1:-1].replace("<", "\\u003c").replace(">", "\\u003e")
+    )
+
+
+def test_the_page_is_whole_and_fetches_nothing(html):
+    page = _read(html)
+    assert page.open == []
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert len(html.encode()) < MOST_BYTES
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    assert "default-src &#39;none&#39;" in policy
+    assert "unsafe-eval" not in policy
+    for script in [s for s in page.scripts if not s.startswith('{"config"')]:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert digest.replace("+", "&#43;") in policy or digest in policy
+
+
+def test_a_finding_keeps_no_tag_and_no_harmful_link():
+    html = pages._markdown(f"## A\n\n{EVIL} [x](javascript:alert(1)) [y](https://a.b)\n\n| a |\n| --- |\n| b |\n")
+    page = _read(html)
+    assert page.links == ["https://a.b"]
+    assert set(page.tags) <= {"h4", "p", "a", "div", "table", "thead", "tr", "th", "tbody", "td"}
+
+
+def test_json_in_a_script_ends_no_element():
+    text = pages.json_for_script({"a": "</script><!--&\u2028"})
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"a": "</script><!--&\u2028"}
+    with pytest.raises(ValueError, match="Out of range"):
+        pages.json_for_script([float("nan")])
+
+
+def test_vendored_files_are_those_that_were_published():
+    table = tomllib.loads(VENDOR.joinpath("vendor.toml").read_text())
+    licences = VENDOR.joinpath("LICENSES.txt").read_text()
+    assert {path.name for path in VENDOR.iterdir()} == {*table, "vendor.toml", "LICENSES.txt"}
+    for name, about in table.items():
+        assert hashlib.sha256(VENDOR.joinpath(name).read_bytes()).hexdigest() == about["sha256"]
+        assert f"{about['package']} {about['version']}" in licences
+        assert "</script" not in pages.vendored()[name].lower()
+
+
+def test_an_empty_folder_says_what_to_run(tmp_path):
+    page = _read(pages.render(build(tmp_path)))
+    text = "".join(page.text)
+    for expected in ("Nothing has been verified yet", "Nothing has been measured yet", "have not been tested yet",
+                     "bounds have not been calibrated yet", "Not verified yet."):  # fmt: skip
+        assert expected in text
+    assert page.open == []

@@ -1,0 +1,216 @@
+"""The sections of the report: text, tables and figures from made-up records."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradcheck_suite.records.store import records_path
+from gradcheck_suite.report.build import build
+from gradcheck_suite.report.content import Table, shown
+from tests.report.made_up import EVIL, benchmark, calibration, claim, fill, record, verdict
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    fill(folder)
+    return folder
+
+
+def _section(report, key):
+    (section,) = (section for section in report.sections if section.key == key)
+    return section
+
+
+def test_the_zoo_in_other_dtypes_is_a_row_each(reports, tmp_path):
+    zoo = json.loads((reports / "records" / "zoo.jsonl").read_text())["data"]
+    (bug,) = zoo["bugs"]
+    coarse = {**bug, "runs": 9, "found": 7, "within_rounding": 2, "rightly_named": 4, "unnamed": 2}
+    sound = [{"loop": "zero_", "cases": 30, "blamed": True, "worst": 1.5}]
+    record(tmp_path, "zoo", **zoo)
+    record(tmp_path, "zoo", dtype="bfloat16", seeds=9, examples=200, bugs=[coarse], sound=sound)
+    section = _section(build(tmp_path), "zoo")
+    assert "2 of 2 runs with a right diagnosis" in section.text[0]
+    assert "blamed in 0 of 1,000 cases" in section.text[0]
+    # 7 found, 4 with a right diagnosis and 2 with none: 1 with a wrong one
+    assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1),)
+
+
+def test_calibration_has_its_tables_and_its_curve(tmp_path):
+    calibration(tmp_path)
+    section = _section(build(tmp_path), "calibration")
+    assert "50 checks in all; 0 of them blamed the loop" in section.text[0]
+    assert "1 of 2 kinds of layers, 2 of 2 kinds of losses" in section.text[0]
+    assert "No rule that never blames a sound loop finds smaller ones." in section.text[1]
+    judged, detection, skipped, ratios = section.tables
+    assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
+    # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
+    assert detection.rows == (
+        ("float16", "everywhere", 200, "2.0e-03", "98.7%", "2.0e-03", "6.2e-02", "4.9e-04 *", "none", "2.5e-01"),
+    )
+    assert skipped.rows == (("float16", EVIL, 10),)
+    assert ratios.rows == (("linear", 50, "0.03 / 0.03 / 0.03"),)
+    (figure,) = section.figures
+    assert "in 200 cases" in figure.caption
+    assert [source.command for source in section.sources] == ["gradcheck-suite calibration"]
+
+
+def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):
+    calibration(tmp_path, alarms=2)
+    path = tmp_path / "records" / "calibration.jsonl"
+    path.write_text(path.read_text().replace('"chex.assert_trees_all_close": 4', '"chex.assert_trees_all_close": 0'))
+    section = _section(build(tmp_path), "calibration")
+    assert "2 of them blamed the loop" in section.text[0]
+    assert "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03" in section.text[1]
+
+
+def test_the_minimum_of_a_reset_is_bytes_over_bandwidth(reports):
+    section = _section(build(reports), "costs")
+    (resets,) = (t for t in section.tables if "alone" in t.caption)
+    assert resets.rows[0][4:] == pytest.approx((0.1, 0.0004, 0.004))
+
+
+def test_damaged_records_are_reported(tmp_path):
+    verdict(tmp_path, "zero_")
+    with (tmp_path / "records" / "verify.jsonl").open("a") as file:
+        file.write('{"torn')
+    assert build(tmp_path).problems == ("verify.jsonl, line 2: damaged; left out",)
+
+
+def test_trainers_have_a_column_for_each_question(tmp_path):
+    """The latest answer counts; micro-batches of 1 and 2 items in one window, then a short one."""
+    violation = {
+        "kind": "gradient",
+        "diagnosis": "mean-of-means",
+        "case": {"plan": {"micro_batches": [1, 2, 3], "accumulation_steps": 2}},
+    }
+    answer = {"trainer": "a-trainer", "package": "pack", "version": "1.0", "question": "unequal counts", "why": ""}
+    for found in (None, violation):
+        record(tmp_path, "trainer", **answer, result={"cases": 20, "violation": found})
+    record(tmp_path, "trainer", **{**answer, "question": "sum loss"}, result={"cases": 7, "violation": None})
+    record(tmp_path, "trainer", **{**answer, "question": "head Some"}, result=None)
+    section = _section(build(tmp_path), "trainers")
+    assert section.tables[0].columns == ("trainer", "version", "unequal counts", "sum loss")
+    assert section.tables[0].rows == (("a-trainer", "pack 1.0", "mean-of-means [1 2 | 3] K=2", "holds"),)
+    assert section.tables[1].rows == (("Some", "pack 1.0", None, None),)
+    assert "1 trainers and versions" in section.text[0]
+
+
+def test_architectures_stand_with_both_of_their_errors(tmp_path):
+    found = {
+        "architecture": "Some",
+        "package": "p",
+        "version": "1",
+        "operations": 7,
+        "loss_error": 1e-9,
+        "narrow": ["a"],
+    }
+    record(tmp_path, "bridge", **found, widened=False, gradient_error=2e-7, allowed=1e-6)
+    record(tmp_path, "bridge", **{**found, "narrow": []}, widened=True, gradient_error=3e-16, allowed=1e-10)
+    section = _section(build(tmp_path), "bridge")
+    assert section.tables[0].rows == (("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),)
+
+
+def test_memory_is_shown_in_mebibytes(tmp_path):
+    row = {"device": "cpu", "parameters": 10, "layout": "few", "dtype": "float32", "micro_batches": 1, "mode": "zero_"}
+    counted = {"gradients_between": 2**20, "peak": 3 * 2**20}
+    allocator = {"requested_peak": 2**21, "allocated_peak": 2**22, "reserved_peak": 2**23}
+    counts = {"allocations": 12.0, "retries": 0, "segments": 3}
+    record(tmp_path, "memory", **row, **counted, resident_peak=5 * 2**20, allocator=None)
+    on_gpu = {**row, "device": "cuda"}
+    record(tmp_path, "memory", **on_gpu, **counted, resident_peak=None, allocator={**allocator, **counts})
+    cpu, gpu = _section(build(tmp_path), "memory").tables[0].rows
+    assert cpu == ("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None, None, None, None)
+    assert gpu == ("cuda", 10, "float32", 1, "zero_", 1.0, 3.0, None, 2.0, 4.0, 8.0, 12.0, 0, 3)
+
+
+def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
+    verdict(tmp_path, "zero_")
+    verdict(tmp_path, "mine.py:right")
+    verdict(tmp_path, "zero_", dtype="bfloat16", worst_error_over_allowed=0.5)
+    verdict(tmp_path, "mine.py:wrong", state="violated", violation={"kind": "gradient", "diagnosis": "no-divide"})
+    (matrix,) = _section(build(tmp_path), "verified").matrices
+    assert matrix.columns == ("bfloat16 CPU", "float64 CPU", "GPU")
+    assert matrix.rows == (
+        ("mine.py:wrong", (("none", ("not run",)), ("bad", ("violated", "no-divide")), ("none", ("not run",)))),
+        ("zero_", (("good", ("200", "0.5")), ("good", ("200", "0.12")), ("none", ("not run",)))),
+        ("mine.py:right", (("none", ("not run",)), ("good", ("200", "0.12")), ("none", ("not run",)))),
+    )
+
+
+def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
+    figures = {
+        "bytes, zero_ / None": "16,384 / 0",
+        "gradients": [1.0, 2.5],
+        "peak of K = 1": 4.0,
+        "peak of K = 2": 2.0,
+        "phase, zero_ / None": "backward / backward",
+        "held": True,
+    }
+    claim(tmp_path, "C1.1", figures=figures)
+    (found,) = _section(build(tmp_path), "claims").claims
+    assert found.numbers == (("phase, zero_ / None", "backward / backward"), ("held", "yes"))
+    pairs, values, series = (figure.spec["data"]["values"] for figure in found.figures)
+    assert [(row["group"], row["name"], row["share"], row["text"]) for row in pairs] == [
+        ("bytes", "zero_", 1.0, "16,384"),
+        ("bytes", "None", 0.0, "0"),
+    ]
+    assert [(row["group"], row["share"]) for row in values] == [("peak of K = 1", 1.0), ("peak of K = 2", 0.5)]
+    assert [(row["i"], row["value"]) for row in series] == [(1, 1.0), (2, 2.5)]
+    assert all("16,384 / 0" in figure.alt for figure in found.figures)
+
+
+def test_findings_are_the_files_under_their_folder(tmp_path):
+    (tmp_path / "findings").mkdir()
+    (tmp_path / "findings" / "b.md").write_text("# A title\n\n- **Versions**: 1\n")
+    (document,) = _section(build(tmp_path), "findings").documents
+    assert (document.title, document.markdown) == ("A title", "- **Versions**: 1")
+
+
+def test_an_atlas_has_a_page_where_there_is_one(tmp_path):
+    assert "atlas" not in build(tmp_path).tabs
+    row = {"operation": "relu", "point": "0", "dtype": "float64", "torch": 0.0, "jax": 0.0, "agree": True}
+    rows = [{**row, "convention": "left"}, {**row, "operation": "abs", "jax": "nan", "agree": False, "convention": "x"}]
+    record(tmp_path, "atlas", rows=rows)
+    report = build(tmp_path)
+    assert "atlas" in report.tabs
+    section = _section(report, "atlas")
+    assert "At 2 points" in section.text[0]
+    assert "agree in 1" in section.text[0]
+    assert section.tables[0].rows[1] == ("abs", "0", "float64", 0.0, "nan", False, "x")
+
+
+def test_figures_older_than_their_code_are_marked(tmp_path):
+    verdict(tmp_path, "zero_")
+    benchmark(tmp_path, "zero_", 0.1)
+    for key in ("verified", "costs"):
+        (source,) = _section(build(tmp_path), key).sources
+        assert not source.older
+    path = records_path(tmp_path, "verify")
+    new = {**json.loads(path.read_text()), "clean": True}
+    old = {**new, "judge": "0" * 16, "commit": "1234567890ab", "clean": False, "time": "2020-01-02T03:04:05+00:00"}
+    older = {**old, "data": {**new["data"], "loop": "plain"}}
+    path.write_text(json.dumps(new) + "\n" + json.dumps(older) + "\n")
+    first, second = _section(build(tmp_path), "verified").sources
+    assert (first.older, first.unclean, first.records) == (False, False, 1)
+    assert (second.older, second.unclean, second.commit, second.date) == (True, True, "123456789", "2020-01-02")
+    assert second.machine == "a processor, 2 cores, torch 2.13.0"
+    # a record of an earlier version has neither
+    del older["judge"], older["clean"], older["commit"]
+    path.write_text(json.dumps(older) + "\n")
+    (source,) = _section(build(tmp_path), "verified").sources
+    assert (source.older, source.unclean, source.commit) == (True, False, "")
+
+
+def test_a_row_that_does_not_fit_its_table_is_a_bug():
+    with pytest.raises(AssertionError):
+        Table("t", ("a", "b"), (("only one",),))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234567, "1,234,567"), (0.00012345, "0.000123"), ("x", "x"), (True, "yes")]
+)
+def test_cells_are_shown_for_people(value, text):
+    assert shown(value) == text
