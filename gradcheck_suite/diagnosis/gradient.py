@@ -74,11 +74,10 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         return replace(SKIPPED, details=numbers)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {place_of_the_fault(comparison)}")
     if diagnosis.name in UNNAMED:
-        diagnosis = (
-            stolen_buffer(instance)
-            or _on_case(runner, window, comparison, epoch, is_linear_there=on_probe is None)
-            or diagnosis
-        )
+        # the other two are given only where the probe's gradient grows with the loss
+        is_linear = on_probe is None or on_probe.name != "not-linear"
+        on_case = stolen_buffer(instance) or _on_case(runner, window, comparison, epoch, is_linear_there=is_linear)
+        diagnosis = on_case or diagnosis
     if "rounded-weights" in diagnosis.names:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
     if diagnosis.name == "no-gradient" and on_probe is None:

@@ -420,3 +420,15 @@ def test_what_is_taken_from_a_gradient_or_moved_to_another_is_named(change, diag
     name, sentence, _ = explained(then(change))
     assert name == diagnosis
     assert says in sentence
+
+
+def test_an_element_that_is_wrong_on_the_probe_too_is_named_on_the_case():
+    """The probe and what its weights depend on take two of three runs, and the recorded run takes the third."""
+
+    def double_the_first(run):
+        for p in run.model.parameters():
+            p.grad.view(-1)[0] *= 2
+
+    name, sentence, _ = explained(then(double_the_first))
+    assert name == "partial-gradient"
+    assert "2 times what they should be" in sentence
