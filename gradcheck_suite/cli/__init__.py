@@ -28,6 +28,7 @@ COMMANDS = {
     "calibrate": "count false alarms on sound loops, and how small a planted error is found",
     "claims": "put the claims about gradient zeroing to the test",
     "trainers": "ask every installed trainer on which plans it holds",
+    "campaign": "run verify, zoo, calibrate or trainers in shards: several processes, resumable",
     "report": "build one page from the records: HTML, Markdown and JSON",
     "doctor": "say what is installed and what can run here",
 }
@@ -47,7 +48,9 @@ def run(argv: Sequence[str]) -> int:
             parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.EPILOG)
             module.add_arguments(parser)
             # what follows a script that is run belongs to the script
-            arguments = parser.parse_args(rest) if command == "audit" else parser.parse_intermixed_args(rest)
+            arguments = (
+                parser.parse_args(rest) if command in ("audit", "campaign") else parser.parse_intermixed_args(rest)
+            )
             parsed = True
             with noted_interrupts():
                 status: int = module.run(arguments)

@@ -20,17 +20,16 @@ DEFAULT_CHECKS, DEFAULT_PLANTED = 2000, 25
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    count = parsers.positive_integer
     parser.add_argument(
         "--checks",
-        type=count,
+        type=parsers.natural,
         default=DEFAULT_CHECKS,
         metavar="N",
         help="checks of sound loops, in all dtypes (default %(default)s; the campaign under reports has 103000)",
     )
     parser.add_argument(
         "--planted",
-        type=count,
+        type=parsers.natural,
         default=DEFAULT_PLANTED,
         metavar="N",
         help="cases in each dtype that errors are planted in (default %(default)s; the campaign has 150)",

@@ -60,6 +60,11 @@ def positive_integer(text: str) -> int:
     return _integer(text, 1, None, "a positive integer")
 
 
+def natural(text: str) -> int:
+    """Return an integer of at least 0."""
+    return _integer(text, 0, None, "0 or a positive integer")
+
+
 def seed(text: str) -> int:
     """Return a seed."""
     return _integer(text, 0, MAX_SEED, f"an integer from 0 to {MAX_SEED}")

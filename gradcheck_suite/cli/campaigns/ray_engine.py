@@ -1,0 +1,74 @@
+"""Shards as tasks of a Ray cluster: a task returns its files, so that the machines need not share a disk.
+
+The user's files must be at the same paths on each machine. Ray is imported here alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from gradcheck_suite.cli.campaigns.folder import Shards
+from gradcheck_suite.cli.campaigns.worker import run_shard
+from gradcheck_suite.errors import CannotRunHere
+
+RETRIES = 3
+"""Times that Ray runs a shard again whose worker is lost."""
+
+
+def files_of_shard(command: Sequence[str]) -> tuple[int, dict[str, bytes]]:
+    """Run a shard in a temporary folder; return its exit status, and its files by their path within the folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        status = run_shard(command, top)
+        files = {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+    return status, files
+
+
+def run_on_ray(
+    commands: Sequence[Sequence[str]],
+    waiting: Iterable[int],
+    shards: Shards,
+    workers: int,
+    progress: Callable[[int], None],
+    address: str | None = None,
+) -> None:
+    """Run the waiting shards as tasks of Ray.
+
+    Args:
+        commands: the command line of each shard, by number.
+        waiting: the numbers of the shards to run.
+        shards: where their files go.
+        workers: processors of the local cluster; a cluster that is joined has its own.
+        progress: called with the number of each shard that is done.
+        address: of a cluster to join; None starts one here.
+
+    Raises:
+        CannotRunHere: Ray is not installed, or the cluster does not answer.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise CannotRunHere("--engine ray: ray is not installed: pip install 'gradcheck-suite[ray]'") from None
+    try:
+        cluster = {"address": address} if address else {"num_cpus": workers, "include_dashboard": False}
+        ray.init(**cluster, logging_level="error", log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise CannotRunHere(f"--address {address}: no Ray cluster answers there ({reason})") from None
+    try:
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(files_of_shard)
+        running = {task.remote(list(commands[number])): number for number in waiting}
+        while running:
+            (done, *_), _ = ray.wait(list(running), num_returns=1)
+            number = running.pop(done)
+            status, files = ray.get(done)
+            folder = shards.partial(number)
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+            shards.finish(number, status)
+            progress(number)
+    finally:
+        ray.shutdown()
