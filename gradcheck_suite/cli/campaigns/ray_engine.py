@@ -5,14 +5,17 @@ The user's files must be at the same paths on each machine. Ray is imported here
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gradcheck_suite.cli.campaigns.folder import Shards
 from gradcheck_suite.cli.campaigns.worker import run_shard
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
 
+ANSWER_S = 5.0
+"""Seconds that a cluster has to answer."""
 RETRIES = 3
 """Times that Ray runs a shard again whose worker is lost."""
 
@@ -24,6 +27,27 @@ def files_of_shard(command: Sequence[str]) -> tuple[int, dict[str, bytes]]:
         status = run_shard(command, top)
         files = {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
     return status, files
+
+
+def expect_answer(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray itself would try for minutes.
+
+    Args:
+        address: `HOST:PORT`, or with a scheme such as `ray://HOST:PORT`; `auto` is left to Ray.
+
+    Raises:
+        UsageError: it is no address.
+        CannotRunHere: nothing listens there.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"--address: expected HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise CannotRunHere(f"--address {address}: no Ray cluster answers there ({error.strerror or error})") from None
 
 
 def run_on_ray(
@@ -47,6 +71,8 @@ def run_on_ray(
     Raises:
         CannotRunHere: Ray is not installed, or the cluster does not answer.
     """
+    if address is not None:
+        expect_answer(address)
     try:
         import ray
     except ImportError:
@@ -56,7 +82,9 @@ def run_on_ray(
         ray.init(**cluster, logging_level="error", log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise CannotRunHere(f"--address {address}: no Ray cluster answers there ({reason})") from None
+        raise CannotRunHere(
+            f"--engine ray: no cluster could be {'joined' if address else 'started'} ({reason})"
+        ) from None
     try:
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(files_of_shard)
         running = {task.remote(list(commands[number])): number for number in waiting}

@@ -256,6 +256,11 @@ def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
         (["verify", "--list"], "--list is no campaign: gradcheck-suite verify --list"),
         (["--workers", "0", "verify"], "--workers: expected a positive integer, got '0'"),
         (["--address", "host:1", "verify"], "--address: expected --engine ray beside it"),
+        (
+            ["--engine", "ray", "--address", "127.0.0.1:1", "verify", "zero_"],
+            "127.0.0.1:1: no Ray cluster answers there",
+        ),
+        (["--engine", "ray", "--address", "nowhere", "verify", "zero_"], "expected HOST:PORT, ray://HOST:PORT or auto"),
         (["zoo", "no-such-bug"], "expected the name of a bug"),
         (["verify", "--dtype", "int8"], "--dtype: expected one of"),
     ],
@@ -265,7 +270,7 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
 ) -> None:
     assert main(["campaign", "--reports", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert os.listdir(tmp_path) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_what_a_shard_refuses_is_the_campaign_s_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
