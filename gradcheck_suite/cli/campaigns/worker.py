@@ -19,7 +19,7 @@ from gradcheck_suite.cli.campaigns.folder import OUTPUT, RESULT
 
 def run_shard(command: Sequence[str], folder: Path) -> int:
     """Run a shard's command line in this process, with all its files under `folder`, and return its exit status."""
-    from gradcheck_suite.__main__ import main
+    from gradcheck_suite.cli import run
 
     paths = ["--reports", str(folder)]
     if command[0] != "calibrate":
@@ -28,7 +28,7 @@ def run_shard(command: Sequence[str], folder: Path) -> int:
     # the command that records tell, which has no path of this run
     sys.argv = ["gradcheck-suite", *command]
     try:
-        return main([*command, *paths])
+        return run([*command, *paths])
     finally:
         sys.argv = before
 
