@@ -42,7 +42,7 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert max(heights) <= 28  # one line each
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.full)])
 def test_no_page_scrolls_sideways(open_page, width):
     page = open_page(width=width, height=844)
     for name in PAGES:
