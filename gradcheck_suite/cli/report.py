@@ -57,15 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(old: Path, new: Path) -> int:
-    from gradcheck_suite.report.compare import changes, lines
-    from gradcheck_suite.report.records_view import read_all
+    from gradcheck_suite.report.compare import changes, facts, lines
+    from gradcheck_suite.report.records_view import made_from, read_all
 
     for folder in (old, new):
         _expect_records(folder, "--compare")
-    before, after = read_all(old), read_all(new)
+    (before, old_records), (after, new_records) = (made_from(read_all(folder), facts) for folder in (old, new))
     print("\n".join(lines(changes(before, after))))
-    for problem in (*before.problems, *after.problems):
-        print(f"left out: {problem}")
+    for folder, records in ((old, old_records), (new, new_records)):
+        for problem in records.problems:
+            print(f"left out: {folder}: {problem}")
     return exit_status.HOLDS
 
 

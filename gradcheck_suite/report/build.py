@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gradcheck_suite.report.answers import answers
-from gradcheck_suite.report.content import Report, Section, Table
+from gradcheck_suite.report.content import Answer, Report, Section, Table
 from gradcheck_suite.report.provenance import sources
-from gradcheck_suite.report.records_view import Records, environments, read_all
+from gradcheck_suite.report.records_view import Records, environments, made_from, read_all
 from gradcheck_suite.report.sections.atlas import atlas
 from gradcheck_suite.report.sections.bridge import bridge
 from gradcheck_suite.report.sections.calibration import calibration
@@ -27,8 +27,21 @@ TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 
 
 def build(reports: Path) -> Report:
-    """Build the report from the records under a folder."""
-    records = read_all(reports)
+    """Build the report from the records under a folder; a record that cannot be read is left out and named."""
+    (answered, sections), records = made_from(read_all(reports), lambda found: _parts(found, reports))
+    violations, unread = stored_violations(reports)
+    return Report(
+        title=TITLE,
+        made=datetime.now(UTC).isoformat(timespec="minutes"),
+        answers=answered,
+        sections=sections,
+        environments=environments(record for kind in records.by_kind.values() for record in kind),
+        problems=(*records.problems, *unread),
+        violations=violations,
+    )
+
+
+def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
     measured, claimed = records.of("benchmark"), records.of("claim")
     sections: list[Section | None] = [
         verification(records.of("verify")),
@@ -45,16 +58,7 @@ def build(reports: Path) -> Report:
         atlas(records.of("atlas")),
         _provenance(records),
     ]
-    violations, unread = stored_violations(reports)
-    return Report(
-        title=TITLE,
-        made=datetime.now(UTC).isoformat(timespec="minutes"),
-        answers=answers(records),
-        sections=tuple(section for section in sections if section is not None),
-        environments=environments(record for kind in records.by_kind.values() for record in kind),
-        problems=(*records.problems, *unread),
-        violations=violations,
-    )
+    return answers(records), tuple(section for section in sections if section is not None)
 
 
 def _provenance(records: Records) -> Section | None:

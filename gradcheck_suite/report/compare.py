@@ -34,14 +34,19 @@ Facts = Mapping[str, str | float]
 """Subject -> what its newest record says: a word, or a measured number."""
 
 
-def changes(old: Records, new: Records) -> list[Change]:
-    """Return every difference between the newest records of two folders.
+def facts(records: Records) -> dict[str, Facts]:
+    """Return what the newest records of each kind say."""
+    return {kind: read(records.of(kind)) for kind, read in READERS.items()}
+
+
+def changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[Change]:
+    """Return every difference between the facts of two folders.
 
     Words differ where they are not equal, measured numbers where they differ by a tenth.
     """
     found = []
-    for kind, facts in READERS.items():
-        before, after = facts(old.of(kind)), facts(new.of(kind))
+    for kind in READERS:
+        before, after = old[kind], new[kind]
         for what in dict.fromkeys((*before, *after)):
             if _differ(before.get(what), after.get(what)):
                 found.append(Change(kind, what, _shown(before.get(what)), _shown(after.get(what))))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradcheck_suite.records.store import KINDS, Record, read_records
 
 Pairs = tuple[tuple[str, str], ...]
+Made = TypeVar("Made")
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a record raises that lacks a field or has one of another type."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,39 @@ def read_all(reports: Path) -> Records:
         found[kind], trouble = read_records(reports, kind)
         problems += trouble
     return Records(found, tuple(problems))
+
+
+def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, Records]:
+    """Return what `make` makes of the records, and the records without those that it cannot read.
+
+    A record that lacks a field, or has one of another type, is left out and named in the problems.
+    """
+    try:
+        return make(records), records
+    except UNREADABLE:
+        kept, problems = {}, list(records.problems)
+        for kind, found in records.by_kind.items():
+            kept[kind], trouble = _readable(kind, found, 1, make)
+            problems += trouble
+    records = Records(kept, tuple(problems))
+    return make(records), records
+
+
+def _readable(
+    kind: str, found: list[Record], first: int, make: Callable[[Records], object]
+) -> tuple[list[Record], list[str]]:
+    """Return the records that can be read, and one line on each other; `first` is the number of the first of them."""
+    try:
+        make(Records({kind: found}, ()))
+    except UNREADABLE as error:
+        if len(found) == 1:
+            return [], [f"{kind}, record {first}: cannot be read ({type(error).__name__}: {error}); left out"]
+        half = len(found) // 2
+        before, after = (
+            _readable(kind, part, start, make) for part, start in ((found[:half], first), (found[half:], first + half))
+        )
+        return before[0] + after[0], before[1] + after[1]
+    return found, []
 
 
 def latest(records: Iterable[Record], key: Callable[[Mapping[str, Any]], Hashable]) -> list[Record]:

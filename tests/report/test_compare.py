@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_suite.cli import run
-from tests.report.made_up import benchmark, claim, fill, verdict
+from tests.report.made_up import benchmark, claim, fill, record, verdict
 
 
 def _lines(capsys, old, new):
@@ -39,3 +39,14 @@ def test_changed_verdicts_and_times_are_told_and_others_are_not(tmp_path, capsys
 def test_the_same_records_have_not_changed(tmp_path, capsys):
     fill(tmp_path)
     assert _lines(capsys, tmp_path, tmp_path) == ["nothing changed"]
+
+
+def test_a_record_that_cannot_be_compared_is_named_with_its_folder(tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        verdict(folder, "zero_")
+    record(new, "memory", mode="zero_")
+    assert _lines(capsys, old, new) == [
+        "nothing changed",
+        f"left out: {new}: memory, record 1: cannot be read (KeyError: 'device'); left out",
+    ]

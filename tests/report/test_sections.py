@@ -79,6 +79,20 @@ def test_damaged_records_are_reported(tmp_path):
     assert build(tmp_path).problems == ("verify.jsonl, line 2: damaged; left out",)
 
 
+@pytest.mark.parametrize("kind", ["verify", "claim", "memory", "trainer", "benchmark", "bridge", "calibration"])
+def test_a_record_whose_fields_cannot_be_read_is_left_out_and_named(kind, tmp_path):
+    verdict(tmp_path, "zero_")
+    sound = build(tmp_path)
+    data = {"number": "C1.1", "loop": "zero_", "measures": "window", "mode": "zero_", "device": "cpu", "question": 3}
+    record(tmp_path, kind, **data)
+    found = build(tmp_path)
+    number = 2 if kind == "verify" else 1
+    (problem,) = found.problems
+    assert problem.startswith(f"{kind}, record {number}: cannot be read (")
+    assert problem.endswith("left out")
+    assert found.answers == sound.answers
+
+
 def test_trainers_have_a_column_for_each_question(tmp_path):
     """The latest answer counts; micro-batches of 1 and 2 items in one window, then a short one."""
     violation = {

@@ -20,7 +20,14 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
     """
     settings = list(dict.fromkeys(str(row["setting"]) for row in rows))
     place: dict[str, Any] = {
-        "x": {"field": "size", "type": "ordinal", "sort": None, "title": "parameters", "axis": {"labelAngle": 0}},
+        "x": {
+            "field": "size",
+            "type": "ordinal",
+            "sort": None,
+            "title": "parameters",
+            "axis": {"labelAngle": 0},
+            "scale": {"paddingInner": 0.5, "paddingOuter": 0.25},
+        },
         "xOffset": {"field": "setting", "sort": settings},
         "color": colours("setting", settings),
     }
@@ -73,14 +80,19 @@ def _memory_panel(
 
 
 def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
-    """Return times against sizes on logarithmic axes, one line for each `series`; rows have `x`, `y` and `series`."""
-    names = list(dict.fromkeys(str(row["series"]) for row in rows))
+    """Return times against sizes on logarithmic axes; rows have `x`, `y`, `mode` (a colour) and `layout` (a dash)."""
+    modes, layouts = (list(dict.fromkeys(str(row[which]) for row in rows)) for which in ("mode", "layout"))
     line = {
         "x": number("x", x, scale={"type": "log"}, axis={"tickCount": 5, "format": "~s"}),
         "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
-        "color": colours("series", names),
-        "strokeDash": {"field": "series", "type": "nominal", "sort": names},
-        "tooltip": tooltip(series="series", x="x", y="y"),
+        "color": colours("mode", modes),
+        "strokeDash": {
+            "field": "layout",
+            "type": "nominal",
+            "sort": layouts,
+            "legend": {"title": None, "symbolType": "stroke"},
+        },
+        "tooltip": tooltip(mode="mode", tensors="layout", x="x", y="y"),
     }
     return layers(rows, layer("line", line, point={"filled": True, "size": 30}), height=height)
 

@@ -57,11 +57,10 @@ def series_plot(series: Mapping[str, Sequence[float]], x: str, height: int = 90)
     line: dict[str, Any] = {
         "x": number("i", x, axis={"tickMinStep": 1, "grid": False, "format": "d"}),
         "y": number("value", None, axis={"tickCount": 4}),
-        "color": colours("series", list(series), legend=len(series) > 1),
+        "color": colours("series", list(series)),
         "tooltip": tooltip(what="series", x="i", value="value"),
     }
-    if len(series) > 1:
-        line["color"]["legend"] = {"title": None, "columns": 1}
+    line["color"]["legend"] = {"title": None, "columns": 1}
     return layers(rows, layer("line", line, point={"filled": True, "size": 30}), height=height)
 
 

@@ -64,7 +64,10 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
     cell = {
         "x": name("column", "column", axis={**quiet, "orient": "top"}),
         "y": name("row", "row", axis=quiet),
-        "color": {**colours("off", SIZES), "legend": {"title": "off by", "columns": 2}},
+        "color": {
+            **colours("off", SIZES),
+            "legend": {"title": "off by", "columns": 2, "symbolStrokeColor": colour("soft"), "symbolStrokeWidth": 1},
+        },
         "tooltip": tooltip(row="row", column="column", expected="expected", observed="observed", allowed="allowed"),
     }
     count, columns = len(part["expected"]), part["columns"][1] - part["columns"][0]

@@ -104,7 +104,7 @@ def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, 
         ]
         plots.append(Figure(f"claim-{number}-values", bars_plot(rows), said))
     if series:
-        plots.append(Figure(f"claim-{number}-series", series_plot(series, "in order"), said))
+        plots.append(Figure(f"claim-{number}-series", series_plot(series, "number in the series"), said))
     return tuple(texts), tuple(plots)
 
 

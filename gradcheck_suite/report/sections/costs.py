@@ -141,7 +141,7 @@ def _resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
 
 def _figures(rows: Sequence[Mapping[str, Any]], device: str) -> list[Figure]:
     resets = [
-        {"series": f"{mode}, {layout}", "x": int(parameters), "y": 1000 * _median(row)}
+        {"mode": mode, "layout": f"{layout} tensors", "x": int(parameters), "y": 1000 * _median(row)}
         for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items()
         if dtype == "float32"
         for mode, row in modes.items()

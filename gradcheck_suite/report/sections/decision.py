@@ -76,7 +76,8 @@ def _ratio_figure(rows: Sequence[Mapping[str, Any]], device: str, height: int) -
         ratio_plot(shown, height),
         f"Time of a step under None over that under zero_ on the {device_name(device)}: "
         + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
-        f"Time of a step under None / zero_ on the {device_name(device)}, in turn. {intervals}Below 1, None is faster.",
+        f"Time of a step under None / zero_ on the {device_name(device)}, in turn. {intervals}Each point: the "
+        "median of one setting. Below 1, None was faster; it may be noise.",
     )
 
 
@@ -97,7 +98,7 @@ def _ratio(row: Mapping[str, Any]) -> dict[str, Any]:
 def _size(parameters: int) -> str:
     for unit, name in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
         if parameters >= 0.95 * unit:
-            return f"{round(parameters / unit, 1):g}{name}"
+            return f"{parameters / unit:.3g}{name}"
     return str(parameters)
 
 

@@ -54,7 +54,12 @@ def _matrix(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) 
         (f"{trainer}, {version}", tuple(_mark(row.get(question)) for question in questions))
         for (trainer, version), row in answers.items()
     )
-    return Matrix("Verdict of each trainer on each question", "trainer", tuple(questions), rows)
+    return Matrix(
+        "Verdict of each trainer on each question: holds, or the diagnosis of the violation; -: not asked",
+        "trainer",
+        tuple(questions),
+        rows,
+    )
 
 
 def _mark(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:

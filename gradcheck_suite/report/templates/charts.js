@@ -22,11 +22,16 @@
     return copy;
   }
 
+  // the names of a legend have the width of their plot
+  function fitted(width) {
+    return { ...config, legend: { ...config.legend, labelLimit: width - 40 } };
+  }
+
   async function draw(place) {
     const width = Math.floor(place.clientWidth) || HIDDEN;
     if (place.drawnAt === width) return;
     place.drawnAt = width;
-    const options = { actions: false, renderer: "svg", ast: true, config, tooltip: { theme: "custom" }, defaultStyle: false };
+    const options = { actions: false, renderer: "svg", ast: true, config: fitted(width), tooltip: { theme: "custom" }, defaultStyle: false };
     const { view } = await vegaEmbed(place, sized(specs[place.dataset.chart], width), options);
     if (place.view) place.view.finalize();
     place.view = view;

@@ -42,6 +42,28 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert max(heights) <= 28  # one line each
 
 
+CUT = "said => said.scrollWidth > said.clientWidth"
+
+
+def test_a_claim_that_is_cut_is_shown_whole_on_hover_on_focus_and_on_a_phone(open_page):
+    def long_claim(page):
+        said = page.locator("ul.claims .said").nth(3)
+        said.evaluate("said => { said.textContent = 'a claim of many words '.repeat(6) }")
+        return said
+
+    page = open_page("plain.html")
+    said, link = long_claim(page), page.locator("ul.claims a").nth(3)
+    assert said.evaluate(CUT)
+    link.hover()
+    assert not said.evaluate(CUT)
+    page.mouse.move(0, 0)
+    assert said.evaluate(CUT)
+    page.keyboard.press("Tab")  # focus is made visible for readers with a keyboard
+    link.focus()
+    assert not said.evaluate(CUT)
+    assert not long_claim(open_page("plain.html", width=390, height=844)).evaluate(CUT)
+
+
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.full)])
 def test_no_page_scrolls_sideways(open_page, width):
     page = open_page(width=width, height=844)
