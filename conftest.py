@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -69,12 +70,24 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile(DEFAULT_PROFILE)
 
 
-def pytest_collection_finish() -> None:
-    """Take what has been imported out of garbage collection: it lives until the end, and audits look at all objects."""
+def _keep_what_exists() -> None:
+    """Take what exists out of garbage collection: most of it lives until the end, and audits look at all objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported."""
+    _keep_what_exists()
     # a collection after every 2,000 new objects, as Python's default has it, takes a twentieth of the time
     gc.set_threshold(100_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept() -> Iterator[None]:
+    """Keep what the tests of a module have imported and compiled, so that those of the next do not look at it."""
+    yield
+    _keep_what_exists()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
