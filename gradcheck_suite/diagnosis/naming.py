@@ -137,8 +137,8 @@ KINDS_OF_STEPS: tuple[tuple[str, Callable[[Weights], bool]], ...] = (
     ("whole windows", lambda w: len(w.window) == w.accumulation_steps),
     ("epochs after the first", lambda w: w.epoch > 0),
     ("the first epoch", lambda w: w.epoch == 0),
-    ("the first window of all", lambda w: not w.epoch and not w.index),
-    ("windows after the first of all", lambda w: bool(w.epoch or w.index)),
+    ("the first window of the run", lambda w: not w.epoch and not w.index),
+    ("windows after the first of the run", lambda w: bool(w.epoch or w.index)),
     ("the first window of an epoch", lambda w: w.index == 0),
     ("windows after the first of an epoch", lambda w: bool(w.index)),
     ("windows of several micro-batches", lambda w: len(w.inside) > 1),
@@ -153,7 +153,7 @@ def _alike(steps: Steps) -> str:
         return ""
     found = (kind for kind, is_one in KINDS_OF_STEPS if all(is_one(w) != w.is_right for w in steps))
     kind = next(found, None)
-    return "" if kind is None else f" (in {kind} alone)"
+    return "" if kind is None else f" (only in {kind})"
 
 
 def _where(violated: Weights, steps: Steps) -> str:

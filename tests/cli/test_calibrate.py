@@ -105,8 +105,8 @@ def test_an_interrupted_run_says_so_and_goes_on_later(run, project, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--checks 0", "--checks: expected a positive integer, got '0'"),
-        ("--planted x", "--planted: expected a positive integer, got 'x'"),
+        ("--checks -1", "--checks: expected 0 or a positive integer, got '-1'"),
+        ("--planted x", "--planted: expected 0 or a positive integer, got 'x'"),
         ("--dtypes int8", "--dtypes: expected one of float64, float32, bfloat16, float16; got 'int8'"),
         ("--dtypes", "--dtypes: expected at least one argument"),
         ("--seed -1", "--seed: expected an integer from 0"),
