@@ -36,10 +36,6 @@ def over_ranks(run: TrainingRun, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _nothing(run: TrainingRun) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.promote_types(run.dtype, torch.float32), device=run.device)
-
-
 def window_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
     """Return the denominator of the window's mean: the sum of its micro-batches' counts, over all ranks."""
     counts = [run.count(batch) for batch in window] or [

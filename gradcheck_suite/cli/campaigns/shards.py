@@ -102,14 +102,12 @@ def _verify_options(asked: argparse.Namespace) -> Command:
 
 def _zoo(asked: argparse.Namespace) -> list[Command]:
     """Cut by bug, whose row needs all its seeds; the sound loops are shards of `verify`."""
-    from gradcheck_suite.evidence.zoo import BUGS
+    from gradcheck_suite.cli.zoo import chosen
     from gradcheck_suite.loops import BUILT_IN
 
-    if unknown := [name for name in asked.bugs if name not in BUGS]:
-        raise UsageError(f"expected the name of a bug, one of {', '.join(BUGS)}; got {unknown[0]!r}")
     dtype = () if asked.dtype is None else ("--dtype", asked.dtype)
     runs = ("--seeds", str(asked.seeds), "--examples", str(asked.examples), "--seed", str(asked.seed))
-    bugs = [("zoo", bug, *runs, "--sound-cases", "0", *dtype) for bug in asked.bugs or BUGS]
+    bugs = [("zoo", bug.name, *runs, "--sound-cases", "0", *dtype) for bug in chosen(asked.bugs)]
     sound = [
         ("verify", loop, "--examples", str(cases), "--seed", str(i), *dtype)
         for loop in BUILT_IN

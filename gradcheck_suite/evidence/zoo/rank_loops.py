@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
-from gradcheck_suite.loops.windows import over_ranks, windows
+from gradcheck_suite.loops.windows import over_ranks, part_of_window, windows
 from gradcheck_suite.schema.contract import Batch, TrainingRun
 
 Share = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -21,15 +21,9 @@ def right_share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def own_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
+def _own_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
     """Return what this rank's micro-batches of a window count together."""
     return sum((run.count(batch) for batch in window), start=torch.zeros((), dtype=torch.float64))
-
-
-def part(run: TrainingRun, batch: Batch, divisor: Any) -> torch.Tensor:
-    """Return a micro-batch's part of the loss: its sum over a divisor, or its sum where nothing is divided."""
-    loss = run.loss(run.model, batch)
-    return loss if run.reduction == "sum" else loss * run.count(batch) / divisor
 
 
 def train_over_ranks(
@@ -49,10 +43,10 @@ def train_over_ranks(
     """
     for window in windows(run):
         run.optimizer.zero_grad()
-        own = own_count(run, window)
+        own = _own_count(run, window)
         divisor = share(own, over_ranks(run, own.clone()))
         for batch in window:
-            (part(run, batch, divisor) * factor).backward()
+            (part_of_window(run, batch, divisor) * factor).backward()
         reduce(run)
         run.optimizer.step()
 

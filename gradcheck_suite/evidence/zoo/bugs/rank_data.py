@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from gradcheck_suite.evidence.zoo.bug import Bug
-from gradcheck_suite.evidence.zoo.rank_loops import own_count, part, train_over_ranks
+from gradcheck_suite.evidence.zoo.rank_loops import train_over_ranks
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
-from gradcheck_suite.loops.windows import backward_window, over_ranks, windows
+from gradcheck_suite.loops.windows import backward_window, over_ranks, part_of_window, windows
 from gradcheck_suite.schema.contract import BUSY_RANKS, DENSE_GRADIENTS, Batch, TrainingRun
 
 ASSUMED = (BUSY_RANKS, DENSE_GRADIENTS)
@@ -28,9 +28,7 @@ def _train(run: TrainingRun, micro_batches: list[Batch]) -> None:
     for start in range(0, len(micro_batches), run.accumulation_steps):
         window = micro_batches[start : start + run.accumulation_steps]
         run.optimizer.zero_grad()
-        total = over_ranks(run, own_count(run, window))
-        for batch in window:
-            part(run, batch, total).backward()
+        backward_window(run, window)
         add_up_gradients(run)
         run.optimizer.step()
 
@@ -102,10 +100,7 @@ def idle_rank_skips(run: TrainingRun) -> None:
         if not window:
             run.optimizer.step()
             continue
-        own = own_count(run, window)
-        total = over_ranks(run, own)
-        for batch in window:
-            part(run, batch, total).backward()
+        backward_window(run, window)
         add_up_gradients(run)
         run.optimizer.step()
 
@@ -154,7 +149,7 @@ def ranks_at_different_steps(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
         for i, batch in enumerate(run.loader):
             count = over_ranks(run, run.count(batch).clone())
-            part(run, batch, count).backward()
+            part_of_window(run, batch, count).backward()
             if (i + 1 - late) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
                 add_up_gradients(run)
                 run.optimizer.step()
