@@ -34,7 +34,7 @@ jax.config.update("jax_enable_x64", True)
 # small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-MAX_PROGRAMS = 256
+MAX_PROGRAMS = 512
 KEPT_ENVIRONMENTS = 4
 Options = dict[str, str | bool]
 COMPILER_OPTIONS: Options = {
