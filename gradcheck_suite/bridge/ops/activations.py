@@ -152,14 +152,14 @@ def glu(self: Array, dim: int = -1) -> Array:
 def softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
     """Return e^x / sum e^x along `dim`."""
     x = self.astype(jnp.float32) if half_to_float else self
-    return x if x.size == 0 else jax.nn.softmax(x, axis=dim)
+    return x if x.size == 0 else jax.nn.softmax(jnp.atleast_1d(x), axis=dim).reshape(x.shape)
 
 
 @register_op("aten._log_softmax")
 def log_softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
     """Return x - log sum e^x along `dim`."""
     x = self.astype(jnp.float32) if half_to_float else self
-    return x if x.size == 0 else jax.nn.log_softmax(x, axis=dim)
+    return x if x.size == 0 else jax.nn.log_softmax(jnp.atleast_1d(x), axis=dim).reshape(x.shape)
 
 
 @register_op("aten._safe_softmax")

@@ -70,7 +70,9 @@ def nll_loss_forward(
 ) -> tuple[Array, Array]:
     """Return -x[target] weighted by class, and the sum of the weights; x is (N, C) or (C,)."""
     if self.ndim == 1:
-        items, total = _nll(self[None], target.reshape(1), weight, reduction, ignore_index)
+        # of a single item, torch returns the weight without a reduction too
+        _, total = _nll(self[None], target.reshape(1), weight, SUM, ignore_index)
+        items, _ = _nll(self[None], target.reshape(1), weight, reduction, ignore_index)
         return (items.reshape(()), total)
     return _nll(self, target, weight, reduction, ignore_index)
 
