@@ -20,8 +20,8 @@ def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Devi
     """Compile one window.
 
     Returns:
-        The compiled program, and its arguments: the weights, the batches (micro_batches, BATCH, width), and the
-        gradients of the window before, whose buffers it may reuse.
+        The compiled program, which returns the gradients and the losses, and its arguments: the weights, the batches
+        (micro_batches, BATCH, width), and the gradients of the window before, whose buffers it takes.
     """
     kind = jnp.dtype(dtype)
 
@@ -32,17 +32,20 @@ def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Devi
 
     def window(weights: Any, batches: jax.Array, old: Any) -> Any:
         def add(total: Any, batch: jax.Array) -> Any:
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, batch)), None
+            value, gradient = jax.value_and_grad(loss)(weights, batch)
+            return jax.tree.map(jnp.add, total, gradient), value
 
         start = jax.tree.map(jnp.zeros_like, old)
-        return jax.lax.scan(add, start, batches)[0]
+        # without the losses among the results, XLA would leave out the last layer's forward
+        return jax.lax.scan(add, start, batches)
 
     with jax.default_device(device):
         shape = (size.width, size.width)
         weights = tuple(jnp.full(shape, 1 / size.width, kind) for _ in range(size.tensors))
         batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
         old = tuple(jnp.zeros(shape, kind) for _ in range(size.tensors))
-        program = jax.jit(window, donate_argnums=2).lower(weights, batches, old).compile()
+        # no value of the donated gradients is read, so that JAX would drop the argument and allocate others
+        program = jax.jit(window, donate_argnums=2, keep_unused=True).lower(weights, batches, old).compile()
     return program, (weights, batches, old)
 
 
@@ -52,7 +55,7 @@ def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
     kept = [old]
 
     def run() -> None:
-        kept[0] = jax.block_until_ready(program(weights, batches, kept[0]))
+        kept[0], _ = jax.block_until_ready(program(weights, batches, kept[0]))
 
     return run
 

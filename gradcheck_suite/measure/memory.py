@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.modes import RESET_MODES
+from gradcheck_suite.loops.modes import RESET_MODES, ResetMode
 from gradcheck_suite.measure.ledger import Ledger
 from gradcheck_suite.measure.storages import GRADIENTS
 from gradcheck_suite.measure.workload import Size, Workload, sized_workload
@@ -112,10 +112,8 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     if mode not in modes:
         raise UsageError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
     kind = getattr(torch, dtype)
-    # a small model first: the context, the workspaces of the libraries and their code are no cost of the mode
-    sized_workload(modes[mode], Size(100, size.layout), 1, device=device, dtype=kind).window()
+    baseline = allocator_baseline(modes[mode], size, device, kind)
     before = _resident("VmRSS")
-    baseline = allocator_baseline(device)
     work = sized_workload(modes[mode], size, micro_batches, device=device, dtype=kind)
     work.reset()
     for _ in range(WARM):
@@ -129,8 +127,13 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
     return Memory(peak, sum(live.values()), live[GRADIENTS], resident, allocator, window)
 
 
-def allocator_baseline(device: str) -> Baseline:
-    """Return what the allocator holds now, after giving back every block that nobody uses; None on the CPU."""
+def allocator_baseline(mode: ResetMode, size: Size, device: str, dtype: torch.dtype) -> Baseline:
+    """Return what the allocator holds now, after giving back every block that nobody uses; None on the CPU.
+
+    A model of a few parameters runs first: the context, the workspaces of the libraries and their code are no cost of
+    the mode.
+    """
+    sized_workload(mode, Size(100, size.layout), 1, device=device, dtype=dtype).window()
     if device == "cpu":
         return None
     gc.collect()  # an earlier workload that is freed later would lower the peak

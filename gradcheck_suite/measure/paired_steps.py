@@ -53,7 +53,7 @@ class PairedSteps:
         saved: median over the pairs of the seconds that releasing saves; negative where it costs time.
         saved_quartiles: first and third quartile of the same differences.
         faster: number of pairs in which releasing was faster.
-        pairs: number of pairs.
+        pairs: number of pairs whose two steps took different times; the others say nothing.
         bytes_between: bytes of gradients that `zero_` keeps between steps and a release does not.
         faults: pages that the system mapped per step, under `zero_` and under `set_to_none`; None where unknown. Memory
             that a release gives back to the system is mapped anew by the next backward.
@@ -121,7 +121,7 @@ def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int,
         saved=spread.median,
         saved_quartiles=(spread.q1, spread.q3),
         faster=sum(s > 0 for s in saved),
-        pairs=pairs,
+        pairs=sum(s != 0 for s in saved),
         bytes_between=size.bytes(torch.float32),
         faults=None if resource is None else (fmean(t.faults for t in zeros), fmean(t.faults for t in nones)),
         attempts=attempts,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 MAX_ENTRIES = 4
+_NO_OPERATION = re.compile(r"cu(da)?[A-Z]\w*|([A-Z]\w+ )+[A-Z]\w+")
+"""Names of calls to CUDA's libraries, such as the wait at the end (`cudaDeviceSynchronize`), and of what the profiler
+itself costs (`Activity Buffer Request`)."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Profile:
     """One profiled run.
 
     Attributes:
-        operations: the operations with the most self time: name, calls, microseconds on the host and on the device.
+        operations: torch's operations with the most self time: name, calls, microseconds on the host and on the device.
         kernels: kernels, copies and memsets that the device ran; None on a CPU.
         busy: seconds in which the device ran them, the gaps between them left out; None on a CPU.
     """
@@ -40,17 +44,26 @@ def profiled(run: Callable[[], Any], device: str) -> Profile:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-    operations = [
+    return Profile(operations(found.key_averages()), *(device_work(found.events()) if device == "cuda" else ()))
+
+
+def operations(averages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the operations with the most self time, from the profiler's averages by name.
+
+    A kernel has an entry of its own, which repeats the device's time of its operation, and does not count.
+    """
+    entries = [
         {
             "name": event.key,
             "calls": int(event.count),
             "host_us": round(float(event.self_cpu_time_total), 1),
             "device_us": round(float(event.self_device_time_total), 1),
         }
-        for event in found.key_averages()
+        for event in averages
+        if event.device_type == DeviceType.CPU and not _NO_OPERATION.fullmatch(event.key)
     ]
-    operations.sort(key=lambda entry: entry["host_us"] + entry["device_us"], reverse=True)
-    return Profile(operations[:MAX_ENTRIES], *(device_work(found.events()) if device == "cuda" else ()))
+    entries.sort(key=lambda entry: entry["host_us"] + entry["device_us"], reverse=True)
+    return entries[:MAX_ENTRIES]
 
 
 def device_work(events: Any) -> tuple[int, float]:

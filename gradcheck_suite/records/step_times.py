@@ -43,7 +43,7 @@ def step_times(rows: Sequence[Row]) -> StepTimes:
     Benjamini and Hochberg (1995, J. R. Statist. Soc. B 57, 289-300) decides which of them are significant.
     """
     kept = tuple(row for row in rows if not row.get("disturbed"))
-    p_values = [binomtest(int(row["faster"]), int(row["pairs"])).pvalue for row in kept]
+    p_values = [binomtest(int(row["faster"]), int(row["pairs"])).pvalue if row["pairs"] else 1.0 for row in kept]
     adjusted = false_discovery_control(p_values) if kept else ()
     answers = (
         "neither" if p >= LEVEL else "none" if 2 * row["faster"] > row["pairs"] else "zero"

@@ -9,6 +9,7 @@ prints here is that of the processes.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 
 from gradcheck_suite.loops.modes import BENCHMARKED
 from gradcheck_suite.measure.memory import BLOCK, LARGE
-from gradcheck_suite.measure.workload import Size
+from gradcheck_suite.measure.workload import BATCH, Size
 
 PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
@@ -53,14 +54,15 @@ def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[st
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 def test_memory(benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, device: str) -> None:
     """Between steps all gradients or none are alive, and the modes' peaks differ by what the ledger counts."""
-
-    def measured() -> dict[str, Any]:
-        return {mode.name: _measured(mode.name, size, micro_batches, device) for mode in BENCHMARKED}
-
-    found = benchmark.pedantic(measured)
+    found: dict[str, Any] = {}
     benchmark.extra_info.update(measures="memory", modes=found)
-    for row in found.values():
-        keep(row, kind="memory")
+
+    def measured() -> None:
+        for mode in BENCHMARKED:
+            found[mode.name] = _measured(mode.name, size, micro_batches, device)
+            keep(found[mode.name], kind="memory")
+
+    benchmark.pedantic(measured)
     for mode in BENCHMARKED:
         assert found[mode.name]["gradients_between"] == (0 if mode.releases else 4 * size.total)
     if device == "cuda":
@@ -72,8 +74,14 @@ def test_memory(benchmark: Any, keep: Callable[..., None], size: Size, micro_bat
 
 
 def assert_peaks_differ_as_counted(row: dict[str, Any], released: dict[str, Any], name: str) -> None:
-    """Hold the allocator's peaks above those of `set_to_none` to the ledger's: requests exactly, blocks as rounded."""
-    counted = row["peak"] - released["peak"]
+    """Hold the allocator's peaks above those of `set_to_none` to the ledger's: requests exactly, blocks as rounded.
+
+    The gradient of the sum has strides of 0, and the last layer's matrix products copy it, which the ledger does not
+    see. With one micro-batch, only modes that keep gradients have their peak at that layer; with more, all have.
+    """
+    width = math.isqrt(row["parameters"] // row["tensors"])
+    copied = BATCH * width * 4 if row["micro_batches"] == 1 and row["gradients_between"] else 0
+    counted = row["peak"] - released["peak"] + copied
     requested, allocated = (
         row["allocator"][f"{kind}_peak"] - released["allocator"][f"{kind}_peak"] for kind in ("requested", "allocated")
     )

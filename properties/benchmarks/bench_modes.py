@@ -24,7 +24,7 @@ from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, memset_bandwidth
 from gradcheck_suite.measure.clock import quartiles, timer
 from gradcheck_suite.measure.jax_window import compiled_window, flush_caches, memory_bytes, runner
-from gradcheck_suite.measure.launches import LARGE, SMALL, foreach_launches
+from gradcheck_suite.measure.launches import LARGE, SMALL, fill_launches, foreach_launches
 from gradcheck_suite.measure.machine import cache_bytes, regime
 from gradcheck_suite.measure.memory import Baseline, allocator_baseline, allocator_peak, window_memory
 from gradcheck_suite.measure.profile import Profile, profiled
@@ -118,12 +118,13 @@ def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> C
 
 
 def _launches(mode: ResetMode, size: Size, dtype: str) -> set[int]:
-    """Return the numbers of kernels that a reset may launch: one per operation, more where a foreach call is cut up."""
+    """Return the numbers of kernels that a reset may launch: one per operation, more where an operation is cut up."""
+    if mode.name == "zero_grad_foreach":
+        elements = [size.width**2] * size.tensors
+        return {foreach_launches(elements, limits) for limits in (SMALL, LARGE)}
     operations = _predicted(mode, size, dtype, 1).reset.operations
-    if mode.name != "zero_grad_foreach":
-        return {operations}
-    elements = [size.width**2] * size.tensors
-    return {foreach_launches(elements, limits) for limits in (SMALL, LARGE)}
+    each = size.total // operations if operations else 0
+    return {operations, operations * fill_launches(each, getattr(torch, dtype).itemsize)}
 
 
 @pytest.mark.benchmark(group="reset")
@@ -172,7 +173,7 @@ def test_window(
     dtype: str,
     device: str,
 ) -> None:
-    baseline = allocator_baseline(device)
+    baseline = allocator_baseline(mode, size, device, getattr(torch, dtype))
     work = sized_workload(mode, size, micro_batches, device=device, dtype=getattr(torch, dtype))
     about: dict[str, Any] = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
     predicted = _predicted(mode, size, dtype, micro_batches).moved

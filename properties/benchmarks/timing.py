@@ -8,6 +8,8 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+import pytest
+
 from gradcheck_suite.measure.bandwidth import flush
 from gradcheck_suite.measure.clock import quartiles, timed, timer
 
@@ -48,6 +50,8 @@ def time_rounds(
 
 def pedantic(benchmark: Any, run: Callable[[], Any], prepare: Callable[[], Any], rounds: int) -> None:
     """Time prepared rounds on the benchmark's timer, and note in `extra_info` how long the process waited."""
+    if not benchmark.enabled:
+        pytest.skip("pytest-benchmark is switched off (--benchmark-disable, or -n): there is nothing to measure")
     host, processor = time.perf_counter(), time.process_time()
     benchmark.pedantic(run, setup=prepare, rounds=rounds, warmup_rounds=WARM)
     share = (time.process_time() - processor) / (time.perf_counter() - host)

@@ -185,3 +185,11 @@ def test_the_commands_for_a_gpu_are_toxs():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     # outside of an environment a system may have no `python`
     assert f"```\n{commands.replace('python ', 'python3 ')}\n```" in page
+
+
+def test_what_a_user_sets_for_a_gpu_reaches_the_commands():
+    """`tox -e gpu` runs tox again, and either environment keeps only the variables that it passes on."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    assert tox["testenv:gpu"]["pass_env"] == "{[testenv:gpu-installed]pass_env}"
+    assert {"CUDA_*", "PYTORCH_*", "XLA_*"} <= set(tox["testenv:gpu-installed"]["pass_env"].split())

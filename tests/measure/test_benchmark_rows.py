@@ -30,7 +30,7 @@ def test_a_row_says_how_long_the_process_waited_for_a_processor(monkeypatch, wai
     def work():
         clock.now += 1
 
-    benchmark = SimpleNamespace(pedantic=pedantic, extra_info={})
+    benchmark = SimpleNamespace(pedantic=pedantic, extra_info={}, enabled=True)
     timing.pedantic(benchmark, work, work, rounds=5)
     assert clock.now == 2 * (timing.WARM + 5)
     assert benchmark.extra_info == {"waiting": pytest.approx(waiting)}

@@ -9,7 +9,7 @@ from torch._C._autograd import DeviceType
 
 from gradcheck_suite.measure import bandwidth, clock
 from gradcheck_suite.measure.clock import DeviceStamp, quartiles, timed
-from gradcheck_suite.measure.profile import device_work
+from gradcheck_suite.measure.profile import device_work, operations
 
 from . import fake_cuda
 
@@ -76,3 +76,18 @@ def test_overlapping_kernels_keep_the_device_busy_once():
     # 0 to 10 and 5 to 12 overlap, 20 to 21 stands alone; the operation's own event on the host counts for nothing
     events = [event(0, 10), event(5, 12), event(20, 21), event(0, 100, DeviceType.CPU)]
     assert device_work(events) == (3, pytest.approx(13e-6))
+
+
+def test_the_wait_at_the_end_and_the_profilers_own_cost_are_no_operations():
+    def event(key, host, device=0.0, kind=DeviceType.CPU):
+        return SimpleNamespace(
+            key=key, count=1, device_type=kind, self_cpu_time_total=host, self_device_time_total=device
+        )
+
+    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)"
+    kept = ["aten::fill_", "Optimizer.zero_grad#AdamW.zero_grad", "autograd::engine::evaluate_function: MmBackward0",
+            "MmBackward0"]  # fmt: skip
+    averages = [event(kept[0], 1.0, 900.0), *(event(name, 10.0 - i) for i, name in enumerate(kept[1:])),
+                event(kernel, 0.0, 900.0, DeviceType.CUDA), event("cudaDeviceSynchronize", 890.0),
+                event("cuLaunchKernelEx", 20.0), event("Activity Buffer Request", 1700.0)]  # fmt: skip
+    assert [entry["name"] for entry in operations(averages)] == kept

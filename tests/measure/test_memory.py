@@ -45,14 +45,20 @@ def test_a_process_of_its_own_counts_resident_pages():
     assert found["resident_peak"] > found["peak"] - 8_000_000
 
 
-def _peaks(monkeypatch, *, reset=None):
-    """Return what is counted of windows that allocate 3,000 bytes, after one with 9,000; inputs have 1,000."""
+def _peaks(monkeypatch, *, reset=None, warm=True):
+    """Return what is counted of windows that allocate 3,000 bytes, after one with 9,000; inputs have 1,000.
+
+    The first window of the process makes a workspace of 500 bytes.
+    """
     device = fake_cuda.install(monkeypatch)
     if reset is not None:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    device.allocate(500)  # a workspace
-    baseline = memory.allocator_baseline("cuda")
+    first = SimpleNamespace(window=lambda: device.allocate(500) if warm else None)
+    monkeypatch.setattr(memory, "sized_workload", lambda *size, **about: first)
+    baseline = memory.allocator_baseline(RESET_MODES["zero_"], Size(100, "few"), "cuda", torch.float32)
     device.allocate(1000)
+    if not warm:
+        device.allocate(500)
 
     def window(size):
         device.allocate(size)
@@ -72,6 +78,11 @@ def test_the_allocators_peaks_are_those_above_the_baseline_and_the_inputs(monkey
 def test_peaks_that_are_not_reset_before_the_windows_are_told(monkeypatch):
     """Planted fault: the peak of an earlier, larger window is taken for the measured ones'."""
     assert _peaks(monkeypatch, reset=lambda: None).requested_peak == 9000
+
+
+def test_a_baseline_before_the_first_window_misses_the_workspace(monkeypatch):
+    """Planted fault: the libraries' workspace counts as a cost of the mode."""
+    assert _peaks(monkeypatch, warm=False).requested_peak == 3500
 
 
 @pytest.mark.parametrize(("micro_batches", "rows"), [(1, 1), (4, 0)])

@@ -11,6 +11,7 @@ from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure import paired_steps
 from gradcheck_suite.measure.paired_steps import ATTEMPTS, StepTime, disturbance, time_paired_steps
 from gradcheck_suite.measure.workload import Size
+from gradcheck_suite.records.step_times import step_times
 
 SMALL = Size(100, "few")
 
@@ -48,6 +49,14 @@ def test_the_mode_with_the_slower_reset_is_the_slower_one(monkeypatch, zero, non
     assert found.faster == (9 if zero > none else 0)
     assert found.bytes_between == 4 * SMALL.total
     assert (found.disturbed, found.attempts) == (None, 1)
+
+
+def test_modes_that_take_the_same_time_differ_in_no_pair(monkeypatch):
+    """A sign test leaves out ties: counted as slower, they would make zeroing the faster mode."""
+    Clock(monkeypatch, {"zero_": 0.5, "set_to_none": 0.5})
+    row = time_paired_steps(SMALL, items=1, micro_batches=1, pairs=21).to_row(SMALL, "cpu")
+    assert (row["faster"], row["pairs"], row["saved"]) == (0, 0, 0)
+    assert step_times([row]).faster == ("neither",)
 
 
 @pytest.mark.parametrize(("busy", "attempts"), [(1, 2), (ATTEMPTS, ATTEMPTS)])
