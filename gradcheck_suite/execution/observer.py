@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.errors import CannotRunHere
+
 
 class TooManySteps(BaseException):
     """The loop stepped far too often. Raised in `optimizer.step()`, so that the loop ends."""
@@ -118,6 +120,11 @@ class Observer:
 
     def _recorded(self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         """Return a closure that calls the given one, if any, and records what the optimizer then finds."""
+        if closure is None and isinstance(optimizer, torch.optim.LBFGS):
+            raise CannotRunHere(
+                "optimizer lbfgs computes the loss again in each step: it needs a loop that calls "
+                "run.optimizer.step(closure), as the built-in loop `closure` does"
+            )
         own = inspect.unwrap(type(optimizer).step).__code__
 
         def run() -> Any:
@@ -220,4 +227,5 @@ def same_tree(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same_tree(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_tree, one, other))
-    return type(one) is type(other) and bool(one == other)
+    # NaN is not equal to itself: L-BFGS keeps the loss, which is NaN where a micro-batch has no valid target
+    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))

@@ -64,10 +64,25 @@ OPTIMIZERS: dict[str, _Factory] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01),
+    "sparseadam": lambda p: torch.optim.SparseAdam(p, lr=0.01),
     "normalized": lambda p: NormalizedSGD(p),
 }
-TAKES_SPARSE = frozenset({"normalized", "sgd", "nesterov", "adagrad"})
+TAKES_SPARSE = frozenset({"normalized", "sgd", "nesterov", "adagrad", "lbfgs", "sparseadam"})
 """Names of the optimizers that support sparse gradients. SGD does, but not with weight decay."""
+_ONLY_SPARSE = "sparse gradients alone: those of the weights of torch.nn.Embedding(sparse=True)"
+NEEDS_CLOSURE = frozenset({"lbfgs"})
+"""Names of the optimizers whose step must be given a closure."""
+NEEDS = {"muon": "parameters with two dimensions alone: no bias", "sparseadam": _ONLY_SPARSE}
+"""What some optimizers train, which the random models are not made of."""
 
 
 def checked_optimizer(name: str) -> str:
@@ -78,7 +93,12 @@ def checked_optimizer(name: str) -> str:
 
 
 def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Optimizer:
-    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own."""
+    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own.
+
+    LBFGS takes one group only, and keeps it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return optimizer
     (group,) = optimizer.param_groups
     dealt = [group["params"][g::groups] for g in range(groups)]
     optimizer.param_groups = [
@@ -87,10 +107,25 @@ def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Opti
     return optimizer
 
 
+def _expect_trainable(name: str, model: torch.nn.Module) -> None:
+    """Raise `UsageError` where an optimizer cannot train some parameter of a model."""
+    sparse = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, sparse) and m.sparse}
+    fits = {"muon": lambda p: p.ndim == 2 and id(p) not in embeddings, "sparseadam": lambda p: id(p) in embeddings}
+    for parameter, p in model.named_parameters():
+        if name in NEEDS and p.requires_grad and not fits[name](p):
+            raise UsageError(
+                f"optimizer {name} trains {NEEDS[name]}; the model's {parameter} of shape {tuple(p.shape)} is none of "
+                "them: choose another optimizer, or a --problem that it can train"
+            )
+
+
 def make_optimizer(name: str | None, model: torch.nn.Module, groups: int = 1) -> torch.optim.Optimizer:
     """Return the named optimizer over a model's trainable parameters, or `NoOpOptimizer` for None."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UsageError("the model has no parameter with requires_grad=True: there is no gradient to check")
-    optimizer = NoOpOptimizer(parameters) if name is None else OPTIMIZERS[checked_optimizer(name)](parameters)
-    return in_groups(optimizer, groups)
+    if name is None:
+        return in_groups(NoOpOptimizer(parameters), groups)
+    _expect_trainable(checked_optimizer(name), model)
+    return in_groups(OPTIMIZERS[name](parameters), groups)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from gradcheck_suite.loops.windows import windows
+import torch
+
+from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import (
     EQUAL_MICRO_BATCHES,
     SUM_REDUCTION,
     WHOLE_WINDOWS,
+    Batch,
     Loop,
     TrainingRun,
     training_loop,
@@ -45,6 +49,21 @@ def rescale_at_the_end(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
+def closure(run: TrainingRun) -> None:
+    """Pass each step a closure that resets, accumulates the window and returns its loss, as L-BFGS needs."""
+    for window in windows(run):
+        total = window_count(run, window)
+
+        def loss_of_window(window: list[Batch], total: torch.Tensor) -> float:
+            run.optimizer.zero_grad()
+            parts = [part_of_window(run, batch, total) for batch in window]
+            for part in parts:
+                part.backward()
+            return sum(float(part) for part in parts)
+
+        run.optimizer.step(partial(loss_of_window, window, total))
+
+
 @training_loop(assumes=(SUM_REDUCTION,))
 def summed(run: TrainingRun) -> None:
     """Add up summed losses with no division at all. Assumes a sum over items."""
@@ -70,6 +89,7 @@ def divide_by_steps(run: TrainingRun) -> None:
 SOUND: dict[str, Loop] = {
     "plain": plain,
     "rescale_at_the_end": rescale_at_the_end,
+    "closure": closure,
     "summed": summed,
     "divide_by_steps": divide_by_steps,
 }

@@ -9,7 +9,10 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.case import DEVICES, DTYPES
 from gradcheck_suite.schema.contract import checked_assumptions, checked_autocast
 
-OPTIMIZER_NAMES = ("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "normalized")
+OPTIMIZER_NAMES = (
+    *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam"),
+    *("rprop", "asgd", "adafactor", "lbfgs", "muon", "sparseadam", "normalized"),
+)
 """The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
 MAX_RANKS = 4
 """Ranks that a verification may start on one machine."""

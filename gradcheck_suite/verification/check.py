@@ -13,6 +13,7 @@ from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
+from gradcheck_suite.execution.optimizers import NEEDS_CLOSURE
 from gradcheck_suite.execution.ranks.run import run_ranks
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
@@ -74,7 +75,7 @@ def check(
 
     Raises:
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.
-        CannotRunHere: the loop raised it, because it cannot train the user's problem.
+        CannotRunHere: the loop cannot train the user's problem, or passes no closure to an optimizer that needs one.
     """
     try:
         reference, fault = reference_of(case, problem)
@@ -87,8 +88,8 @@ def check(
         if asked and reference.finding:
             return Verdict(case, finding=reference.finding)
         if refused := next((outcome.refused for outcome in outcomes if outcome.refused), None):
-            if problem is not None:
-                # the user's problem is the same in every case
+            if problem is not None or case.optimizer in NEEDS_CLOSURE:
+                # the user's problem, or the loop that passes no closure, is the same in every case
                 raise CannotRunHere(refused)
             return Verdict(case, skipped=refused)
 

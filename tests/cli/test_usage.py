@@ -135,3 +135,15 @@ def test_version(run):
 
 def test_every_optimizer_has_a_name_that_the_options_accept():
     assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        ("lbfgs", "it needs a loop that calls run.optimizer.step(closure)"),
+        ("muon", "optimizer muon trains parameters with two dimensions alone"),
+        ("sparseadam", "optimizer sparseadam trains sparse gradients alone"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_with_a_loop_or_model_is_one_line(run, optimizer, says):
+    assert_one_line(run("verify", "zero_", "--optimizer", optimizer, "--examples", "3"), says)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.execution.optimizers import OPTIMIZERS
+from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.verification.divergence import DIVERGED
@@ -154,6 +154,14 @@ def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
 
 
+def test_a_loss_of_nan_in_the_state_of_l_bfgs_is_no_change():
+    # the loss of a micro-batch without valid targets is NaN, and its gradient is zero
+    layers = (Layer("linear", bias=True, features=2),)
+    spec = ProblemSpec(SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean"))
+    case = Case(spec, Plan((1, 1, 1), 2, masked=(1,)), optimizer="lbfgs")
+    assert check(BUILT_IN["closure"], case).holds
+
+
 def test_a_frozen_parameter_may_not_change_either():
     layers = (Layer("frozen_linear", features=2), Layer("linear", bias=True, features=2))
     case = CASE.replace(problem=ProblemSpec(SPEC.input, layers, SPEC.loss))
@@ -237,36 +245,28 @@ def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, optimizer
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
-def _with_closure_for(reset):
-    """Return a loop for L-BFGS, which calls its closure several times a step."""
+def _closure_without_reset(run):
+    """Reset once a step, though L-BFGS calls its closure several times."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
 
-    def loop(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
+        def closure(window=window):
+            total = window_count(run, window)
+            for batch in window:
+                part_of_window(run, batch, total).backward()
+            return torch.zeros(())
 
-            def closure(window=window):
-                if reset:
-                    run.optimizer.zero_grad()
-                total = window_count(run, window)
-                parts = [part_of_window(run, batch, total) for batch in window]
-                for part in parts:
-                    part.backward()
-                return torch.stack([part.detach() for part in parts]).sum()
-
-            run.optimizer.step(closure)
-
-    return loop
+        run.optimizer.step(closure)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_call_of_a_closure_is_judged(dtype, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "lbfgs", lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))
+def test_every_call_of_a_closure_is_judged(dtype):
     case = CASE.replace(dtype=dtype, optimizer="lbfgs")
-    verdict = check(_with_closure_for(True), case)
+    verdict = check(BUILT_IN["closure"], case)
     assert verdict.holds
     assert verdict.windows > 2 * CASE.plan.steps
     # the first call is right, later ones add to it
-    violation = check(_with_closure_for(False), case).violation
+    violation = check(_closure_without_reset, case).violation
     assert (violation.kind, violation.epoch, violation.window) == ("gradient", 0, 0)
 
 
