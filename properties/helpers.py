@@ -76,7 +76,7 @@ def apart(instance: Instance, window: int, a: Gradients, b: Gradients, *, terms:
         return quick
     cuts = [instance.case.plan.items(j) for j in instance.case.plan.windows[window]]
     computation = Computation(instance, model, torch.float64)
-    noise = RoundingErrors(computation, (items, 1.0), torch.float64).noise()
+    noise = RoundingErrors(computation, [(items, 1.0)], torch.float64).noise()
     whole = quick_bound(expected, terms) + cancellation(computation, items, cuts, layout) + noise
     return worst_difference(first, second, 2 * abs(scale) * whole)
 

@@ -31,7 +31,7 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
     if text := _randomness(window):
         # a random gradient is no rounding error, and would widen the bound that it is held to
         return text
-    compared = compare_within(bound, quickly)
+    compared = compare_within(bound, quickly, accumulated=False)
     if compared.ratio <= 1:
         return None
     return (
@@ -66,11 +66,11 @@ def precision_fault(window: Window) -> str | None:
     if window.bound is window.float64_bound:
         return None
     try:
-        computed = [window.bound.large_batch, np.sum(window.bound.contributions, axis=0)]
+        computed = [(window.bound.large_batch, False), (np.sum(window.bound.contributions, axis=0), True)]
     except (RuntimeError, NotImplementedError):
         return None
-    for gradient in computed:
-        compared = window.compare(gradient)
+    for gradient, accumulated in computed:
+        compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
         if compared.ratio > 1:
             by = "torch" if window.jax is None else "JAX"
             return (

@@ -52,7 +52,7 @@ class Computation:
         self._batches: dict[range, Batch] = {}
         self._guarded = False
 
-    def on_cpu(self, part: Part) -> Computation:
+    def on_cpu(self, *parts: Part) -> Computation:
         """Return this computation on the CPU, or itself where the problem computes a part on its own device only.
 
         There a value that rounding moves out of a loss's range raises an exception. A CUDA kernel asserts instead, and
@@ -65,7 +65,7 @@ class Computation:
             model = instance.model(self._dtype)
             model.load_state_dict(self._model.state_dict())
             found = Computation(instance, model, self._dtype, self._compute)
-            found.gradient(part)
+            found.gradient(*parts)
         except (RuntimeError, NotImplementedError, ValueError):
             return self
         return found
@@ -78,37 +78,38 @@ class Computation:
         """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
-    def rounded_at_random(self, part: Part, dtype: torch.dtype, draw: int) -> Vector:
-        """Return a part's gradient with every operation rounded at random as in a dtype, (P,).
+    def rounded_at_random(self, parts: Sequence[Part], dtype: torch.dtype, draw: int) -> Vector:
+        """Return the sum of the parts' gradients with every operation rounded at random as in a dtype, (P,).
 
         On another device than the CPU, only the parameters are moved: their values are in no loss's range.
         """
         if not self._is_on_cpu:
-            return self._at_moved_values(part, dtype, draw, data=False)
+            return self._at_moved_values(parts, dtype, draw, data=False)
         try:
             for guarded in (self._guarded, True):
                 with RandomRounding(draw, dtype, guarded=guarded):
-                    found = self.gradient(part)
+                    found = self.gradient(*parts)
                 if guarded or np.isfinite(found).all():
                     return found
                 # a mask may hold the largest number, which a rounding error makes infinite
                 self._guarded = True
         except (RuntimeError, NotImplementedError, ValueError):
             # a loss may reject values outside of its range: only parameters and inputs are moved then
-            return self._at_moved_values(part, dtype, draw)
+            return self._at_moved_values(parts, dtype, draw)
         raise AssertionError("a guarded draw returns")
 
-    def _at_moved_values(self, part: Part, dtype: torch.dtype, draw: int, *, data: bool = True) -> Vector:
-        items, share = part
+    def _at_moved_values(self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, data: bool = True) -> Vector:
         generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
-        batch, values = self._batch(items), [p.detach().clone() for p in self._model.parameters()]
+        batches = [(self._batch(items), share) for items, share in parts]
+        values = [p.detach().clone() for p in self._model.parameters()]
         try:
             self._put([_moved(value, eps, generator) for value in values])
             if data:
                 # a loss may reject a target outside of its range: only the parameters are moved then
                 with suppress(RuntimeError, NotImplementedError, ValueError):
-                    return self._gradient([(map_leaves(lambda t: _moved_data(t, eps, generator), batch), share)])
-            return self._gradient([(batch, share)])
+                    moved = [(map_leaves(lambda t: _moved_data(t, eps, generator), b), share) for b, share in batches]
+                    return self._gradient(moved)
+            return self._gradient(batches)
         finally:
             self._put(values)
 
@@ -138,18 +139,18 @@ class Computation:
 
 
 class RoundingErrors:
-    """The rounding errors of a part's gradient in a dtype, drawn when they are needed and kept."""
+    """The rounding errors of the sum of some parts' gradients in a dtype, drawn when they are needed and kept."""
 
-    def __init__(self, computation: Computation, part: Part, dtype: torch.dtype) -> None:
+    def __init__(self, computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> None:
         """Prepare the draws.
 
         Args:
             computation: in float64; the draws are made on the CPU where the problem allows it.
-            part: whose gradient.
+            parts: whose gradients are computed one by one and added up.
             dtype: the precision whose rounding errors are drawn.
         """
-        self._computation, self._part, self._dtype = computation.on_cpu(part), part, dtype
-        self._kept: dict[tuple[int, int], Vector] = {}
+        self._computation, self._parts, self._dtype = computation.on_cpu(*parts), parts, dtype
+        self._kept: dict[tuple[int, int], tuple[Vector, Vector]] = {}
 
     def noise(self, draws: int = DRAWS) -> Vector:
         """Return a bound on the rounding error, (P,): the largest of the bounds of every `DRAWS` draws.
@@ -165,24 +166,24 @@ class RoundingErrors:
         return likely_bound(self._mean_square(0, draws))
 
     def _mean_square(self, first: int, last: int) -> Vector:
-        """Return the mean of the squared errors of the draws `first` to `last` - 1, (P,).
+        """Return the mean square of the errors of the draws `first` to `last` - 1, without those that overflow, (P,).
 
         The errors are those of the same framework: a difference between two frameworks is not rounding error.
         """
-        if (first, last) not in self._kept:
-            centre = self._centre
-            drawn = max((end for start, end in self._kept if start == first and end < last), default=first)
-            total = self._kept[first, drawn] * (drawn - first) if drawn > first else np.zeros_like(centre)
-            for draw in range(drawn, last):
-                with np.errstate(invalid="ignore", over="ignore"):
-                    square = (self._computation.rounded_at_random(self._part, self._dtype, draw) - centre) ** 2
-                total = total + np.where(np.isfinite(square), square, 0.0)
-            self._kept[first, last] = total / (last - first)
-        return self._kept[first, last]
+        drawn = max((end for start, end in self._kept if start == first and end <= last), default=first)
+        nothing = np.zeros_like(self._centre)
+        total, number = self._kept.get((first, drawn), (nothing, nothing))
+        for draw in range(drawn, last):
+            with np.errstate(invalid="ignore", over="ignore"):
+                square = (self._computation.rounded_at_random(self._parts, self._dtype, draw) - self._centre) ** 2
+            finite = np.isfinite(square)
+            total, number = total + np.where(finite, square, 0.0), number + finite
+        self._kept[first, last] = total, number
+        return total / np.maximum(number, 1)
 
     @cached_property
     def _centre(self) -> Vector:
-        return self._computation.gradient(self._part)
+        return self._computation.gradient(*self._parts)
 
 
 def cancellation(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:

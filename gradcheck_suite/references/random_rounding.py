@@ -24,6 +24,8 @@ import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcheck_suite.references.attention import attention_backward
+
 # fmt: off
 SELECTING = frozenset((
     "_to_copy", "_unsafe_view", "abs", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat",
@@ -47,7 +49,11 @@ with the first argument."""
 
 SHIFTED = "_log_softmax"
 """x minus log(sum(exp(x))), which torch rounds before it subtracts: the error is that of the largest x. At logits of 8
-and 0, torch's bfloat16 result for the first is 0, and the right one is -3.4e-4."""
+and 0, torch's bfloat16 result for the first is 0, and the right one is -3.4e-4. No result is above 0: rounding is
+monotonic, and the largest x is a number of the precision."""
+
+LARGEST = "logsumexp"
+"""At least the largest x, for the same reason. Otherwise exp(x - logsumexp(x)) in its gradient would overflow."""
 
 SALT = 0x9E3779B97F4A7C15
 
@@ -94,6 +100,7 @@ class _Rounding:
     within_one: bool = False
     cancels: bool = False
     shifted: bool = False
+    largest: bool = False
 
 
 class RandomRounding(TorchDispatchMode):
@@ -131,6 +138,7 @@ class RandomRounding(TorchDispatchMode):
                 return decomposed(*args, **(kwargs or {}))
         rounding = _rounding_of(func)
         self._operations += self._salted
+        given = args
         if rounding.arguments:
             args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
         out = func(*args, **(kwargs or {}))
@@ -143,6 +151,10 @@ class RandomRounding(TorchDispatchMode):
                 subtracted = args[0].amax(args[1], keepdim=True)
                 out += torch.where(subtracted.isfinite(), self._moved(subtracted, 1) - subtracted, 0.0)
             self._round(out, rounding.within_one)
+            if rounding.shifted:
+                out.clamp_(max=0)
+            if rounding.largest:
+                out.copy_(out.maximum(given[0].amax(*given[1:])))
         elif isinstance(out, list | tuple):
             for value in out:
                 self._round(value, rounding.within_one)
@@ -201,7 +213,8 @@ def _decompositions() -> dict[Any, Any]:
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
-    return dict(get_decompositions([getattr(aten, name) for name in names]))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return {**get_decompositions([getattr(aten, name) for name in names]), attention: attention_backward}
 
 
 @cache
@@ -219,4 +232,5 @@ def _rounding_of(func: Any) -> _Rounding:
         within_one=name.removesuffix("_") in WITHIN_ONE,
         cancels=name in CANCELLING,
         shifted=name == SHIFTED,
+        largest=name == LARGEST,
     )

@@ -6,6 +6,7 @@ and their sources are in `numerics.bounds`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,7 +41,11 @@ class WindowBound(Protocol):
 
     @property
     def errors(self) -> RoundingErrors:
-        """The rounding errors that are drawn."""
+        """The rounding errors of the large batch."""
+
+    @property
+    def errors_of_parts(self) -> RoundingErrors | None:
+        """The rounding errors of the micro-batches' gradients, added up; None where they are not to be measured."""
 
     @property
     def large_batch(self) -> Vector:
@@ -64,31 +69,49 @@ class WindowBound(Protocol):
 
 
 def whole_bound(bound: WindowBound, draws: int = DRAWS) -> Vector:
-    """Return what rounding allows of each element, measured on so many draws, (P,)."""
+    """Return what rounding allows of each element of the large batch, measured on so many draws, (P,)."""
     return np.maximum(bound.quick, bound.summing + bound.errors.noise(draws))
 
 
-def compare_within(bound: WindowBound, evidence: Comparison, *, roughly: bool = False) -> Comparison:
+def compare_within(
+    bound: WindowBound, evidence: Comparison, *, roughly: bool = False, accumulated: bool = True
+) -> Comparison:
     """Compare two gradients with as many draws of the rounding errors as it takes to decide.
+
+    Where the gradients of micro-batches cancel, their rounding errors are larger than the large batch's: the backward
+    of a normalisation takes out what lies along its input, and its error is of the size of what it takes out. So before
+    an accumulated gradient is found wrong, the errors of the micro-batches' gradients are drawn, too.
 
     Args:
         bound: what rounding allows.
         evidence: the gradients, and `bound.quick`.
         roughly: whether a violation may be found with `FEW_DRAWS`, whose bound is 30 times as wide.
+        accumulated: whether one of the gradients is a sum of micro-batches' gradients.
     """
-
-    def within(allowed: Vector) -> Comparison:
-        return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
-
     if evidence.ratio <= 1:
         return evidence
-    if roughly and (found := within(whole_bound(bound, FEW_DRAWS))).ratio > 1:
+    found = _compare_drawn(bound, evidence, [bound.errors], roughly)
+    if found.ratio > 1 and accumulated and bound.errors_of_parts is not None:
+        found = _compare_drawn(bound, evidence, [bound.errors, bound.errors_of_parts], roughly)
+    return found
+
+
+def _compare_drawn(
+    bound: WindowBound, evidence: Comparison, measured: Sequence[RoundingErrors], roughly: bool
+) -> Comparison:
+    """Compare two gradients, whose rounding errors may be as large as the largest of those that are measured."""
+
+    def within(noises: Iterable[Vector]) -> Comparison:
+        allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
+        return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
+
+    if roughly and (found := within(errors.noise(FEW_DRAWS) for errors in measured)).ratio > 1:
         return found
-    found = within(np.maximum(bound.quick, bound.summing + bound.errors.likely(FEW_DRAWS)))
+    found = within(errors.likely(FEW_DRAWS) for errors in measured)
     for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
         if found.ratio <= 1:
             return found
-        found = within(whole_bound(bound, draws))
+        found = within(errors.noise(draws) for errors in measured)
     return found
 
 
@@ -120,8 +143,18 @@ class Float64Bound:
 
     @cached_property
     def errors(self) -> RoundingErrors:
-        """The rounding errors of float64."""
-        return RoundingErrors(self.computation, (self._window.items, 1.0), torch.float64)
+        """The rounding errors of the large batch in float64."""
+        return RoundingErrors(self.computation, [(self._window.items, 1.0)], torch.float64)
+
+    @cached_property
+    def errors_of_parts(self) -> RoundingErrors | None:
+        """The rounding errors of the micro-batches' gradients in float64, of a problem without a gradient by JAX.
+
+        Where there is one, a fault of torch that rounding switches on and off would allow itself.
+        """
+        if self._window.jax is not None or len(self._parts) == 1:
+            return None
+        return RoundingErrors(self.computation, self._parts, torch.float64)
 
     @property
     def large_batch(self) -> Vector:
@@ -205,9 +238,17 @@ class LowPrecisionBound:
 
     @cached_property
     def errors(self) -> RoundingErrors:
-        """The rounding errors of the coarsest precision that takes part."""
-        computation = self._window.float64_bound.computation
-        return RoundingErrors(computation, (self._window.items, 1.0), torch_dtype(self._unit))
+        """The rounding errors of the large batch in the coarsest precision that takes part."""
+        return self._errors([(self._window.items, 1.0)])
+
+    @cached_property
+    def errors_of_parts(self) -> RoundingErrors | None:
+        """The rounding errors of the micro-batches' gradients in the coarsest precision that takes part."""
+        parts = _parts(self._window)
+        return self._errors(parts) if len(parts) > 1 else None
+
+    def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
+        return RoundingErrors(self._window.float64_bound.computation, parts, torch_dtype(self._unit))
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient with the expected value where both are infinite or NaN.

@@ -92,7 +92,7 @@ def test_draws_of_a_problem_that_computes_on_its_own_device_move_its_parameters_
         computation = Computation(instance, instance.model(), torch.float64)
         part = (range(4), 1.0)
         assert computation.on_cpu(part) is computation
-        right, drawn = computation.gradient(part), computation.rounded_at_random(part, torch.float32, 0)
+        right, drawn = computation.gradient(part), computation.rounded_at_random([part], torch.float32, 0)
     assert 0 < abs(drawn - right).max() < 1e-5
 
 

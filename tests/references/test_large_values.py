@@ -105,3 +105,31 @@ def test_jax_does_not_overflow_where_torch_does_not(out):
     leaf = torch.tensor(x, requires_grad=True)
     bce.torch_loss({"weight": False}, leaf, {"target": torch.ones(1, 1, dtype=torch.float64)}, "sum").backward()
     assert np.array_equal(gradient, leaf.grad)
+
+
+# the optimizer has made the scores of attention and the logits so large that every probability is 0 or 1
+ONE_OR_ZERO = Case(
+    ProblemSpec(
+        Input("tokens", length=3, padded=False, vocabulary=5),
+        (
+            Layer("tied_embedding", features=2, sparse=False),
+            Layer("batch_norm1d", affine=False),
+            Layer("shared", Layer("attention", causal=False, heads=1)),
+            Layer("conv1d", bias=False, dilation=1, features=2, groups=1, kernel=1, padding=0, stride=1),
+        ),
+        Loss("cross_entropy_and_z", ignore_index=True, reduction="sum"),
+    ),
+    Plan((4, 2, 3, 2, 4, 3, 2, 4, 5, 3, 3, 4, 8, 3, 2), 4, masked=(0, 1, 2, 5, 6, 10, 11, 12, 14)),
+    dtype="float32",
+    seed=3122227395,
+    optimizer="momentum",
+)
+
+
+@pytest.mark.full
+def test_saturated_attention_under_autocast_is_judged_and_holds():
+    """Random rounding once gave NaN in every draw, so that it allowed nothing, and the finding blamed torch."""
+    verdict = check(BUILT_IN["autocast_bfloat16"], ONE_OR_ZERO)
+    assert (verdict.violation, verdict.finding) == (None, None)
+    assert (verdict.windows, dict(verdict.windows_skipped)) == (ONE_OR_ZERO.plan.steps, {})
+    assert check(_doubled, ONE_OR_ZERO).violation is not None

@@ -12,6 +12,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.references.agreement import disagreement
+from gradcheck_suite.references.attention import attention_backward
 from gradcheck_suite.references.noise import Computation, RoundingErrors, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
@@ -72,7 +73,7 @@ def test_noise_is_of_the_size_of_the_dtypes_rounding(dtype):
 
 def _noise(computation: Computation, part: tuple[range, float], dtype: torch.dtype = torch.float64) -> np.ndarray:
     """Return the root mean square of the rounding errors in a dtype, (P,)."""
-    return np.sqrt(RoundingErrors(computation, part, dtype)._mean_square(0, DRAWS))
+    return np.sqrt(RoundingErrors(computation, [part], dtype)._mean_square(0, DRAWS))
 
 
 def _sizes(case: Case) -> np.ndarray:
@@ -85,9 +86,9 @@ def test_what_two_libraries_round_differently_shows_only_where_every_operation_i
     window = Reference(generated_instance(CONTRACTING)).window(0)
     computation, part = _computation(CONTRACTING), (window.items, 1.0)
     apart = np.abs(window.torch - window.jax).max()
-    inputs_alone = [computation._at_moved_values(part, torch.float64, draw) - window.torch for draw in range(DRAWS)]
+    inputs_alone = [computation._at_moved_values([part], torch.float64, draw) - window.torch for draw in range(DRAWS)]
     assert np.sqrt(np.mean(np.square(inputs_alone), axis=0)).max() < apart / 10
-    assert apart < RoundingErrors(computation, part, torch.float64).noise().max() < 1e-12 * np.abs(window.torch).max()
+    assert apart < RoundingErrors(computation, [part], torch.float64).noise().max() < 1e-12 * np.abs(window.torch).max()
     assert disagreement(window) is None
 
 
@@ -220,3 +221,61 @@ def test_a_model_with_a_mask_and_a_float32_part_has_noise_of_float32():
         found.add(gradient[0].item())
     assert all(map(math.isfinite, found))
     assert max(found) - min(found) > 1e-8
+
+
+@pytest.mark.parametrize("masked", [False, True, "causal"])
+def test_the_backward_of_attention_that_is_rounded_operation_by_operation_is_that_of_torch(masked):
+    generator = torch.Generator().manual_seed(3)
+    shape = {"dtype": torch.float64, "generator": generator}
+    query, key, value = (torch.randn(2, 3, 5, 4, requires_grad=True, **shape) for _ in range(3))
+    mask, causal = None, masked == "causal"
+    if masked is True:
+        mask = torch.where(torch.rand(2, 1, 5, 5, **shape) < 0.4, -torch.inf, 0.0).double()
+        mask[0, 0, 2] = -torch.inf
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=0.3)
+    gradient = torch.randn(2, 3, 5, 4, **shape)
+    given = (query, key, value, out, torch.zeros(()), 0.0, causal)
+    found = attention_backward(gradient, *given, attn_mask=mask, scale=0.3)
+    for own, torchs in zip(found, torch.autograd.grad(out, (query, key, value), gradient), strict=True):
+        assert (own - torchs).abs().max() < 1e-14
+
+
+def test_attention_that_picks_one_value_has_a_rounding_error_of_the_size_of_its_parts():
+    """Its scores' gradient is dO V - sum(dO * O) = 0 where O is V. torch rounds the two sums apart."""
+    generator = torch.Generator().manual_seed(1)
+    large = 1e4 * torch.randn(3, 1, 1, 6, 16, generator=generator, dtype=torch.float64)
+    weights = torch.randn(1, 1, 6, 16, generator=generator, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        query, key, value = (t.to(dtype).requires_grad_() for t in large)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return torch.autograd.grad((out * weights.to(dtype)).sum(), query)[0].double()
+
+    exact, found = gradient(torch.float64), gradient(torch.float32)
+    with_rounding = []
+    for seed in range(DRAWS):
+        with RandomRounding(seed, torch.float32):
+            with_rounding.append(gradient(torch.float64))
+    drawn = torch.stack(with_rounding) - exact
+    assert drawn.isfinite().all()
+    noise, error = drawn.square().mean().sqrt(), (found - exact).square().mean().sqrt()
+    assert 0 < error < 5 * noise
+    assert noise < 30 * error
+
+
+def test_no_draw_of_large_logits_overflows():
+    """The logarithm of a sum of exponentials is at least the largest logit, however it is rounded."""
+    logits = torch.tensor([[8e12, 7e12, -1e12]], dtype=torch.float64)
+
+    def gradient() -> torch.Tensor:
+        x = logits.clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(x, torch.tensor([1])) + torch.logsumexp(x, 1).square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    exact = gradient()
+    for seed in range(8):
+        for dtype in (torch.float32, torch.bfloat16):
+            with RandomRounding(seed, dtype):
+                drawn = gradient()
+            assert drawn.isfinite().all()
+            assert (drawn - exact).abs().max() <= 2 * exact.abs().max()

@@ -156,7 +156,7 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
     summing = growth(6, coarse) * sizes + 6 * SMALLEST[coarse]
     assert window.bound.quick == pytest.approx(summing, rel=1e-9)
     computation = Computation(window.reference.instance, window.model(), torch.float64)
-    errors = RoundingErrors(computation, (range(4), 1.0), getattr(torch, coarse))
+    errors = RoundingErrors(computation, [(range(4), 1.0)], getattr(torch, coarse))
     for draws in (FEW_DRAWS, DRAWS):
         assert window.allowed(draws) == pytest.approx(summing + errors.noise(draws), rel=1e-9)
     assert (window.allowed() == window.allowed(DRAWS)).all()
@@ -166,7 +166,7 @@ def test_the_bound_of_float64_is_what_it_is_made_of():
     window = _generated().window(0)
     instance = window.reference.instance
     computation = Computation(instance, instance.model(), torch.float64)
-    errors = RoundingErrors(computation, (range(4), 1.0), torch.float64)
+    errors = RoundingErrors(computation, [(range(4), 1.0)], torch.float64)
     sums = cancellation(computation, range(4), [range(1), range(1, 4)], window.reference.layout)
     for draws in (FEW_DRAWS, DRAWS):
         allowed = quick_bound(window.expected, 2) + sums + errors.noise(draws)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
+from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF, summation_bound
 from gradcheck_suite.numerics.comparison import Layout
+from gradcheck_suite.references.reference import Reference
 
 LINEAR = Layer("linear", bias=False, features=1)
 # the softmax of one feature is 1, so the last gradient is a sum of +1/N and -1/N, which the large batch adds up to 0
@@ -101,3 +103,66 @@ def test_preactivations_that_cancel_are_no_fault_of_the_problem():
     for sizes in ((1, 3), (2, 7), (5, 16), (17, 1)):
         verdict = check(MODES["zero_"], Case("cancelling", Plan(sizes, 2)), problem=problem)
         assert verdict.violation is None, sizes
+
+
+class _Normed(torch.nn.Module):
+    """A weight of length `length` and direction `v`; the gradient of one direction is a number minus itself."""
+
+    def __init__(self, wrong_by: float = 0.0) -> None:
+        super().__init__()
+        self.v, self.length = torch.nn.Parameter(torch.rand(1) + 0.1), torch.nn.Parameter(torch.rand(1) + 1)
+        self._wrong_by = wrong_by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = _WrongInFloat32.apply(self.v, self._wrong_by)
+        return x * (v * (self.length / v.norm()))
+
+
+class _WrongInFloat32(torch.autograd.Function):
+    """The identity; its backward adds a number in float32, as a fault of torch in that precision would."""
+
+    @staticmethod
+    def forward(ctx, v, wrong_by):
+        ctx.wrong_by = wrong_by
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + ctx.wrong_by * (gradient.dtype is torch.float32), None
+
+
+def _opposed(wrong_by: float = 0.0) -> Problem:
+    """Return a problem whose items have gradients of 5, 11, -16, 5, ... with respect to the weight."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        return _Normed(wrong_by)
+
+    def batch(items, seed):
+        return torch.tensor([[5.0], [11.0], [-16.0]], dtype=torch.float64).repeat(items, 1)[:items]
+
+    return Problem(model, batch, lambda model, batch: model(batch).sum(), reduction="sum")
+
+
+OPPOSED = Case("opposed", Plan((1, 1, 1), 3))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_micro_batches_that_cancel_each_other_have_rounding_errors_of_their_own_size(dtype):
+    """The large batch's gradient of the weight is 0, and so is its rounding error; no micro-batch's is."""
+    largest = 0.0
+    for seed in range(4):
+        case = OPPOSED.replace(dtype=dtype, seed=seed)
+        window = Reference(user_instance(case, _opposed())).window(0)
+        accumulated = np.sum(window.bound.contributions, axis=0)
+        largest = max(largest, float(np.max(np.abs(accumulated - window.expected) / window.allowed())))
+        verdict = check(MODES["zero_"], case, problem=_opposed())
+        assert (verdict.violation, verdict.finding, verdict.skipped) == (None, None, None)
+    assert largest > 1, "the errors of the large batch alone would allow it"
+
+
+def test_a_fault_of_float32_among_micro_batches_that_cancel_is_a_finding():
+    for size, found in ((1e-3, True), (1e-9, False)):
+        verdict = check(MODES["zero_"], OPPOSED.replace(dtype="float32"), problem=_opposed(size))
+        assert verdict.violation is None
+        assert ("the float32 computation of torch is wrong" in str(verdict.finding)) == found

@@ -17,7 +17,6 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import jax_reference, programs, reference
 from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.verification.check import TOO_FAR
 
 LINEAR = Layer("linear", bias=True, features=3)
 SPEC = ProblemSpec(Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean"))
@@ -218,7 +217,7 @@ def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(monkeypatc
     _expect_finding(case, by="the bfloat16 computation of torch is wrong")
 
 
-# momentum takes the parameters to where the gradient is 1e12, and torch's bfloat16 large batch exceeds the bound
+# momentum takes the parameters to where the gradient is 1e12 and attention's scores saturate
 FAR = Case(
     ProblemSpec(
         Input("sequence", length=3, padded=True, size=2),
@@ -242,5 +241,4 @@ def test_rounding_far_from_the_start_is_no_finding():
     verdict = check(MODES["zero_"], FAR)
     assert verdict.finding is None
     assert verdict.holds
-    assert TOO_FAR in verdict.windows_skipped
-    assert verdict.windows >= 1
+    assert verdict.windows >= 3
