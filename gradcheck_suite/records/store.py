@@ -20,7 +20,19 @@ from gradcheck_suite.records.sources import code_digest
 
 SCHEMA = 1
 FOLDER = "records"
-KINDS = ("verify", "benchmark", "memory", "claim", "zoo", "calibration", "bridge", "trainer", "audit", "atlas")
+KINDS = (
+    "verify",
+    "benchmark",
+    "memory",
+    "claim",
+    "zoo",
+    "calibration",
+    "bridge",
+    "trainer",
+    "audit",
+    "atlas",
+    "zero-or-none",
+)
 
 
 @dataclass(frozen=True)

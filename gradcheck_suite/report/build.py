@@ -20,6 +20,7 @@ from gradcheck_suite.report.sections.findings import findings
 from gradcheck_suite.report.sections.memory import memory
 from gradcheck_suite.report.sections.trainers import trainers
 from gradcheck_suite.report.sections.verification import verification
+from gradcheck_suite.report.sections.zero_or_none import zero_or_none
 from gradcheck_suite.report.sections.zoo import zoo
 from gradcheck_suite.report.violation import stored_violations
 
@@ -56,6 +57,7 @@ def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[S
         trainers(records.of("trainer")),
         findings(reports),
         atlas(records.of("atlas")),
+        zero_or_none(records.of("zero-or-none")),
         _provenance(records),
     ]
     return answers(records), tuple(section for section in sections if section is not None)

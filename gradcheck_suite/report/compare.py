@@ -170,6 +170,13 @@ def _atlas(records: list[Record]) -> Facts:
     }
 
 
+def _zero_or_none(records: list[Record]) -> Facts:
+    return {
+        f"{r.data.get('optimizer')}, {r.data.get('variant')}: zeros change": ", ".join(r.data.get("zero_changes", ()))
+        for r in records
+    }
+
+
 READERS: Mapping[str, Callable[[list[Record]], Facts]] = {
     "verify": _verdicts,
     "claim": _claims,
@@ -180,4 +187,5 @@ READERS: Mapping[str, Callable[[list[Record]], Facts]] = {
     "benchmark": _times,
     "memory": _memory,
     "atlas": _atlas,
+    "zero-or-none": _zero_or_none,
 }

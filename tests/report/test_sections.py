@@ -196,6 +196,22 @@ def test_an_atlas_has_a_page_where_there_is_one(tmp_path):
     assert section.tables[0].rows[1] == ("abs", "0", "float64", 0.0, "nan", False, "x")
 
 
+def test_what_zeros_change_has_a_row_for_each_optimizer(tmp_path):
+    row = {"optimizer": "SGD", "settings": {}, "law": "b <- momentum b", "before": 1.0, "after_none": 1.0,
+           "none_changes": [], "to_the_bit": True, "as_predicted": True}  # fmt: skip
+    record(tmp_path, "zero-or-none", variant="plain", zero_changes=[], after_zero=1.0, same=True, **row)
+    moved = {**row, "settings": {"momentum": 0.5}}
+    changed = ["parameter", "momentum_buffer"]
+    record(tmp_path, "zero-or-none", variant="momentum", zero_changes=changed, after_zero=0.5, same=False, **moved)
+    section = _section(build(tmp_path), "zero-or-none")
+    summary, values = section.tables
+    assert summary.rows == (
+        ("SGD", "nothing", "parameter, momentum_buffer", None, "nothing", "in some settings", "b <- momentum b"),
+    )
+    assert values.rows[1] == ("SGD", "momentum=0.5", 1.0, 0.5, 1.0, "parameter, momentum_buffer", "yes", "yes")
+    assert "2 of 2 settings" in section.text[2]
+
+
 def test_figures_older_than_their_code_are_marked(tmp_path):
     verdict(tmp_path, "zero_")
     benchmark(tmp_path, "zero_", 0.1)

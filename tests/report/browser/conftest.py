@@ -79,6 +79,16 @@ def _fill(folder, text):
     record(folder, "bridge", **bridged, loss_error=1e-9, widened=False, gradient_error=2e-7, allowed=1e-6)
     names = ("operation", "point", "dtype", "torch", "jax", "convention")
     record(folder, "atlas", rows=[{**dict.fromkeys(names, text), "agree": False}] * 3)
+    moved = {
+        "before": 1.0,
+        "after_zero": 0.5,
+        "after_none": 1.0,
+        "same": False,
+        "to_the_bit": True,
+        "as_predicted": True,
+    }
+    record(folder, "zero-or-none", optimizer=text, variant="plain", settings={text: text}, law=text,
+           zero_changes=[text], none_changes=[text], **moved)  # fmt: skip
     (folder / "findings").mkdir()
     (folder / "findings" / "one.md").write_text(f"# A finding {text}\n\n{text}\n\n```python\n{text}\n```\n")
 
