@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.evidence.claims import CLAIMS, SOURCES
     from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
     from gradcheck_suite.evidence.claims.loops import PRINTED
+    from gradcheck_suite.measure.machine import device_info
 
     unknown = [name for name in arguments.claims if name not in CLAIMS]
     if unknown:
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         }
         append_record(arguments.reports, "claim", data, environment=about)
         for row in finding.rows:
-            append_record(arguments.reports, "benchmark", row, environment=about)
+            made_on = {**about, "device": device_info(str(row["device"]))}
+            append_record(arguments.reports, "benchmark", row, environment=made_on)
     unexpected = False
     for printed in PRINTED if not arguments.claims else ():
         result = verify_printed(printed, examples=arguments.examples)

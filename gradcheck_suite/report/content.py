@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradcheck_suite.records.step_times import DEVICES
 from gradcheck_suite.report.provenance import Source
 
 Cell = str | int | float | None
@@ -226,7 +227,7 @@ def shown(value: Cell) -> str:
 
 def device_name(device: str) -> str:
     """Return what a reader calls a device."""
-    return {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+    return DEVICES.get(device, device)
 
 
 def to_json(report: Report) -> dict[str, Any]:

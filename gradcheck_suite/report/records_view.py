@@ -84,12 +84,16 @@ def current(records: Iterable[Record]) -> list[Record]:
     Times and bytes compare only within one machine and one set of versions, so older rows of another are left out.
     """
     records = list(records)
-    newest = {record.data.get("device"): _made_where(record) for record in records}
-    return [record for record in records if newest[record.data.get("device")] == _made_where(record)]
+    newest = {record.data.get("device"): record for record in records}
+    return [record for record in records if _made_where_made(record, newest[record.data.get("device")])]
 
 
-def _made_where(record: Record) -> tuple[Any, ...]:
-    return tuple(record.environment.get(name) for name in ("processor", "processor_count", "versions", "device"))
+def _made_where_made(record: Record, other: Record) -> bool:
+    """Return whether two records come from one machine and one set of versions; a record may not say its device."""
+    mine, others = record.environment, other.environment
+    device = mine.get("device"), others.get("device")
+    alike = all(mine.get(name) == others.get(name) for name in ("processor", "processor_count", "versions"))
+    return alike and (device[0] == device[1] or None in device)
 
 
 def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.records.step_times import answer, step_times, summary
+from gradcheck_suite.records.step_times import answer, pooled, step_times, summary
 
 
 def row(faster, pairs=12, **data):
-    return {"faster": faster, "pairs": pairs, "parameters": 10**6, "items": 1, "micro_batches": 8, "zero": 0.004,
-            "saved": 0.001, "bytes_between": 2**20, **data}  # fmt: skip
+    return {"device": "cpu", "faster": faster, "pairs": pairs, "parameters": 10**6, "items": 1, "micro_batches": 8,
+            "zero": 0.004, "none": 0.003, "saved": 0.001, "bytes_between": 2**20, **data}  # fmt: skip
 
 
 # of 12 pairs, a fair coin falls as unevenly as 10 to 2 with probability 2 * 79 / 4096 = 0.039, as 9 to 3 with 0.146
@@ -46,5 +46,37 @@ def test_the_claim_and_the_summary_say_the_same():
     )
 
 
+def test_the_claim_is_answered_for_each_device():
+    said = answer([row(12), row(0, device="cuda", saved=-0.002)])
+    assert said["sentence"].startswith("On the CPU, of 1 settings releasing is faster in 1, zeroing in 0,")
+    assert "On the GPU, of 1 settings releasing is faster in 0, zeroing in 1," in said["sentence"]
+    assert said["counterexample"] == "1e+06 parameters, 1 items, K = 8"
+    assert "1e+06 parameters, 1 items, K = 8 on the GPU: saved by releasing" in said["figures"]
+
+
 def test_nothing_timed_is_nothing_said():
     assert step_times([]).faster == ()
+
+
+def test_runs_that_disagree_decide_nothing():
+    """Planted: two runs of a setting, each significant alone, on opposite sides; and two on the same side."""
+    opposite, alike = [row(20, 21), row(0, 21)], [row(20, 21, items=64), row(15, 21, items=64)]
+    first, second = pooled([*opposite, *alike])
+    assert (first["faster"], first["pairs"], first["runs"], first["agree"]) == (20, 42, 2, False)
+    assert (second["faster"], second["pairs"], second["agree"]) == (35, 42, True)
+    assert step_times([{**first, "faster": 40}, second]).faster == ("neither", "none")
+    assert "one whose runs disagree counts as neither" in summary([first, second], "CPU")
+
+
+def test_runs_are_put_together():
+    first = row(12, saved_quartiles=[-0.001, 0.002])
+    second = row(2, saved=0.003, zero=0.006, none=0.003, saved_quartiles=[0.0, 0.004])
+    (found,) = pooled([{**first, "none": 0.002}, second, {**row(0, none=0.1), "disturbed": "the process waited"}])
+    assert found["saved_quartiles"] == (-0.001, 0.004)
+    assert (found["zero"], found["none"], found["saved"]) == pytest.approx((0.005, 0.0025, 0.002))
+    assert found["runs"] == 2
+
+
+def test_a_setting_that_was_disturbed_in_every_run_stays_disturbed():
+    (found,) = pooled([row(12, none=0.003, disturbed="the process waited")] * 2)
+    assert step_times([found]).disturbed == (found,)

@@ -86,6 +86,23 @@ def test_rows_of_another_machine_or_version_are_left_out(tmp_path):
     assert [row[0] for row in table.rows] == [3, 4]
 
 
+def test_a_record_that_does_not_say_its_device_is_of_the_same_machine(tmp_path):
+    """The claims' steps once lacked it, and pushed out the rows of the benchmarks."""
+    step = {"measures": "step", "device": "cpu", "items": 1, "micro_batches": 8, "zero": 0.004, "none": 0.003,
+            "saved": 0.001, "pairs": 21, "bytes_between": 2**20, "parameters": 1}  # fmt: skip
+
+    def shown(faster, device):
+        environment = {"processor": "P", **({} if device is None else {"device": device})}
+        append_record(tmp_path, "benchmark", {**step, "faster": faster}, environment=environment, command="b")
+        (table,) = _section(tmp_path, "decision").tables
+        return table.rows[0][7]
+
+    assert shown(20, {"torch_threads": 2}) == "20 of 21"
+    assert shown(1, {"torch_threads": 1}) == "1 of 21"
+    assert shown(3, None) == "24 of 63"
+    assert shown(5, {"torch_threads": 1}) == "9 of 63"
+
+
 def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
     """The claim's record says what an earlier run found; the report says what its own table of steps shows."""
     claim = {"number": "C1.8", "source": "S", "text": "t", "how": "h", "verdict": "conditional", "condition": "c",

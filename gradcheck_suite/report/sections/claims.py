@@ -29,10 +29,9 @@ def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = (
         steps: the timed steps that the section on steps shows; the claim about them is answered from the same ones.
     """
     claimed = latest([r for r in records if "number" in r.data], lambda d: d["number"])
-    on_cpu = [row for row in steps if row["device"] == "cpu"]
     found = []
     for record in sorted(claimed, key=lambda r: _order(str(r.data["number"]))):
-        data = {**record.data, **answer(on_cpu)} if record.data["number"] == STEPS and on_cpu else record.data
+        data = {**record.data, **answer(steps)} if record.data["number"] == STEPS and steps else record.data
         numbers, figures = _figures(str(data["number"]), data.get("figures") or {})
         found.append(
             Claim(

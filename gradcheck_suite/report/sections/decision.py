@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
-from gradcheck_suite.records.step_times import MODES, step_times, summary
+from gradcheck_suite.records.step_times import MODES, SETTING, pooled, step_times, summary
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.cost import ratio_plot
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources
-from gradcheck_suite.report.records_view import current, latest
+from gradcheck_suite.report.records_view import current
 
 KEY, TITLE, TAB = "decision", "When does releasing pay?", "cost"
 COMMAND = "pytest properties/benchmarks/bench_decision.py --bench-records reports"
 MIB = 2**20
-_WHAT = ("device", "parameters", "items", "micro_batches")
 
 
 def decision(records: Sequence[Record]) -> Section:
@@ -55,9 +54,9 @@ def _steps(records: Sequence[Record]) -> list[Record]:
 
 
 def timed_steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
-    """Return the latest times of steps of each setting, from benchmark records."""
-    rows = [r.data for r in latest(_steps(records), lambda d: tuple(d[name] for name in _WHAT))]
-    return sorted(rows, key=lambda d: tuple(d[name] for name in _WHAT))
+    """Return the times of steps of each setting, from the benchmark records of all runs."""
+    rows = pooled([record.data for record in _steps(records)])
+    return sorted(rows, key=lambda d: tuple(d[name] for name in SETTING))
 
 
 def ratio_figures(rows: Sequence[Mapping[str, Any]], height: int = 240) -> tuple[Figure, ...]:
@@ -70,7 +69,9 @@ def ratio_figures(rows: Sequence[Mapping[str, Any]], height: int = 240) -> tuple
 
 def _ratio_figure(rows: Sequence[Mapping[str, Any]], device: str, height: int) -> Figure:
     shown = [_ratio(row) for row in sorted(rows, key=lambda row: int(row["parameters"])) if not row.get("disturbed")]
-    intervals = "Bars span the middle half of the pairs. " if any(row["low"] is not None for row in shown) else ""
+    intervals = (
+        "Bars span the middle half of the pairs of every run. " if any(row["low"] is not None for row in shown) else ""
+    )
     return Figure(
         f"ratio-{device}",
         ratio_plot(shown, height),
