@@ -59,6 +59,16 @@ def _without_cuda() -> list[str]:
     return [reason for reason in (torch_without_cuda(), jax_without_gpu()) if reason is not None]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give each worker of `-n` consecutive tests, which share programs and fixtures, until one has none left.
+
+    pytest-xdist's default deals tests out in turn, so that every worker imports and compiles nearly everything.
+    """
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start where CUDA is required and missing; load the default profile where none is named."""
     if config.getoption("--require-cuda") and (reasons := _without_cuda()):
