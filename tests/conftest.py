@@ -5,6 +5,23 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.fixture
+def only_linear(monkeypatch):
+    """Let `verify` draw plans alone, on one small problem, so that next to nothing is compiled."""
+    from tests.one_problem import draw_only_linear
+
+    draw_only_linear(monkeypatch)
+
+
+@pytest.fixture
+def without_second_opinion(monkeypatch):
+    """Let `verify` ask JAX nothing about users' problems, so that none is exported and compiled."""
+    from gradcheck_suite.verification import verify
+    from gradcheck_suite.verification.second_opinion import SecondOpinion
+
+    monkeypatch.setattr(verify, "second_opinion", lambda cases, problem, *, budget_s: SecondOpinion())
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Ranks that start once for all tests that need them: it takes seconds to import torch."""

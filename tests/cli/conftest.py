@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.verification import verify as verification
+from tests.one_problem import LINEAR
 
 ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
-LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))
 LOOPS = """
 import torch
 from gradcheck_suite import Problem, training_loop
@@ -134,12 +130,6 @@ def run(project, capsys):
         return Outcome(status, captured.out, captured.err)
 
     return call
-
-
-@pytest.fixture
-def only_linear(monkeypatch):
-    """Draw one small problem only, so that nothing is compiled: what is drawn is tested elsewhere."""
-    monkeypatch.setattr(verification, "cases", lambda **o: cases(**{**o, "problem": o["problem"] or st.just(LINEAR)}))
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from gradcheck_suite.references import noise, reference, window_bounds
 from gradcheck_suite.schema.case import case_from_json
 from gradcheck_suite.schema.spec import ProblemSpec
 from gradcheck_suite.verification import check as checking
-from tests.cli.conftest import LINEAR, files
+from tests.cli.conftest import files
+from tests.one_problem import LINEAR
 
 SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")
 

@@ -12,8 +12,7 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
 from gradcheck_suite.verification.check import check
-
-from .conftest import LINEAR
+from tests.one_problem import LINEAR
 
 CASE = Case(LINEAR, Plan((1, 2), 2, epochs=2), seed=1)
 

@@ -176,6 +176,7 @@ def test_a_loop_that_hangs_is_a_violation(run, project):
     assert re.search(r"replay  gradcheck-suite replay \S+ --time-limit 0.2\n", outcome.out)
 
 
+@pytest.mark.usefixtures("without_second_opinion")
 def test_a_loop_that_hangs_on_a_users_problem_was_found_before_any_case_was_drawn(run, project):
     (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
     outcome = run("verify", "slow.py:loop", "--problem", "loops.py:PROBLEM", "--time-limit", 0.2)
@@ -230,6 +231,7 @@ def test_a_users_problem(run):
     assert "finding" not in outcome.out
 
 
+@pytest.mark.usefixtures("without_second_opinion")
 def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
     assert run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status == 1
     (stored,) = (project / "reports" / "counterexamples").glob("*.json")

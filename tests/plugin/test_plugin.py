@@ -12,13 +12,12 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
-from hypothesis import strategies as st
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.records.store import read_records
 from gradcheck_suite.verification import verify as verification
-from tests.cli.conftest import ENVIRONMENT, LINEAR, LOOPS
+from tests.cli.conftest import ENVIRONMENT, LOOPS
+from tests.one_problem import draw_only_linear
 
 NUMBERS = itertools.count()
 """Of test modules: each has a name of its own, since all are imported into this process."""
@@ -36,8 +35,7 @@ def run_pytest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "loops", raising=False)
-    # one small problem, so that nothing is compiled: what is drawn is tested elsewhere
-    monkeypatch.setattr(verification, "cases", lambda **o: cases(**{**o, "problem": o["problem"] or st.just(LINEAR)}))
+    draw_only_linear(monkeypatch)
     for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST"):
         monkeypatch.delenv(name, raising=False)
     for name in ENVIRONMENT:
@@ -126,7 +124,7 @@ def test_it(verify_training_loop):
     assert (record.data["examples"], record.data["cases"], record.data["seed"]) == (2, 2, 5)
 
 
-@pytest.mark.parametrize("loop", ["sound", "no_reset"])
+@pytest.mark.parametrize("loop", ["never", *(pytest.param(n, marks=pytest.mark.full) for n in ("sound", "no_reset"))])
 def test_the_command_line_and_the_plugin_record_the_same(run_pytest, tmp_path, loop, capsys):
     tests = f"""
 def test_it(verify_training_loop):

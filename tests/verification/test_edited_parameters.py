@@ -121,6 +121,7 @@ def test_the_optimizers_step_and_state_are_judged_all_the_same():
     assert check(_loop(_shrink, forget), case, assumes=EDITS).violation.diagnosis == "optimizer-state-lost"
 
 
+@pytest.mark.usefixtures("only_linear")
 def test_the_output_says_that_parameters_were_not_judged():
     result = verify(_loop(_shrink), examples=10, assumes=EDITS)
     assert result.holds

@@ -9,6 +9,8 @@ from gradcheck_suite import Problem, verify
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.verification.finite_gradients import OUTSIDE
 
+pytestmark = pytest.mark.usefixtures("without_second_opinion")
+
 
 class _Power(torch.nn.Module):
     def __init__(self, power: float) -> None:
@@ -47,7 +49,7 @@ def _noting(seen, change=lambda gradient: None):
 )
 def test_only_finite_gradients_are_drawn_and_as_many_cases_judged(problem, dtype):
     free, seen = [], []
-    options = {"problem": problem, "examples": 20, "dtype": dtype, "second_opinion_s": 0}
+    options = {"problem": problem, "examples": 20, "dtype": dtype}
     assert verify(_noting(free), **options).holds
     assert not all(free)
     result = verify(_noting(seen, lambda g: g.nan_to_num_(0.0, 0.0, 0.0)), **options, assumes=("finite-gradients",))
@@ -59,5 +61,5 @@ def test_only_finite_gradients_are_drawn_and_as_many_cases_judged(problem, dtype
 
 def test_a_wrong_finite_gradient_is_found():
     loop = _noting([], lambda g: g.nan_to_num_(0.0, 0.0, 0.0).mul_(1.5))
-    options = {"problem": _problem(0.5), "examples": 5, "second_opinion_s": 0, "assumes": ("finite-gradients",)}
+    options = {"problem": _problem(0.5), "examples": 5, "assumes": ("finite-gradients",)}
     assert verify(loop, **options).violation.diagnosis == "wrong-scale"

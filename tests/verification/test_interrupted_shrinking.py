@@ -11,6 +11,7 @@ from gradcheck_suite.generation.cases import size_of
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.verification.search import Search
 
+pytestmark = pytest.mark.usefixtures("only_linear")
 LOOP = BUGS["tail-dropped"].loop
 
 
@@ -42,7 +43,7 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
     assert whole.shrinking is None
     assert last_line(whole).endswith("then shrunk to this one")
     sizes.clear()
-    note.interrupt_at = 12
+    note.interrupt_at = 5
     result = verify(LOOP, examples=30)
     assert result.interrupted
     assert result.violation.diagnosis == whole.violation.diagnosis
@@ -54,7 +55,7 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
 
 def test_a_second_interrupt_keeps_the_first_case(seen, monkeypatch):
     _, note = seen
-    note.interrupt_at = 12
+    note.interrupt_at = 5
 
     def interrupted(self):
         raise KeyboardInterrupt

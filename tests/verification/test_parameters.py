@@ -178,6 +178,7 @@ def test_a_frozen_parameter_may_not_change_either():
         assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
 
 
+@pytest.mark.usefixtures("only_linear")
 def test_steps_that_were_not_judged_are_counted_over_all_cases():
     def leap(run):
         for group in run.optimizer.param_groups:
@@ -315,6 +316,7 @@ def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
         assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
 
 
+@pytest.mark.usefixtures("only_linear")
 @pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
 def test_gradients_of_earlier_parameters_are_found_by_default(loop):
     violation = verify(loop, examples=60).violation

@@ -9,6 +9,7 @@ from gradcheck_suite import CannotRunHere, Case, Input, Layer, Loss, Plan, Probl
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.trainers.linear_problems import MEAN, SUM
 
+pytestmark = pytest.mark.usefixtures("without_second_opinion")
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))
 
 
