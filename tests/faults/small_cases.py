@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
@@ -54,3 +54,11 @@ def diagnoses(
         case = case.replace(device=device) if problem is None else case.replace(problem="problem", device=device)
         if (violation := check(loop, case, problem=problem, assumes=assumes).violation) is not None:
             yield f"{violation.kind}/{violation.diagnosis}"
+
+
+def until(wanted: Collection[str], names: Iterable[str]) -> Iterator[str]:
+    """Yield names up to the first wanted one, so that no further case is run."""
+    for name in names:
+        yield name
+        if name in wanted:
+            return

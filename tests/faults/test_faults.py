@@ -7,18 +7,19 @@ import pytest
 from gradcheck_suite import check, verify
 from gradcheck_suite.evidence.zoo.bugs.denominators import mean_of_means
 from properties.devices import DEVICES
-from tests.faults.loops import WANTED, reset_once_per_epoch, updates_by_hand_as_well
-from tests.faults.small_cases import diagnoses
+from tests.faults.loops import WANTED, updates_by_hand_as_well
+from tests.faults.small_cases import diagnoses, until
 
 EXAMPLES = 200
-SEARCHED = (reset_once_per_epoch, updates_by_hand_as_well)
-"""The faults that are searched for in every run of the tests; the others are marked `full`."""
+SEARCHED = (updates_by_hand_as_well,)
+"""Searched for in every run of the tests, as are faults of gradients in `tests/evidence/zoo`."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loop", WANTED, ids=lambda loop: loop.__name__)
 def test_a_fault_is_found_and_named_on_a_small_case(loop, device):
-    assert set(diagnoses(loop, device=device)) & WANTED[loop]
+    names = list(until(WANTED[loop], diagnoses(loop, device=device)))
+    assert WANTED[loop].intersection(names), names
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,6 @@ def test_a_fault_is_found_named_and_shrunk(loop):
 
 
 def test_the_same_seed_finds_the_same_smallest_case():
-    first, second = (verify(mean_of_means, examples=EXAMPLES, seed_value=5) for _ in range(2))
+    first, second = (verify(mean_of_means, examples=EXAMPLES) for _ in range(2))
     assert first.violation.case == second.violation.case
     assert first.found_after == second.found_after

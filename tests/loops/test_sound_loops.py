@@ -1,4 +1,4 @@
-"""Correct loops, written in many ways, are never reported as violated: 12 cases each, and 1,000 with `--full`.
+"""Correct loops, written in many ways, are never reported as violated: 12 cases each, and 250 with `--full`.
 
 The properties check the built-in loops, real optimizers and lower precisions in every run.
 """
@@ -14,7 +14,7 @@ from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.references import reference
 
-MANY = 1000
+MANY = 250
 LOOPS = []
 
 
@@ -223,7 +223,8 @@ def _explanation(result) -> str:
 @pytest.mark.parametrize("examples", [12, pytest.param(MANY, marks=pytest.mark.full)])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_sound_loop_is_not_reported(loop, examples):
-    result = verify(loop, examples=examples, seed_value=1)
+    # the few are the first cases of every search with the default seed, whose programs other tests compile too
+    result = verify(loop, examples=examples, seed_value=examples // MANY)
     assert result.holds, _explanation(result)
     assert result.cases >= examples
     assert result.findings == ()
