@@ -196,13 +196,14 @@ def test_a_loop_may_change_what_it_is_given():
     assert status(script, scribbles) == 0
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_loop_of_the_suites_own_is_printed_in_full(name):
-    text = script_text(BUILT_IN[name], name, violation_of(no_reset, Case(LINEAR, PLAN)))
-    assert "import gradcheck_suite" not in text
-    assert "from gradcheck_suite" not in text
-    holds = name != "summed" and "equal-micro-batches" not in getattr(BUILT_IN[name], "assumes", ())
-    assert load(text).main() == (0 if holds else 1)
+def test_a_loop_of_the_suites_own_is_printed_in_full():
+    violation = violation_of(no_reset, Case(LINEAR, PLAN))
+    for name, loop in BUILT_IN.items():
+        text = script_text(loop, name, violation)
+        assert "import gradcheck_suite" not in text, name
+        assert "from gradcheck_suite" not in text, name
+        holds = name != "summed" and "equal-micro-batches" not in getattr(loop, "assumes", ())
+        assert load(text).main() == (0 if holds else 1), name
 
 
 def problem(**changes):
@@ -266,8 +267,15 @@ def named(name):
     return namespace[name]() if name == "make" else namespace[name]
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [("float64", "sgd"), ("bfloat16", None)])
-@pytest.mark.parametrize("name", ["PROBLEM", "COUNTED", "SUMMED", "make"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "optimizer"),
+    [
+        ("PROBLEM", "float64", "sgd"),
+        ("COUNTED", "bfloat16", None),
+        ("SUMMED", "float64", "sgd"),
+        ("make", "bfloat16", None),
+    ],
+)
 def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
     case = Case(f"{users_file}:{name}", Plan((1, 2, 3), 2, 2), dtype=dtype, optimizer=optimizer)
     _, text, _ = assert_script_is_right(no_reset, case, named(name))
