@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradcheck_suite.generation.plans import plans
     from gradcheck_suite.generation.problems import problems
     from gradcheck_suite.live.context import audit, objective
+    from gradcheck_suite.trainers.transformers_loop import transformers_loop
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
@@ -34,6 +35,7 @@ _LAZY = {
     "objective": "live.context",
     "plans": "generation.plans",
     "problems": "generation.problems",
+    "transformers_loop": "trainers.transformers_loop",
     "verify": "verification.verify",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "plans",
     "problems",
     "training_loop",
+    "transformers_loop",
     "verify",
 ]
 

@@ -1,4 +1,4 @@
-"""Ask every installed trainer on which plans it holds; print and record the answers."""
+"""Ask trainers, or loops of one's own, on which plans they hold; print and record the answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ DEFAULT_EXAMPLES = 20
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "trainers", nargs="*", metavar="TRAINER", help="names of trainers; without one, all that are installed"
+        "trainers",
+        nargs="*",
+        metavar="LOOP",
+        help="names of trainers, or loops of one's own as FILE.py:NAME or package.module:NAME; without one, all "
+        "trainers that are installed",
     )
+    parsers.add_problem(parser)
     parser.add_argument(
         "--heads",
         action="store_true",
@@ -49,26 +54,31 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(aligned((name, f"{t.about} [{t.status}]") for name, t in TRAINERS.items())))
         return exit_status.HOLDS
     environment.expect_main_job()
-    trainers = _chosen(_models_only(arguments.trainers) if arguments.heads else arguments.trainers)
+    trainers = _chosen(_models_only(arguments) if arguments.heads else arguments.trainers)
     output_paths.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
     note_untested_trainers(trainer.name for trainer in trainers)
+    from gradcheck_suite.cli.libraries import libraries_of
+    from gradcheck_suite.cli.loading import resolve_problem
     from gradcheck_suite.cli.verdict_text import subjects
     from gradcheck_suite.trainers.console_table import closing, line
-    from gradcheck_suite.trainers.questions import model_questions
+    from gradcheck_suite.trainers.questions import model_questions, on_problem
     from gradcheck_suite.trainers.study import ask
 
-    about = environment.environment(PACKAGES)
+    problem = None if arguments.problem is None else resolve_problem(arguments.problem)
+    libraries = [name for trainer in trainers if not trainer.requires for name in libraries_of(trainer.loop)]
+    about = environment.environment((*PACKAGES, *libraries))
+    about_what = subjects((trainer.name for trainer in trainers), about["versions"], libraries)
     print(
-        f"{subjects((trainer.name for trainer in trainers), about['versions'])}: up to {arguments.examples} cases for "
-        f"each question, seed {arguments.seed}, float64 on cpu",
+        f"{about_what}: up to {arguments.examples} cases for each question, seed {arguments.seed}, float64 on cpu",
         flush=True,
     )
     answers = []
     try:
         for trainer in trainers:
-            for question in model_questions() if arguments.heads else trainer.questions:
-                answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed)
+            own = trainer.questions if problem is None else on_problem(arguments.problem)
+            for question in model_questions() if arguments.heads else own:
+                answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed, problem=problem)
                 if answer.result is not None and answer.result.interrupted:
                     raise KeyboardInterrupt
                 answers.append(answer)
@@ -88,17 +98,29 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_status.status_of(violated=any(answer.violated for answer in answers), findings=findings)
 
 
-def _models_only(names: list[str]) -> list[str]:
-    if others := [name for name in names if name != "hf-trainer"]:
+def _models_only(arguments: argparse.Namespace) -> list[str]:
+    if arguments.problem is not None:
+        raise UsageError("--heads asks about models of its own: leave out --problem, or leave out --heads")
+    if others := [name for name in arguments.trainers if name != "hf-trainer"]:
         raise UsageError(f"--heads asks hf-trainer alone; got {others[0]!r}: leave it out, or leave out --heads")
     return ["hf-trainer"]
 
 
+def _named(name: str) -> Trainer:
+    from gradcheck_suite.cli.loading import resolve_loop
+
+    if name in TRAINERS:
+        return TRAINERS[name]
+    if ":" in name:
+        return Trainer(name, resolve_loop(name), "a loop of one's own")
+    raise UsageError(
+        f"expected a loop of one's own as FILE.py:NAME, or the name of a trainer, one of {', '.join(TRAINERS)}; "
+        f"got {name!r}"
+    )
+
+
 def _chosen(names: list[str]) -> list[Trainer]:
-    for name in names:
-        if name not in TRAINERS:
-            raise UsageError(f"expected the name of a trainer, one of {', '.join(TRAINERS)}; got {name!r}")
-    chosen = [TRAINERS[name] for name in names]
+    chosen = [_named(name) for name in names]
     for trainer in chosen:
         if trainer.missing:
             raise CannotRunHere(trainer.missing)

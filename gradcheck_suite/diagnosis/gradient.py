@@ -174,7 +174,8 @@ def _on_probe(
         if found := _explain_run(recorder, again, window, comparison, step):
             return found
         here = diagnose_case(window, comparison, step // len(probe.plan.windows))
-        if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS):
+        # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
+        if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not recorder.called):
             return here
     return explain_weights(probe, steps, step, runner)
 

@@ -56,7 +56,7 @@ class LossRecorder:
 
     Attributes:
         calls: those with a `torch.nn.Module`, in order.
-        called: whether the loop calls the loss at all.
+        called: whether the loop calls the loss to train, which a look under `no_grad` is not.
         original: the instance whose loss is recorded.
         instance: the instance that records.
     """
@@ -73,7 +73,7 @@ class LossRecorder:
         self._steps += 1
 
     def _recorded(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        self.called = True
+        self.called |= torch.is_grad_enabled()
         if not (isinstance(model, torch.nn.Module) and torch.is_grad_enabled()):
             return self._loss(model, batch)
         call = LossCall(

@@ -6,16 +6,17 @@ not linear. Without one, the difference is a finding, since parameters may be us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from gradcheck_suite.live.forwards import point_of
+from gradcheck_suite.live.custom_functions import LEAST, first_calls, judge_function
+from gradcheck_suite.live.forwards import RandomState, point_of
 from gradcheck_suite.live.names import parameter_name
 from gradcheck_suite.live.passes import Pass, supported
-from gradcheck_suite.live.replay import How, Replayed, backward_hooks, replay
+from gradcheck_suite.live.replay import How, Replayed, backward_hooks, quiet, replay
 from gradcheck_suite.live.steps import Judged, Step
 from gradcheck_suite.live.sum_judge import clip_factor
 from gradcheck_suite.live.sums import Explanation
@@ -133,7 +134,7 @@ def _of_the_backward(parts: Sequence[Part], observed: Observed, factor: float, e
     if scaled.worst is None:
         names = ", ".join(hooked[:3])
         return f"a backward hook on a module ({names}) changes the gradient by {error:.2g} of its size"
-    functions = sorted({name for found in replayed for name in found.functions})
+    functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
     what = (
         f"a hook on a module ({', '.join(hooked[:3])})" if hooked else f"custom function {', '.join(functions) or '?'}"
     )
@@ -178,6 +179,7 @@ def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
         difference = compare(observed, whole, factor, lambda seed: whole)
         if difference.worst is None or result.violation is not None:
             result.again, result.error = ONE_BATCH, difference.error
+            _judge_functions(step, parts, whole.functions, result)
             return
     difference, total, replayed = _computed(parts, observed, factor, How())
     if not total.gradients.keys() & observed.keys():
@@ -193,7 +195,7 @@ def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
         mixed = Total()
         for part in parts:
             how = How(modes=modes.get(part), scale=_scale_of(part))
-            mixed.add(replay(part.forward, part.forward.arguments, part.cotangents, how).gradients, part.weight)
+            mixed.add(replay(part.forward, part.forward.arguments, part.cotangents, how), part.weight)
         difference = compare(observed, mixed, factor, lambda seed: mixed)
         if difference.worst is not None:
             result.error = difference.error
@@ -202,6 +204,31 @@ def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
         result.findings.append(fault)
     elif fault is not None:
         _blame(step, fault, parts, replayed, difference, result)
+    else:
+        _judge_functions(step, parts, total.functions, result)
+
+
+def _judge_functions(step: Step, parts: Sequence[Part], kinds: Set[type], result: Judged) -> None:
+    """Judge those custom functions on the way that no earlier window has shown."""
+    new = kinds - step.memory.functions
+    if not new or result.violation is not None:
+        return
+    step.memory.functions |= new
+    before = RandomState.now()
+    with first_calls(new) as calls:
+        for part in parts:
+            if calls.keys() != new:
+                _again(part)
+    with quiet():
+        verdicts = [judge_function(call) for call in calls.values()]
+    before.set()
+    for verdict in verdicts:
+        if verdict.note:
+            result.findings.append(f"custom function {verdict.name}: {verdict.note}")
+        if verdict.fault and result.violation is None:
+            sentence = SENTENCES["wrong-backward"].format(name=verdict.name, fault=verdict.fault)
+            result.violation = replace(step.violation("wrong-backward", sentence), error=verdict.error, allowed=LEAST)
+            result.error = None  # the window was computed again with the same fault
 
 
 def _blame(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
+from gradcheck_suite.live.custom_functions import kinds_of
 from gradcheck_suite.live.forwards import Forward, RandomState, differentiable
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 
@@ -53,13 +54,13 @@ class Replayed:
     Attributes:
         gradients: of the parameters that they reach.
         outputs: the output tensors through which a gradient may come, in the order of the recorded ones.
-        functions: names of custom `torch.autograd.Function`s on the way.
+        functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
     """
 
     gradients: Gradients = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    functions: tuple[str, ...] = ()
+    functions: frozenset[type] = frozenset()
     random: bool = False
 
 
@@ -128,20 +129,6 @@ def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
     return value + signs.to(value.dtype) * (2 * unit) * value
 
 
-def _custom_functions(outputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    names, seen = set(), set()
-    queue: list[Any] = [output.grad_fn for output in outputs]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.add(type(node).__name__.removesuffix("Backward"))
-        queue.extend(child for child, _ in node.next_functions)
-    return tuple(sorted(names))
-
-
 class _Whole(torch.nn.Module):
     """Runs a function of a module while its parameters and buffers are replaced, the backward pass included."""
 
@@ -155,7 +142,8 @@ class _Whole(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Drop what the user's code prints and warns of."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -202,13 +190,13 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
         both = zip(real.values(), gradients, strict=True)
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
-        result.functions = _custom_functions(outputs)
+        result.functions = kinds_of(outputs)
 
     handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     replaced = {f"inner.{name}": tensor for name, tensor in {**leaves, **state}.items()}
     try:
-        with _unchanged(module), hooks, _quiet(), torch.enable_grad():
+        with _unchanged(module), hooks, quiet(), torch.enable_grad():
             torch.func.functional_call(_Whole(module), replaced, (compute,))
     finally:
         handle.remove()

@@ -51,6 +51,7 @@ class Memory:
         singles: number of windows of one micro-batch in a row.
         windows: number of windows whose sum was judged.
         lines: `file:line` of a call of backward -> number of these windows in which it is.
+        functions: classes of custom functions that were judged.
     """
 
     histories: dict[Hashable, History] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Memory:
     singles: int = 0
     windows: int = 0
     lines: Counter[str] = field(default_factory=Counter)
+    functions: set[type] = field(default_factory=set)
 
     def strays(self) -> list[str]:
         """Return what there is to say of calls of backward that only some windows have, beside one that all have."""

@@ -97,17 +97,20 @@ class Total:
         sizes: id of a parameter -> the sum of the 2-norms of its contributions.
         terms: number of contributions.
         dtype: the coarsest dtype in which contributions may be added up, where that is not the gradient's.
+        functions: classes of the custom functions on the way.
     """
 
     gradients: Gradients = field(default_factory=dict)
     sizes: dict[int, float] = field(default_factory=dict)
     terms: int = 0
     dtype: str | None = None
+    functions: frozenset[type] = frozenset()
 
-    def add(self, gradients: Gradients, weight: float) -> None:
+    def add(self, found: Replayed, weight: float) -> None:
         """Add a contribution."""
         self.terms += 1
-        for key, gradient in gradients.items():
+        self.functions |= found.functions
+        for key, gradient in found.gradients.items():
             scaled = (gradient.to_dense() if gradient.layout != torch.strided else gradient) * weight
             self.gradients[key] = self.gradients[key] + scaled if key in self.gradients else scaled
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
@@ -121,7 +124,7 @@ def by_micro_batch(parts: Sequence[Part], how: Callable[[Part], How]) -> tuple[T
         total.dtype = next((str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None)
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how(part))
-        total.add(found.gradients, part.weight)
+        total.add(found, part.weight)
         replayed.append(replace(found, gradients={}))
     return total, replayed
 
@@ -194,7 +197,7 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
     if found.random or not _same_outputs(parts, found, rows):
         return None
     total = Total()
-    total.add(found.gradients, 1.0)
+    total.add(found, 1.0)
     total.terms = sum(rows)
     return total
 

@@ -31,6 +31,8 @@ SENTENCES = {
     "others: call model.train() after every evaluation",
     "nonlinear-backward": "the backward pass of {what} is no linear function of the gradient that it receives, so "
     "micro-batches do not add up to one batch (it ignores the gradient, clips or normalises it)",
+    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward (if that is on purpose, "
+    "accept it with --accept wrong-backward)",
     "not-reduced": "only this rank's own gradient is in `.grad` at the step: reduce it over the ranks in the window's "
     "last backward pass (look for no_sync left on)",
     "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "

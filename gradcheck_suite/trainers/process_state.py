@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,15 +31,21 @@ def reset_accelerate() -> None:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silence warnings and these loggers below errors: a trainer's advice is no verdict on it."""
+    """Silence warnings, progress bars of datasets, and these loggers below errors: a trainer's advice is no verdict."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    datasets = sys.modules.get("datasets")
+    shown = datasets is not None and not datasets.are_progress_bars_disabled()
+    if datasets is not None and shown:
+        datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        if datasets is not None and shown:
+            datasets.enable_progress_bars()
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_SIZE = 4
 """Largest K and largest micro-batch that are drawn."""
@@ -74,6 +74,11 @@ SMOOTHED = (
 """The question about a trainer that smooths its labels."""
 MODEL = "head "
 """The name of a question about one model of transformers starts so, in records too."""
+
+
+def on_problem(name: str) -> tuple[Question, ...]:
+    """Return the questions about plans, asked about a problem of somebody's own."""
+    return tuple(replace(question, problem=name) for question in PLANS if question.problem != _SUM)
 
 
 def model_questions() -> tuple[Question, ...]:

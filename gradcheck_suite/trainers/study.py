@@ -68,17 +68,27 @@ def cut_plans(draw: st.DrawFn, cut: Cut) -> Plan:
     return Plan(tuple(sizes), k, draw(st.integers(*cut.epochs)))
 
 
-def ask(trainer: Trainer, question: Question, *, examples: int, seed: int = 0) -> Answer:
-    """Ask a trainer one question; where it cannot be loaded or does not take the problem, the answer says why."""
+def ask(
+    trainer: Trainer, question: Question, *, examples: int, seed: int = 0, problem: Problem | None = None
+) -> Answer:
+    """Ask a trainer one question; where it cannot be loaded or does not take the problem, the answer says why.
+
+    Args:
+        trainer: the subject.
+        question: what is asked.
+        examples: number of cases.
+        seed: of the cases.
+        problem: in place of the one that the question names.
+    """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
-        loop, problem = trainer.load(), _problem(question.problem)
+        loop, asked = trainer.load(), problem or _problem(question.problem)
         # models of transformers warn about themselves through the same loggers as its trainer
         with quiet("transformers"):
             result = verify(
                 loop,
                 name=trainer.name,
-                problem=problem,
+                problem=asked,
                 problem_name=question.problem,
                 plan=small if question.cut is None else cut_plans(question.cut),
                 examples=examples,

@@ -14,14 +14,14 @@ from gradcheck_suite.trainers.questions import PLANS, Question
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer that can be a subject.
+    """A trainer that can be a subject: one with an adapter, or a loop in somebody's own file.
 
     Attributes:
         name: the name that `verify` and `trainers` take.
         loop: the training loop; it imports the trainer's package when it is called.
         about: one line on what runs.
         requires: requirements such as `"accelerate>=1.0"`, the trainer's package first; the extra of that name lists
-            the same.
+            the same. Empty for a loop in somebody's own file.
         tested: versions of the trainer's package that the adapter is tested with.
         imports: `module:name` of what the loop uses of the packages.
         questions: what `gradcheck-suite trainers` asks.
@@ -30,8 +30,8 @@ class Trainer:
     name: str
     loop: Loop
     about: str
-    requires: tuple[str, ...]
-    tested: tuple[str, ...]
+    requires: tuple[str, ...] = ()
+    tested: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     questions: tuple[Question, ...] = PLANS
 
@@ -42,8 +42,8 @@ class Trainer:
 
     @property
     def package(self) -> str:
-        """The trainer's own distribution."""
-        return self.packages[0]
+        """The trainer's own distribution; empty for a loop in somebody's own file."""
+        return self.packages[0] if self.packages else ""
 
     @property
     def place(self) -> str:
@@ -53,7 +53,7 @@ class Trainer:
     @property
     def version(self) -> str | None:
         """The installed version, or None."""
-        return _version(self.package)
+        return _version(self.package) if self.package else None
 
     @property
     def missing(self) -> str | None:
@@ -76,6 +76,8 @@ class Trainer:
     @property
     def status(self) -> str:
         """The installed version, or that there is none."""
+        if not self.package:
+            return "own file"
         return f"{self.package} is not installed" if self.version is None else f"{self.package} {self.version}"
 
     def load(self) -> Loop:

@@ -22,6 +22,7 @@ FAULTY = {
     "faulty_divided_twice": "wrong-scale",
     "faulty_first_window_short": "wrong-scale",
     "faulty_function_ignores_its_gradient": "not-linear",
+    "faulty_function_wrong_factor": "wrong-backward",
     "faulty_gan_leaks": "stale-window",
     "faulty_halved_after_each_micro_batch": "rescaled-accumulator",
     "faulty_head_steps_each_micro_batch": "moving-parameters",

@@ -25,11 +25,13 @@ OLD, NEW = at_version("transformers", "4.45.2"), at_version("transformers", "5.2
 # equal counts, unequal counts, short last window, epoch shorter than K, several epochs, sum loss
 BY_K = (None, "mean-of-means", "tail-leak", "wrong-scale", None, "wrong-scale")
 RIGHT = (None,) * len(PLANS)
+BY_LENGTH = (None, "mean-of-means", None, None, None, "wrong-scale")
 IN_OLD = {"hf-trainer": BY_K, "hf-trainer-plain": BY_K}
 IN_NEW = {
-    "hf-trainer": RIGHT,
+    "hf-trainer": BY_LENGTH,
+    "hf-trainer-counted": RIGHT,
     "hf-trainer-loss-func": RIGHT,
-    "hf-trainer-plain": (None, "mean-of-means", None, None, None, "wrong-scale"),
+    "hf-trainer-plain": BY_LENGTH,
 }
 
 
@@ -121,6 +123,36 @@ def test_the_new_trainer_leaves_the_division_to_models_that_ignore_the_count(nam
 def test_the_new_trainer_holds_where_the_model_takes_the_count(name):
     problem = resolve_problem(f"gradcheck_suite.trainers.models:{name}")
     assert check(TRAINERS["hf-trainer"].load(), Case(name, Plan((1, 2, 2), 2)), problem=problem).holds
+
+
+def wrapped(name, task, targets):
+    """Return a problem whose model PEFT wraps, with adapters that change its outputs."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    own = resolve_problem(f"gradcheck_suite.trainers.models:{name}")
+
+    def model(seed):
+        plain = own.model(seed)
+        options = {"task_type": task, "r": 2, "target_modules": targets, "init_lora_weights": False}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return peft.get_peft_model(plain, peft.LoraConfig(**options))
+
+    return Problem(model, own.batch, own.loss, count=own.count)
+
+
+@NEW
+@pytest.mark.filterwarnings("default")
+def test_a_model_that_peft_wraps_is_trained_as_it_is():
+    """transformers#47688 with LoRA: the gradient is K times too large; a Llama divides by the count."""
+    hf_trainer = TRAINERS["hf-trainer"].load()
+    bert = wrapped("BertForSequenceClassification", "SEQ_CLS", ["query", "value"])
+    violation = check(hf_trainer, Case("bert", Plan((2, 2, 2), 3)), problem=bert).violation
+    assert violation.diagnosis == "wrong-scale"
+    assert "every item of the window weighs 3 times what it should" in violation.explanation
+    violation = check(hf_trainer, Case("bert", Plan((1, 3, 2), 3)), problem=bert).violation
+    assert "each micro-batch's mean has weight 1, 3 times the mean of means" in violation.explanation
+    llama = wrapped("LlamaForCausalLM", "CAUSAL_LM", ["q_proj", "v_proj"])
+    assert check(hf_trainer, Case("llama", Plan((1, 3, 2), 3)), problem=llama).holds
 
 
 def test_another_loss_than_the_models_own_is_refused():

@@ -138,7 +138,8 @@ def _trainers(asked: argparse.Namespace) -> list[Command]:
     if asked.heads:
         raise UsageError("--heads asks one trainer and is no campaign: gradcheck-suite trainers --heads")
     chosen = asked.trainers or [trainer.name for trainer in TRAINERS.values() if trainer.missing is None]
-    options = ("--examples", str(asked.examples), "--seed", str(asked.seed))
+    options = ["--examples", str(asked.examples), "--seed", str(asked.seed)]
+    options += [] if asked.problem is None else ["--problem", asked.problem]
     return [("trainers", name, *options, *(("--exit-zero",) if asked.exit_zero else ())) for name in chosen]
 
 

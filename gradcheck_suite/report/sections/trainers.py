@@ -89,7 +89,7 @@ def _explanation(data: Mapping[str, Any]) -> str | None:
 
 
 def _version(data: Mapping[str, Any]) -> str:
-    return f"{data['package']} {data['version']}"
+    return f"{data['package']} {data['version']}" if data["package"] else "own file"
 
 
 def _cell(data: Mapping[str, Any] | None) -> Cell:
