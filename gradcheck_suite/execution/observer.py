@@ -88,10 +88,10 @@ class Observer:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.observations: list[Observation] = []
         self.exceeded = False
-        self._limit, self._all = limit, dict(model.named_parameters())
+        self._model, self._limit, self._all = model, limit, dict(model.named_parameters())
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self._last = {name: p.detach().clone() for name, p in self._all.items()}
-        self.start = self._last
+        self.last = {name: p.detach().clone() for name, p in self._all.items()}
+        self.start = self.last
         self._state_after = self.start_state = self._state(optimizer)
         self._evaluations: list[Evaluation] = []
         self._before: dict[str, Any] = {}
@@ -103,9 +103,9 @@ class Observer:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return copies of all parameters; one that has not changed since the last call is not copied again."""
-        old = self._last
-        self._last = {n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()}
-        return self._last
+        old = self.last
+        self.last = {n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()}
+        return self.last
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if len(self.observations) >= self._limit:
@@ -168,7 +168,7 @@ class Observer:
             return
         if not self._evaluations:
             # another hook has replaced the closure; torch's optimizers leave gradients as they are
-            known = self._last
+            known = self.last
             self._evaluate(optimizer)
             self._evaluations = [replace(self._evaluations[0], parameters=known)]
             self._before["state"] = self._state_after

@@ -17,6 +17,7 @@ from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
 from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.quiet import loop_output
+from gradcheck_suite.execution.ranks.sharded import RankObserver, as_before_sharding
 from gradcheck_suite.execution.skipped_steps import skipped_steps
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint, is_import_failure
@@ -72,7 +73,8 @@ def run_loop(
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
     """
     run = instance.run(rank)
-    observer = Observer(run.model, run.optimizer, limit=instance.case.plan.step_limit)
+    alone = run.world_size == 1
+    observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
     skipped: list[int] = []
@@ -106,12 +108,13 @@ def run_loop(
         observations=observer.observations,
         start=observer.start,
         start_state=observer.start_state,
-        parameters=observer.values(),
+        # other ranks do not gather sharded parameters where this one has failed
+        parameters=observer.values() if alone or raised is None else observer.last,
         raised=None if endless else raised,
         trace=trace,
         timed_out=timed_out,
         endless=endless,
-        structure=structure_changes(before, structure(run.model)),
+        structure=structure_changes(before, as_before_sharding(structure(run.model), before)),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
         skipped=tuple(skipped),

@@ -5,19 +5,40 @@ A loop that adds up gradients once per window communicates as much for every num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.instance import Instance, generated_instance
+from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.loops.ranks import RANK_LOOPS
+from gradcheck_suite.loops.ranks.laws import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    Kinds,
+    Sharing,
+    predicted,
+)
+from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import Loop
 from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 STEPS = (1, 4)
 """The numbers of accumulation steps that are compared."""
-FEW, MANY = 2, 4
-"""Numbers of windows: their difference leaves out what a run or an epoch communicates once."""
+FEW, MANY = 4, 6
+"""Numbers of windows: their difference leaves out what a run communicates once, which takes up to three windows."""
+NAMES = {
+    "allreduce_": ALL_REDUCE,
+    "_allgather_base_": ALL_GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+    "broadcast_": BROADCAST,
+}
+"""Operation of `c10d` -> the collective's name."""
+PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+"""A model of two parameters that every micro-batch reaches."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +47,21 @@ class Traffic:
 
     Attributes:
         accumulation_steps: K of the windows.
-        collectives: number of collectives that it enters.
-        bytes: bytes that it gives to them.
+        kinds: name of each collective that it enters -> how often, and the bytes that it gives to all of these.
     """
 
     accumulation_steps: int
-    collectives: float
-    bytes: float
+    kinds: Mapping[str, tuple[float, float]]
+
+    @property
+    def collectives(self) -> float:
+        """Number of collectives."""
+        return sum(number for number, _ in self.kinds.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the rank gives to them."""
+        return sum(size for _, size in self.kinds.values())
 
     @property
     def text(self) -> str:
@@ -44,12 +73,17 @@ def traffic_text(found: tuple[Traffic, ...]) -> str:
     """Return a sentence about the communication of each window, and whether it grows with the accumulation steps."""
     first, last = found[0], found[-1]
     said = f"each window takes {first.text} on every rank"
-    if (first.collectives, first.bytes) == (last.collectives, last.bytes):
+    grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
+    if not grown:
         return f"{said}, whatever its number of micro-batches"
+    why = (
+        "every micro-batch gathers the sharded parameters, and each window adds up gradients once"
+        if grown == {ALL_GATHER}
+        else "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
+    )
     return (
         f"{said} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
-        f"{last.accumulation_steps}: the loop communicates at every micro-batch; once per window is enough, such as "
-        "under no_sync"
+        f"{last.accumulation_steps}: {why}"
     )
 
 
@@ -67,10 +101,9 @@ def traffic_per_window(
     found = []
     for k in STEPS:
         totals = [_totals(loop, instance_of_plan(_plan(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
-        if None in totals:
+        if totals[0] is None or totals[1] is None:
             return ()
-        collectives, size = ((more - less) / (MANY - FEW) for less, more in zip(*totals, strict=True))
-        found.append(Traffic(k, collectives, size))
+        found.append(Traffic(k, _per_window(totals[0], totals[1])))
     return tuple(found)
 
 
@@ -78,10 +111,70 @@ def _plan(k: int, windows: int, ranks: int) -> Plan:
     return Plan((2,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
 
 
-def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Any:
-    """Return the number of collectives of a run and their bytes, of rank 0; None where a rank fails."""
+def _per_window(few: Kinds, many: Kinds) -> Kinds:
+    """Return what each window adds, from the totals of two runs."""
+    found = {}
+    for kind, totals in many.items():
+        number, size = ((more - less) / (MANY - FEW) for less, more in zip(few.get(kind, (0, 0)), totals, strict=True))
+        if number:
+            found[kind] = (number, size)
+    return found
+
+
+def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Kinds | None:
+    """Return the collectives of a run by kind, of rank 0; None where a rank fails."""
     outcomes = run_ranks(loop, instance, time_limit_s=time_limit_s, count_traffic=True)
     if any(outcome.raised is not None for outcome in outcomes):
         return None
-    counts = outcomes[0].collectives
-    return sum(counts.values()), sum(size * times for (_, size), times in counts.items())
+    found: dict[str, tuple[float, float]] = {}
+    for (operation, size), times in sorted(outcomes[0].collectives.items()):
+        kind = NAMES.get(operation, operation)
+        number, total = found.get(kind, (0, 0))
+        found[kind] = (number + times, total + size * times)
+    return found
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What a window of a built-in loop communicates, on the model `PLAIN`.
+
+    Attributes:
+        loop: its name.
+        ranks: number of ranks.
+        accumulation_steps: micro-batches of each rank in a window.
+        observed: counted on rank 0.
+        predicted: by the wrapper's law.
+    """
+
+    loop: str
+    ranks: int
+    accumulation_steps: int
+    observed: Kinds
+    predicted: Kinds
+
+
+def traffic_rows(
+    names: Iterable[str] = tuple(RANK_LOOPS), *, ranks: int = 2, time_limit_s: float | None = 60.0
+) -> list[TrafficRow]:
+    """Return the communication of built-in loops for several ranks, counted and predicted.
+
+    Args:
+        names: of the loops, from `RANK_LOOPS`.
+        ranks: number of ranks.
+        time_limit_s: seconds after which a loop is stopped.
+
+    Raises:
+        CannotRunHere: so many ranks cannot start.
+    """
+    rows = []
+    model = generated_instance(Case(PLAIN, _plan(1, 1, ranks))).run().model
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    with kept_ranks():
+        for name in names:
+            loop, wrapper = RANK_LOOPS[name], name.partition("/")[0]
+            found = traffic_per_window(loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s)
+            for traffic in found:
+                sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps)
+                expected = predicted(wrapper, sharing)
+                rows.append(TrafficRow(name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected))
+    return rows

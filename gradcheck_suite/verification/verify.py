@@ -18,7 +18,7 @@ from gradcheck_suite.execution.ranks.pool import kept_ranks
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.generation.problems import expect_layers_left
 from gradcheck_suite.generation.rank_plans import over_ranks
-from gradcheck_suite.measure.traffic import traffic_per_window, traffic_text
+from gradcheck_suite.measure.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
     EQUAL_BATCHES,
@@ -34,7 +34,6 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification.search import Progress, Search, StopError, run_search
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
@@ -42,8 +41,6 @@ LARGE_MODEL = 1_000_000
 """Number of parameters from which several threads are faster than one, also on a busy machine."""
 SMALL_EXAMPLES = 60
 """Number of small cases that are tried where shrinking has left a larger one."""
-PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
-"""The model on which the communication of a loop is counted: five parameters."""
 UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
 

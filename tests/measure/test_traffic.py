@@ -6,14 +6,14 @@ import pytest
 
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops.ranks import RANK_LOOPS
-from gradcheck_suite.measure.traffic import Traffic, traffic_per_window, traffic_text
+from gradcheck_suite.measure.traffic import PLAIN, Traffic, traffic_per_window, traffic_rows, traffic_text
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.verification.verify import PLAIN, verify
+from gradcheck_suite.verification.verify import verify
 from tests.verification import rank_loops
 
 pytestmark = pytest.mark.usefixtures("ranks")
-GRADIENTS, WINDOW_LEFT, COUNT, FLAGS = 5 * 8, 8, 8, 2 * 4
-"""Bytes: of five float64 gradients; of the number of micro-batches; of the count; of which parameters are used."""
+GRADIENTS, WINDOW_LEFT, COUNT = 5 * 8, 8, 8
+"""Bytes: of five float64 gradients; of the number of micro-batches; of the count."""
 
 
 def per_window(loop):
@@ -21,11 +21,21 @@ def per_window(loop):
     return [(traffic.collectives, traffic.bytes) for traffic in found]
 
 
-def test_a_window_takes_as_many_collectives_and_bytes_whatever_its_micro_batches():
-    once = WINDOW_LEFT + COUNT + GRADIENTS
-    for mode in ("zero_", "set_to_none", "flat_buffer"):
-        assert per_window(RANK_LOOPS[f"all_reduce/{mode}"]) == [(3, once)] * 2, mode
-        assert per_window(RANK_LOOPS[f"ddp/{mode}"]) == [(4, once + FLAGS)] * 2, mode
+def test_a_window_takes_what_the_law_of_its_wrapper_says():
+    names = ["all_reduce/zero_", "ddp/zero_", "fsdp2/zero_"]
+    rows = traffic_rows(names)
+    assert [(row.loop, row.accumulation_steps) for row in rows] == [(name, k) for name in names for k in (1, 4)]
+    assert [row.observed for row in rows] == [row.predicted for row in rows]
+
+
+@pytest.mark.full
+def test_every_reset_mode_communicates_as_its_wrapper_does():
+    rows = traffic_rows()
+    assert len(rows) == 2 * len(RANK_LOOPS)
+    assert [row.observed for row in rows] == [row.predicted for row in rows]
+    assert [row.observed for row in traffic_rows(["fsdp2/zero_grad"], ranks=3)] == [
+        {"all-reduce": (2, 16), "all-gather": (k, 40 * k), "reduce-scatter": (1, 120)} for k in (1, 4)
+    ]
 
 
 def test_a_right_loop_that_reduces_at_every_micro_batch_holds_and_its_traffic_is_said():
@@ -43,7 +53,16 @@ def test_a_right_loop_that_reduces_at_every_micro_batch_holds_and_its_traffic_is
 
 
 def test_a_sentence_says_that_traffic_does_not_depend_on_the_micro_batches():
-    same = (Traffic(1, 3, 56), Traffic(4, 3, 56))
+    same = (Traffic(1, {"all-reduce": (3, 56)}), Traffic(4, {"all-reduce": (3, 56)}))
     assert traffic_text(same) == (
         "each window takes 3 collectives of 56 bytes on every rank, whatever its number of micro-batches"
+    )
+
+
+def test_a_sentence_says_that_sharded_parameters_are_gathered_for_every_micro_batch():
+    once = {"all-reduce": (2, 16), "reduce-scatter": (1, 80)}
+    found = tuple(Traffic(k, {**once, "all-gather": (k, 40 * k)}) for k in (1, 4))
+    assert traffic_text(found) == (
+        "each window takes 4 collectives of 136 bytes on every rank with accumulation_steps = 1, and 7 collectives of "
+        "256 bytes with 4: every micro-batch gathers the sharded parameters, and each window adds up gradients once"
     )

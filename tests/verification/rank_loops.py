@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
+from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients, all_reduced
+from gradcheck_suite.loops.ranks.ddp import in_ddp
+from gradcheck_suite.loops.ranks.fsdp2 import in_fsdp2
+from gradcheck_suite.loops.ranks.zero_redundancy import in_zero_redundancy
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 
 
@@ -87,3 +95,80 @@ def reduces_every_micro_batch(run):
         for p, gradient in sums.items():
             p.grad = gradient
         run.optimizer.step()
+
+
+def _under_hook(run, register):
+    wrapped = DistributedDataParallel(run.model)
+    register(wrapped)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for j, batch in enumerate(window):
+            with wrapped.no_sync() if j < len(window) - 1 else nullcontext():
+                (run.loss(wrapped, batch) * run.count(batch) / total * run.world_size).backward()
+        run.optimizer.step()
+
+
+def _sent_in_bfloat16(state, bucket):
+    # DistributedDataParallel refuses torch's own hook, by its name, where there is no NCCL
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def bfloat16_hook(run):
+    _under_hook(run, lambda wrapped: wrapped.register_comm_hook(dist.group.WORLD, _sent_in_bfloat16))
+
+
+def _power_sgd(run, **settings):
+    state = powerSGD_hook.PowerSGDState(None, **settings)
+    _under_hook(run, lambda wrapped: wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
+
+
+def power_sgd_not_yet(run):
+    _power_sgd(run)
+
+
+def power_sgd(run):
+    _power_sgd(run, start_powerSGD_iter=2, min_compression_rate=0.1)
+
+
+def static_graph_under_no_sync(run):
+    wrapped = DistributedDataParallel(run.model, static_graph=True)
+    with wrapped.no_sync():
+        run.loss(wrapped, next(iter(run.loader))).backward()
+
+
+def steps_on_one_rank(run):
+    """Step on one rank alone, after parameters were sharded: the suite cannot gather what it observes."""
+    fully_shard(run.model)
+    run.optimizer.param_groups[0]["params"] = list(run.model.parameters())
+    if run.rank == 0:
+        run.optimizer.step()
+
+
+def parts_not_sent(run):
+    """Step on the parameters in turn, a half of them on each rank, and send none."""
+    every = run.optimizer.param_groups[0]["params"]
+    run.optimizer.param_groups[0]["params"] = every[run.rank :: run.world_size]
+    for window in windows(run):
+        run.model.zero_grad()
+        backward_window(run, window)
+        add_up_gradients(run)
+        run.optimizer.step()
+
+
+def _here(loop):
+    # the ranks look for a loop in the module that it says it is of
+    loop.__module__ = __name__
+    return loop
+
+
+fsdp2_without_zeros = _here(in_fsdp2(MODES["zero_grad"], reach_all=False))
+WRAPPERS = {
+    "all_reduce": all_reduced,
+    "ddp": in_ddp,
+    "ddp_bucket_view": lambda loop: in_ddp(loop, gradient_as_bucket_view=True),
+    "fsdp2": in_fsdp2,
+    "zero_redundancy": in_zero_redundancy,
+}
+IN_MODES = {f"{name}/{mode}": _here(wrap(MODES[mode])) for name, wrap in WRAPPERS.items() for mode in MODES}
+"""Every reset mode in every wrapper, sound or not."""

@@ -7,6 +7,7 @@ import sys
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.quiet import is_quiet
 from gradcheck_suite.execution.ranks.messages import Request
+from gradcheck_suite.execution.ranks.parts import with_all_parts
 from gradcheck_suite.execution.ranks.pool import kept_ranks, pool_of
 from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.execution.runner import Outcome, run_loop
@@ -50,4 +51,4 @@ def run_ranks(
         path=tuple(sys.path),
     )
     with kept_ranks():
-        return pool_of(case.plan.world_size, case.device).run(request, time_limit_s)
+        return with_all_parts(pool_of(case.plan.world_size, case.device).run(request, time_limit_s))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.execution.batches import leaves
+from gradcheck_suite.execution.ranks.counting import is_counted
 from gradcheck_suite.execution.runner import Outcome
 
 Traffic = Counter[tuple[str, int]]
@@ -40,7 +40,7 @@ class _Counting(TorchDispatchMode):
         self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if is_counted() and func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.rpartition("::")[2]
             given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             size = sum(t.numel() * t.element_size() for t in leaves(given))
@@ -57,8 +57,3 @@ def counted_traffic(wanted: bool) -> Iterator[TrafficCount]:
         return
     with _Counting(count):
         yield count
-
-
-def suspended() -> Any:
-    """Return a context in which collectives of the suite's own are not counted."""
-    return torch.utils._python_dispatch._disable_current_modes()

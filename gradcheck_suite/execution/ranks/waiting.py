@@ -17,7 +17,7 @@ from gradcheck_suite.execution.time_limits import IDLE, STARTING, STARTUP_S, res
 STILL_S = 1.5
 """Seconds in which ranks that wait for each other forever use no processor."""
 PAUSE_S = 0.25
-WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
+WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/torch/_ops.py")
 """Places of torch in which a rank waits for the others."""
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 

@@ -1,0 +1,101 @@
+"""The laws of the wrappers: which collectives a window takes, worked out from sizes alone.
+
+The laws assume a small dense model whose gradients fit into one bucket. `measure.traffic` counts the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
+Kinds = dict[str, tuple[float, float]]
+"""Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
+INTEGER, FLAG = 8, 4
+"""Bytes of the number of micro-batches that are left, and of whether a parameter is used."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks share in a window.
+
+    Attributes:
+        shapes: of the trainable parameters, none of them scalar.
+        itemsize: bytes of an element.
+        ranks: number of ranks.
+        accumulation_steps: micro-batches of each rank.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    itemsize: int
+    ranks: int
+    accumulation_steps: int
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients."""
+        return self._bytes(1)
+
+    @property
+    def shard(self) -> int:
+        """Bytes of a rank's part of all parameters: rows are dealt out evenly, and padded."""
+        return self._bytes(self.ranks)
+
+    def _bytes(self, parts: int) -> int:
+        total = 0
+        for rows, *others in self.shapes:
+            size = ceil(rows / parts)
+            for other in others:
+                size *= other
+            total += size * self.itemsize
+        return total
+
+
+Law = Callable[[Sharing], Kinds]
+
+
+def _reduced_at_once(s: Sharing) -> Kinds:
+    return {ALL_REDUCE: (1, s.gradients)}
+
+
+def _reduced_with_flags(s: Sharing) -> Kinds:
+    return {ALL_REDUCE: (2, s.gradients + FLAG * len(s.shapes))}
+
+
+def _gathered(times: int) -> Law:
+    def law(s: Sharing) -> Kinds:
+        gathers = times * s.accumulation_steps
+        return {ALL_GATHER: (gathers, gathers * s.shard), REDUCE_SCATTER: (1, s.ranks * s.shard)}
+
+    return law
+
+
+def _sent_after_the_step(s: Sharing) -> Kinds:
+    return {**_reduced_with_flags(s), BROADCAST: (len(s.shapes), s.gradients)}
+
+
+LAWS: dict[str, Law] = {
+    "all_reduce": _reduced_at_once,
+    "ddp": _reduced_with_flags,
+    "ddp_all_used": _reduced_at_once,
+    "ddp_bucket_view": _reduced_with_flags,
+    "ddp_static_graph": _reduced_at_once,
+    "fsdp2": _gathered(1),
+    "fsdp2_resharded": _gathered(2),
+    "zero_redundancy": _sent_after_the_step,
+}
+"""Wrapper -> what it communicates in a window."""
+
+
+def predicted(wrapper: str, sharing: Sharing) -> Kinds:
+    """Return what a window of a built-in loop takes: the wrapper's, and two all-reduces of the loop's own.
+
+    The loop adds up whether micro-batches are left, and the counts.
+    """
+    found = Counter({ALL_REDUCE: 2}), Counter({ALL_REDUCE: INTEGER + sharing.itemsize})
+    for kind, amounts in LAWS[wrapper](sharing).items():
+        for total, amount in zip(found, amounts, strict=True):
+            total[kind] += amount  # type: ignore[assignment]
+    return {kind: (found[0][kind], found[1][kind]) for kind in found[0]}

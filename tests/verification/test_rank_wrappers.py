@@ -1,0 +1,127 @@
+"""Wrappers of torch over ranks: FSDP2, variants of DistributedDataParallel, hooks, and ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_suite import Plan
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
+from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.verify import verify
+from tests.verification import rank_loops
+
+pytestmark = pytest.mark.usefixtures("ranks")
+EVEN = Plan((1, 3, 3, 9), 2, 2, ranks=(2, 2))
+LONG = Plan((1, 3) * 8, 2, ranks=(8, 8))
+"""Four windows."""
+SQUARE = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=4),), Loss("mse", reduction="mean"))
+ROUTED = ProblemSpec(Input("vector", size=2), (Layer("mixture", experts=2, features=2),), Loss("mse", reduction="sum"))
+VARIANTS = [name for name in RANK_LOOPS if name not in RANK_MODES]
+PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+
+
+def outcome(loop, case):
+    """Return `"holds"`, or the diagnosis."""
+    verdict = check(loop, case)
+    assert not verdict.skipped
+    return "holds" if verdict.violation is None else verdict.violation.diagnosis
+
+
+def test_gradients_that_ranks_share_out_are_gathered():
+    for name in ("fsdp2/zero_grad", "fsdp2/set_to_none", "fsdp2_resharded/zero_grad"):
+        assert outcome(RANK_LOOPS[name], probe_case(EVEN)) == "holds", name
+    (first, second) = run_ranks(RANK_LOOPS["fsdp2/zero_"], generated_instance(probe_case(EVEN)))
+    for observed in (first.observations, second.observations):
+        assert [o.gradients[PARAMETER].tolist() for o in observed] == [[1 / 16] * 16] * 2
+
+
+def test_a_rank_without_a_micro_batch_resets_its_gradients_too():
+    uneven = Plan((2, 1, 1), 1, ranks=(2, 1))
+    for mode in MODES:
+        assert outcome(RANK_LOOPS[f"all_reduce/{mode}"], probe_case(uneven)) == "holds", mode
+
+
+def test_steps_that_ranks_share_out_are_judged_as_one_step():
+    case = Case(SQUARE, EVEN, optimizer="adam")
+    assert outcome(RANK_LOOPS["zero_redundancy/zero_grad"], case) == "holds"
+    assert outcome(rank_loops.parts_not_sent, case) == "parameter-drift"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_holds(name):
+    result = verify(RANK_LOOPS[name], examples=8, ranks=2)
+    assert result.holds, result.violation
+
+
+def _table():
+    """Return the table of the page: (wrapper, reset mode) -> what the page says."""
+    lines = [line.strip("| ").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip().strip("`") for cell in cells] for cells in lines]
+    return {f"{wrapper}/{row[0]}": said for row in rows for wrapper, said in zip(head[1:], row[1:], strict=True)}
+
+
+def test_the_page_has_every_reset_mode_in_every_wrapper():
+    assert sorted(_table()) == sorted(rank_loops.IN_MODES)
+    assert len(rank_loops.IN_MODES) == len(MODES) * len(rank_loops.WRAPPERS)
+
+
+@pytest.mark.full
+def test_every_row_of_the_page_is_true():
+    found = {name: outcome(loop, probe_case(EVEN)) for name, loop in rank_loops.IN_MODES.items()}
+    assert found == _table()
+    for name, loop in RANK_LOOPS.items():
+        assert found.get(name, "holds") == "holds", (name, loop)
+
+
+@pytest.mark.full
+def test_fully_shard_adds_gradients_of_different_parameters_where_ranks_reach_different_ones():
+    # pytorch#158719: each item goes to one expert, and here the two ranks' items go to different ones
+    verdict = check(rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=1))
+    assert (verdict.violation.kind, verdict.violation.diagnosis) == ("gradient", "not-linear")
+    assert "0.gate.bias are right" in verdict.violation.explanation
+    # and here to the same one
+    assert check(rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=4)).holds
+
+
+@pytest.mark.full
+def test_a_rank_that_steps_alone_on_sharded_parameters_is_a_deadlock():
+    violation = check(rank_loops.steps_on_one_rank, probe_case(EVEN)).violation
+    assert violation.diagnosis in ("deadlock", "mismatched-collectives"), violation.explanation
+
+
+@pytest.mark.full
+def test_a_static_graph_under_no_sync_from_the_first_backward_on_is_an_assertion_of_torch():
+    # pytorch#143580
+    violation = check(rank_loops.static_graph_under_no_sync, probe_case(EVEN)).violation
+    assert violation.kind == "raised"
+    assert "expect_autograd_hooks_" in violation.explanation
+
+
+@pytest.mark.full
+def test_a_hook_that_sends_bfloat16_is_named_unless_the_model_is_in_bfloat16():
+    for dtype, expected in (("float64", "rounded-gradient"), ("float32", "rounded-gradient"), ("bfloat16", "holds")):
+        assert outcome(rank_loops.bfloat16_hook, Case(SQUARE, EVEN, dtype=dtype)) == expected, dtype
+
+
+@pytest.mark.full
+def test_power_sgd_is_exact_until_it_starts_and_then_not_linear():
+    case = Case(SQUARE, LONG)
+    assert outcome(rank_loops.power_sgd_not_yet, case) == "holds"
+    assert outcome(rank_loops.power_sgd, case) == "not-linear"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RANK_MODES)
+def test_every_reset_mode_in_every_wrapper_holds(name, request):
+    profile = request.config.getoption("--hypothesis-profile")
+    result = verify(RANK_LOOPS[name], examples=500 if profile == "nightly" else 5, ranks=2, seed=1)
+    assert result.holds, result.violation
