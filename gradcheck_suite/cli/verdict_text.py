@@ -73,6 +73,10 @@ def result_lines(
         lines.append(f"    losses may be computed under torch.autocast in {result.autocast}")
     if result.traffic:
         lines.append(f"    {result.traffic}")
+    if result.moved_by_zeros:
+        lines.append(
+            f"    in {_cases(result.moving_cases)} zeros moved a parameter that None leaves: {result.moved_by_zeros}"
+        )
     if result.second_opinion:
         lines.append(f"    {result.second_opinion}")
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]

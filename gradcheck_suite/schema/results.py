@@ -100,6 +100,8 @@ class Verdict:
         skipped: why the case could not be judged, such as an operation that torch lacks for the dtype, or None.
         windows: number of optimizer steps whose gradient was judged.
         windows_skipped: reason why gradients of steps were not judged -> number of such steps.
+        moved_by_zeros: a sentence about a parameter that its window does not reach, and that a gradient of zeros let
+            the optimizer move; None where there is none.
     """
 
     case: Case
@@ -109,6 +111,7 @@ class Verdict:
     skipped: str | None = None
     windows: int = 0
     windows_skipped: dict[str, int] = field(default_factory=dict)
+    moved_by_zeros: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -137,6 +140,9 @@ class Result:
         windows: number of optimizer steps whose gradient was judged.
         windows_skipped: reason why gradients of steps were not judged, in cases that were -> number of such steps.
         traffic: what several ranks communicate in each window, of a loop that holds; None otherwise.
+        moved_by_zeros: a sentence about the first parameter that a window does not reach, and that a gradient of zeros
+            let the optimizer move; None where there is none. It is no violation: the loop contract allows zeros.
+        moving_cases: number of cases with such a parameter.
     """
 
     loop: str
@@ -156,6 +162,8 @@ class Result:
     windows_skipped: dict[str, int] = field(default_factory=dict)
     shrinking: str | None = None
     traffic: str | None = None
+    moved_by_zeros: str | None = None
+    moving_cases: int = 0
 
     @property
     def holds(self) -> bool:
@@ -181,6 +189,7 @@ class Result:
             "interrupted": self.interrupted,
             "shrinking": self.shrinking,
             **({} if self.traffic is None else {"traffic": self.traffic}),
+            "moved_by_zeros": self.moved_by_zeros and {"cases": self.moving_cases, "explanation": self.moved_by_zeros},
             "violation": self.violation and self.violation.to_json(self.found_after),
         }
 

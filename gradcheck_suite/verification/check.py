@@ -28,6 +28,7 @@ from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.accumulable import gradient_fault, reference_of
 from gradcheck_suite.verification.divergence import DIVERGED, ended_in_divergence, is_diverged, is_far, is_start
 from gradcheck_suite.verification.gradient_violation import gradient_violation
+from gradcheck_suite.verification.moved_by_zeros import explain_zeros, zeros_that_move
 from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.ranks import judge_ranks
@@ -178,6 +179,7 @@ def _judge_steps(
     """
     case = reference.instance.case
     ratio, judged, skipped = 0.0, 0, Counter({missing: case.plan.steps - len(places)})
+    zeros: str | None = None
     for step, observation in enumerate(outcome.observations):
         if violation := trajectory.before(step):
             return Verdict(case, violation, ratio=ratio)
@@ -193,9 +195,20 @@ def _judge_steps(
                 judged, ratio = judged + 1, max(ratio, found)
         if violation := trajectory.at(step):
             return Verdict(case, violation, ratio=ratio)
+        if runner and zeros is None and (moved := zeros_that_move(case, observation)):
+            index = places[step] % len(case.plan.windows)
+            zeros = explain_zeros(case, observation, moved, reference.window(index, observation.parameters, autocast))
     skipped = +skipped  # without zeros
     unjudged = None if judged else next(iter(skipped))
-    return Verdict(case, trajectory.end(), ratio=ratio, skipped=unjudged, windows=judged, windows_skipped=dict(skipped))
+    return Verdict(
+        case,
+        trajectory.end(),
+        ratio=ratio,
+        skipped=unjudged,
+        windows=judged,
+        windows_skipped=dict(skipped),
+        moved_by_zeros=zeros,
+    )
 
 
 def _judge_gradients(

@@ -88,6 +88,7 @@ class Search:
         self.judged = 0
         self.windows = 0
         self.windows_skipped: Counter[str] = Counter()
+        self.moved_by_zeros: list[str] = []
         self.users_cases: list[Case] = []
         self._trail: list[Violation] = []
         self._fitting: frozenset[str] = frozenset()
@@ -277,6 +278,8 @@ class Search:
             self.judged += 1
             self.windows += verdict.windows
             self.windows_skipped.update(verdict.windows_skipped)
+            if verdict.moved_by_zeros:
+                self.moved_by_zeros.append(verdict.moved_by_zeros)
             if self._problem is not None:
                 self.users_cases.append(verdict.case)
         if self._progress is not None:

@@ -128,6 +128,8 @@ def verify(
         second_opinion=None if opinion is None else opinion.summary(),
         shrinking=search.stopped,
         traffic=traffic,
+        moved_by_zeros=next(iter(search.moved_by_zeros), None),
+        moving_cases=len(search.moved_by_zeros),
     )
 
 

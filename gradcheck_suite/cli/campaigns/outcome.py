@@ -63,9 +63,14 @@ def merged_result(parts: Sequence[Json]) -> Json:
         "worst_error_over_allowed": json_number(max(float(part["worst_error_over_allowed"]) for part in parts)),
         "findings": list(dict.fromkeys(finding for part in parts for finding in part["findings"])),
         **{name: _added(part[name] for part in parts) for name in ("skipped", "windows_skipped")},
+        "moved_by_zeros": _moved_by_zeros([part["moved_by_zeros"] for part in parts if part["moved_by_zeros"]]),
         "shrinking": (first or parts[0])["shrinking"],
         "violation": violation,
     }
+
+
+def _moved_by_zeros(found: Sequence[Json]) -> Json | None:
+    return {**found[0], "cases": sum(part["cases"] for part in found)} if found else None
 
 
 def _added(counts: Any) -> Json:
