@@ -63,7 +63,7 @@ def merged_result(parts: Sequence[Json]) -> Json:
         "worst_error_over_allowed": json_number(max(float(part["worst_error_over_allowed"]) for part in parts)),
         "findings": list(dict.fromkeys(finding for part in parts for finding in part["findings"])),
         **{name: _added(part[name] for part in parts) for name in ("skipped", "windows_skipped")},
-        "moved_by_zeros": _moved_by_zeros([part["moved_by_zeros"] for part in parts if part["moved_by_zeros"]]),
+        "moved_by_zeros": _moved_by_zeros([part["moved_by_zeros"] for part in parts if part.get("moved_by_zeros")]),
         "shrinking": (first or parts[0])["shrinking"],
         "violation": violation,
     }

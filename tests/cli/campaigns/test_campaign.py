@@ -123,6 +123,8 @@ def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> Non
     assert (merged["verdict"], merged["cases"], merged["judged"], merged["windows"]) == ("violated", 214, 211, 9)
     assert (merged["seconds"], merged["skipped"], merged["findings"]) == (4.5, {"why": 3}, ["f"])
     assert merged["worst_error_over_allowed"] == "inf"
+    said = {**part(3, None), "moved_by_zeros": {"cases": 2, "explanation": "e"}}
+    assert merged_result([part(3, None), said, said])["moved_by_zeros"] == {"cases": 4, "explanation": "e"}
 
 
 def test_workers_run_every_shard_once_and_a_lost_worker_is_replaced(tmp_path: Path) -> None:
