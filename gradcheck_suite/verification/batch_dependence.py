@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ TOLERANCE = 1e-5
 """Relative tolerance. Models run in float64, but may have float32 parts, which round at 1e-7."""
 AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
 FINE = 1e-9
+MOST_FIRST = 8
+"""Numbers of first items that are compared with all, beside the micro-batches."""
 EXACT = 1e-11
 """Relative tolerance of losses in float64 that add up to rounding."""
 Values = list[torch.Tensor]
@@ -88,8 +91,9 @@ def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
 
 
 def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | None:
-    """Return what a summed loss contains once in every batch, or None: all batches of three items must show it."""
-    if instance.problem.reduction != "sum":
+    """Return what a summed loss contains once in every batch, or None: all pairs of three items must show it."""
+    drawn = 3 if instance.users_problem else instance.case.plan.total_items
+    if instance.problem.reduction != "sum" or drawn < 3:
         return None
     items = Items(instance.drawn(3, torch.float64))
 
@@ -121,27 +125,33 @@ def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> 
     """Return the first module that gives some micro-batch's items other outputs, although its inputs are the same.
 
     All micro-batches are compared: if only few values occur, as after the layer normalisation of two features, one
-    micro-batch may by chance have the statistics of the whole.
+    micro-batch may by chance have the statistics of the whole. Where all have them, the outputs are the same and the
+    gradients are not, so the first items are compared, too.
     """
+    plan = instance.case.plan
+    cuts = [plan.items(j) for j in range(len(plan.micro_batches))]
+    cuts += [range(items) for items in range(1, min(plan.total_items, MOST_FIRST + 1))]
     try:
         # rounding in float32 parts of a model is taken for a difference only if nothing else is found
-        return _first_mixing(instance, model, whole, TOLERANCE) or _first_mixing(instance, model, whole, FINE)
+        for tolerance in (TOLERANCE, FINE):
+            if found := _first_mixing(instance, model, whole, cuts, tolerance):
+                return found
+        return None
     except (RuntimeError, ValueError, IndexError):
         return _training_batch_norm(model)
 
 
 def _first_mixing(
-    instance: Instance, model: torch.nn.Module, whole: Batch, tolerance: float
+    instance: Instance, model: torch.nn.Module, whole: Batch, cuts: Sequence[range], tolerance: float
 ) -> tuple[str, torch.nn.Module] | None:
-    plan = instance.case.plan
+    items = instance.case.plan.total_items
     in_whole = _calls(instance, model, whole)
-    for j in range(len(plan.micro_batches)):
-        some = plan.items(j)
+    for some in cuts:
         in_part = _calls(instance, model, instance.batch(some, torch.float64))
         # an expert without items is not called
         for key in (key for key in in_whole if key in in_part):
             inputs, outputs = (
-                [_same_items(a, b, some, plan.total_items, tolerance) for a, b in zip(*values, strict=False)]
+                [_same_items(a, b, some, items, tolerance) for a, b in zip(*values, strict=False)]
                 for values in zip(in_whole[key], in_part[key], strict=True)
             )
             if False in outputs and False not in inputs:
@@ -182,5 +192,5 @@ def _copied(values: Any) -> Values:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    scale = float(torch.maximum(a.abs(), b.abs()).max()) if a.numel() else 0.0
-    return bool(((a - b).abs() <= tolerance * scale).all() | (a.isnan() & b.isnan()).all())
+    scale = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0).max()) if a.numel() else 0.0
+    return bool((((a - b).abs() <= tolerance * scale) | (a.isnan() & b.isnan())).all())
