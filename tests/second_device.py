@@ -89,11 +89,16 @@ class _Factories(TorchDispatchMode):
         return _run(func, args, kwargs) if there else func(*args, **kwargs)
 
 
-class _FromNumbers(TorchFunctionMode):
-    """Makes tensors of Python numbers on the CPU first: torch would make them without a call that a mode sees."""
+class _ByName(TorchFunctionMode):
+    """Moves to the second device what is sent to `cuda`, and makes tensors of Python numbers on the CPU first.
+
+    Torch would make those without a call that a mode sees.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to and args[1:] == ("cuda",):
+            args = (args[0], DEVICE)
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == DEVICE:
             del kwargs["device"]
             return func(*args, **kwargs).to(DEVICE)
@@ -132,7 +137,7 @@ def _wrapped(value: Any) -> Any:
 @contextmanager
 def second_device() -> Iterator[None]:
     """Let cases on the device `cuda` run on the second device."""
-    with pytest.MonkeyPatch.context() as patch, _Factories(), _FromNumbers():
+    with pytest.MonkeyPatch.context() as patch, _Factories(), _ByName():
         patch.setattr(instance, "checked_device", lambda name: DEVICE if name == "cuda" else torch.device(name))
         patch.setattr(
             Instance, "device", property(lambda self: DEVICE if self.case.device == "cuda" else torch.device("cpu"))
