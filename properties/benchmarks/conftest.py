@@ -31,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here")
 
 
+_DISTURBED: list[str] = []
+
+
 @cache
 def _environment() -> dict[str, Any]:
     return environment()
@@ -42,11 +45,14 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
     reports: Path | None = request.config.getoption("--bench-records")
 
     def append(measured: Any, kind: str = "benchmark") -> None:
-        if reports is None:
-            return
         data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
         # whether a process that waits for a GPU uses a processor depends on the driver
-        if data["device"] == "cpu" and data.get("waiting", 0.0) > WAITING:
+        disturbed = data["device"] == "cpu" and data.get("waiting", 0.0) > WAITING
+        if disturbed:
+            _DISTURBED.append(request.node.name)
+        if reports is None:
+            return
+        if disturbed:
             pytest.fail(
                 f"the process waited for a processor in {data['waiting']:.0%} of the time: nothing recorded. Run it on "
                 "an idle machine; `--last-failed` repeats only the rows that were disturbed"
@@ -55,6 +61,12 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
         append_record(reports, kind, data, environment=found)
 
     return append
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the rows that other load disturbed: pytest-benchmark shows and writes them like the others."""
+    for name in _DISTURBED:
+        terminalreporter.write_line(f"disturbed by other load, so that its times mean nothing: {name}")
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

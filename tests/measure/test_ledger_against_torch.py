@@ -5,12 +5,19 @@ Where all count the same thing they agree to the byte. Where they do not, a test
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
+from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES
 from gradcheck_suite.measure.ledger import Ledger
+from gradcheck_suite.measure.memory import window_memory
+from gradcheck_suite.measure.workload import Size, sized_workload
+from properties.benchmarks import bench_memory_modes
+from properties.benchmarks.bench_memory_modes import assert_peaks_differ_as_counted
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -134,7 +141,7 @@ def test_under_a_dispatch_mode_autograd_sums_out_of_place():
     seen, ledger = _both(lambda: [torch.nn.Parameter(torch.ones(5))], train)
     assert ledger.operations("backward")["add"] == 1
     assert ledger.total().allocated - sum(size for size, _ in seen) == 20
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         train(torch.nn.Parameter(torch.ones(5)))
     names = [event.name for event in profiler.events()]
     assert names.count("aten::add_") == 1
@@ -152,8 +159,44 @@ def test_the_additions_to_a_gradient_are_the_same_without_the_ledger(micro_batch
     seen, ledger = _both(lambda: [torch.nn.Parameter(torch.ones(5))], train)
     assert ledger.operations("accumulate") == ({"add_": additions} if additions else {})
     assert ledger.total().allocated == sum(size for size, _ in seen)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         train(torch.nn.Parameter(torch.ones(5)))
     names = [event.name for event in profiler.events()]
     assert names.count("aten::add_") == additions
     assert not {"aten::clone", "aten::copy_"} & set(names)
+
+
+# --- what the benchmark of memory asserts of CUDA's allocator, on the CPU's
+
+
+@cache
+def _row(mode, micro_batches):
+    """Return what `measure.memory` prints of a mode, with the CPU's allocator in the place of CUDA's."""
+    size = Size(20_000, "few")
+    work = sized_workload(RESET_MODES[mode], size, micro_batches)
+    peak, window = window_memory(work)
+    kept = window["gradients"][-1]
+    most = kept + 4 * size.total + _peak([each for each, _ in _allocations(work.window)])
+    return {"parameters": size.total, "tensors": size.tensors, "micro_batches": micro_batches, "peak": peak,
+            "gradients_between": kept, "allocator": {"requested_peak": most, "allocated_peak": most}}  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_peaks_differ_between_modes_as_counted(micro_batches):
+    released = _row("set_to_none", micro_batches)
+    for mode in BENCHMARKED:
+        assert_peaks_differ_as_counted(_row(mode.name, micro_batches), released, mode.name)
+
+
+def test_a_peak_that_is_four_bytes_off_is_told():
+    row = _row("zero_", 1)
+    allocator = {**row["allocator"], "requested_peak": row["allocator"]["requested_peak"] + 4}
+    with pytest.raises(AssertionError, match="requested="):
+        assert_peaks_differ_as_counted({**row, "allocator": allocator}, _row("set_to_none", 1), "zero_")
+
+
+def test_the_copy_in_a_matrix_product_is_told(monkeypatch):
+    """Planted fault: nobody adds the copy of the sum's gradient, which the ledger does not see."""
+    monkeypatch.setattr(bench_memory_modes, "BATCH", 0)
+    with pytest.raises(AssertionError, match="requested="):
+        assert_peaks_differ_as_counted(_row("zero_", 1), _row("set_to_none", 1), "zero_")
