@@ -36,7 +36,6 @@ def last_k_times(run: TrainingRun) -> None:
 
 
 LAST_K_TIMES = Bug(
-    number=None,
     name="last-k-times",
     citations=("python FAQ: lambdas defined in a loop",),
     mechanism="Closures that are made in a loop see the variable's last value: the last micro-batch is there K times.",
@@ -52,7 +51,6 @@ def first_k_times(run: TrainingRun) -> None:
 
 
 FIRST_K_TIMES = Bug(
-    number=None,
     name="first-k-times",
     citations=("discuss.pytorch.org: next(iter(loader)) in a loop",),
     mechanism="A new iterator is made for every micro-batch, so each is the window's first.",
@@ -68,9 +66,7 @@ def all_but_the_first(run: TrainingRun) -> None:
 
 
 ALL_BUT_THE_FIRST = Bug(
-    number=None,
     name="all-but-the-first",
-    citations=(),
     mechanism="The first micro-batch is taken off the iterator to look at its shape, and is never trained on.",
     needs="any case",
     loop=all_but_the_first,
@@ -84,9 +80,7 @@ def all_but_the_last(run: TrainingRun) -> None:
 
 
 ALL_BUT_THE_LAST = Bug(
-    number=None,
     name="all-but-the-last",
-    citations=(),
     mechanism="The window's loop ends one micro-batch early.",
     needs="any case",
     loop=all_but_the_last,
@@ -100,9 +94,7 @@ def equal_sizes_dropped(run: TrainingRun) -> None:
 
 
 EQUAL_SIZES_DROPPED = Bug(
-    number=None,
     name="equal-sizes-dropped",
-    citations=(),
     mechanism="Micro-batches are cached under their shape, so of several with one shape the last survives.",
     needs="2 micro-batches of equal size in a window",
     loop=equal_sizes_dropped,
@@ -116,9 +108,7 @@ def every_second(run: TrainingRun) -> None:
 
 
 EVERY_SECOND = Bug(
-    number=None,
     name="every-second",
-    citations=(),
     mechanism="`next` is called in the loop's condition and in its body: every second micro-batch is lost.",
     needs="2 micro-batches in a window",
     loop=every_second,
@@ -132,9 +122,7 @@ def single_items_skipped(run: TrainingRun) -> None:
 
 
 SINGLE_ITEMS_SKIPPED = Bug(
-    number=None,
     name="single-items-skipped",
-    citations=(),
     mechanism="Micro-batches of one item are skipped, and counted all the same.",
     needs="a micro-batch of one item",
     loop=single_items_skipped,
@@ -148,9 +136,7 @@ def middle_twice(run: TrainingRun) -> None:
 
 
 MIDDLE_TWICE = Bug(
-    number=None,
     name="middle-twice",
-    citations=(),
     mechanism="A micro-batch is tried again after an error, although its first backward had succeeded.",
     needs="2 micro-batches in a window",
     loop=middle_twice,

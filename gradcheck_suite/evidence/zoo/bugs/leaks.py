@@ -25,9 +25,7 @@ def faded_reset(run: TrainingRun) -> None:
 
 
 FADED_RESET = Bug(
-    number=None,
     name="faded-reset",
-    citations=(),
     mechanism="A momentum of 0.1 is kept in the gradient itself: every step has a tenth of the one before.",
     needs="2 windows",
     loop=faded_reset,
@@ -41,9 +39,7 @@ def leak_of_a_hundred_millionth(run: TrainingRun) -> None:
 
 
 LEAK_OF_A_HUNDRED_MILLIONTH = Bug(
-    number=None,
     name="leak-of-1e-8",
-    citations=(),
     mechanism="An epsilon of 1e-8 in a blend keeps that share of the gradient of the step before.",
     needs="2 windows",
     loop=leak_of_a_hundred_millionth,
@@ -57,9 +53,7 @@ def leak_of_a_trillionth(run: TrainingRun) -> None:
 
 
 LEAK_OF_A_TRILLIONTH = Bug(
-    number=None,
     name="leak-of-1e-11",
-    citations=(),
     mechanism="The same with 1e-11, which float32 does not see.",
     needs="2 windows",
     loop=leak_of_a_trillionth,
@@ -77,9 +71,7 @@ def reset_every_second_step(run: TrainingRun) -> None:
 
 
 RESET_EVERY_SECOND_STEP = Bug(
-    number=None,
     name="reset-every-second-step",
-    citations=(),
     mechanism="The reset is under a condition that every second step meets.",
     needs="2 windows",
     loop=reset_every_second_step,
@@ -98,9 +90,7 @@ def biases_are_not_reset(run: TrainingRun) -> None:
 
 
 BIASES_ARE_NOT_RESET = Bug(
-    number=None,
     name="biases-are-not-reset",
-    citations=(),
     mechanism="A reset by hand goes over the matrices alone: biases and scales keep their sums.",
     needs="2 windows, and a parameter of one dimension",
     loop=biases_are_not_reset,
@@ -118,9 +108,7 @@ def short_windows_are_not_reset(run: TrainingRun) -> None:
 
 
 SHORT_WINDOWS_ARE_NOT_RESET = Bug(
-    number=None,
     name="short-windows-are-not-reset",
-    citations=(),
     mechanism="The short last window is stepped and not cleared: it joins the next epoch's first window.",
     needs="a short last window, and 2 epochs",
     loop=short_windows_are_not_reset,

@@ -26,9 +26,7 @@ def perturbed_parameters(run: TrainingRun) -> None:
 
 
 PERTURBED_PARAMETERS = Bug(
-    number=None,
     name="perturbed-parameters",
-    citations=(),
     mechanism="The gradient is taken at perturbed parameters, which are restored before the step.",
     needs="any case with a gradient that depends on the parameters",
     loop=perturbed_parameters,
@@ -50,9 +48,7 @@ def halved_again_in_every_epoch(run: TrainingRun) -> None:
 
 
 NORMALISED_IN_PLACE = Bug(
-    number=None,
     name="normalised-in-place",
-    citations=(),
     mechanism="Cached batches are normalised in place, so a later epoch trains on what is normalised twice.",
     needs="2 epochs, and inputs that are no integers",
     loop=halved_again_in_every_epoch,
@@ -74,9 +70,7 @@ def nan_loss_resets(run: TrainingRun) -> None:
 
 
 NAN_LOSS_RESETS = Bug(
-    number=None,
     name="nan-loss-resets",
-    citations=(),
     mechanism="A micro-batch whose loss is NaN takes the window's earlier micro-batches with it.",
     needs="a micro-batch whose targets are all ignored, or a gradient of NaN",
     loop=nan_loss_resets,
@@ -91,9 +85,7 @@ def centred_gradient(run: TrainingRun) -> None:
 
 
 CENTRED_GRADIENT = Bug(
-    number=None,
     name="centred-gradient",
-    citations=(),
     mechanism="Gradient centralisation is applied to `.grad` itself.",
     needs="2 elements in a parameter",
     loop=centred_gradient,
@@ -116,9 +108,7 @@ def flat_buffer_in_another_order(run: TrainingRun) -> None:
 
 
 FLAT_BUFFER_IN_ANOTHER_ORDER = Bug(
-    number=None,
     name="flat-buffer-in-another-order",
-    citations=(),
     mechanism="A flat gradient buffer is filled in one order of parameters and read in another.",
     needs="2 parameters whose names are not in the model's order",
     loop=flat_buffer_in_another_order,
@@ -139,9 +129,7 @@ def moving_average(run: TrainingRun) -> None:
 
 
 MOVING_AVERAGE = Bug(
-    number=None,
     name="moving-average",
-    citations=(),
     mechanism="A moving average of the gradients is kept in `.grad`, and the optimizer has its own.",
     needs="any case",
     loop=moving_average,

@@ -29,9 +29,7 @@ def last_parameter_doubled(run: TrainingRun) -> None:
 
 
 LAST_PARAMETER_DOUBLED = Bug(
-    number=None,
     name="last-parameter-doubled",
-    citations=(),
     mechanism="A parameter with two names is reduced once per name: its gradient is twice as large.",
     needs="2 parameters",
     loop=last_parameter_doubled,
@@ -46,9 +44,7 @@ def last_parameter_reversed(run: TrainingRun) -> None:
 
 
 LAST_PARAMETER_REVERSED = Bug(
-    number=None,
     name="last-parameter-reversed",
-    citations=(),
     mechanism="One parameter's gradient has the wrong sign.",
     needs="2 parameters",
     loop=last_parameter_reversed,
@@ -63,9 +59,7 @@ def last_parameter_zero(run: TrainingRun) -> None:
 
 
 LAST_PARAMETER_ZERO = Bug(
-    number=None,
     name="last-parameter-zero",
-    citations=(),
     mechanism="One parameter's gradient is cleared between backward and step.",
     needs="2 parameters",
     loop=last_parameter_zero,
@@ -85,9 +79,7 @@ def last_parameter_stale(run: TrainingRun) -> None:
 
 
 LAST_PARAMETER_STALE = Bug(
-    number=None,
     name="last-parameter-stale",
-    citations=(),
     mechanism="A bucket of gradients is not waited for: its parameter has the gradient of the step before.",
     needs="2 parameters, and 2 windows",
     loop=last_parameter_stale,
@@ -110,9 +102,7 @@ def last_parameter_of_the_last_micro_batch(run: TrainingRun) -> None:
 
 
 LAST_PARAMETER_OF_THE_LAST_MICRO_BATCH = Bug(
-    number=None,
     name="last-parameter-overwritten",
-    citations=(),
     mechanism="A fused kernel writes one parameter's gradient in place of adding to it.",
     needs="2 parameters, and 2 micro-batches in a window",
     loop=last_parameter_of_the_last_micro_batch,
@@ -137,9 +127,7 @@ def rows_permuted(run: TrainingRun) -> None:
 
 
 ROWS_PERMUTED = Bug(
-    number=None,
     name="rows-permuted",
-    citations=(),
     mechanism="Shards are gathered in another order than they were scattered in: rows change places.",
     needs="a matrix of several rows",
     loop=rows_permuted,
@@ -158,9 +146,7 @@ def square_transposed(run: TrainingRun) -> None:
 
 
 SQUARE_TRANSPOSED = Bug(
-    number=None,
     name="square-transposed",
-    citations=(),
     mechanism="A square weight's gradient is written transposed: no shape tells.",
     needs="a square matrix",
     loop=square_transposed,
@@ -175,9 +161,7 @@ def first_row_only(run: TrainingRun) -> None:
 
 
 FIRST_ROW_ONLY = Bug(
-    number=None,
     name="first-row-only",
-    citations=(),
     mechanism="Only the first shard of a matrix is gathered; the other rows are 0.",
     needs="a matrix of several rows",
     loop=first_row_only,
@@ -198,9 +182,7 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 ONE_ELEMENT_DOUBLED = Bug(
-    number=None,
     name="one-element-doubled",
-    citations=(),
     mechanism="Two shards overlap in one element, which is added twice.",
     needs="a parameter of several elements",
     loop=one_element_doubled,
@@ -232,9 +214,7 @@ def heads_swapped(run: TrainingRun) -> None:
 
 
 HEADS_SWAPPED = Bug(
-    number=None,
     name="heads-swapped",
-    citations=(),
     mechanism="Parameters are matched by position, in another order than the model's: two of one shape are swapped.",
     needs="2 parameters of one shape",
     loop=heads_swapped,

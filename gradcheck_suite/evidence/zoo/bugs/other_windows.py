@@ -16,9 +16,7 @@ def delayed_by_one(run: TrainingRun) -> None:
 
 
 DELAYED_BY_ONE = Bug(
-    number=None,
     name="delayed-by-one",
-    citations=(),
     mechanism="The step applies the gradient of the window before it; the first step has none.",
     needs="any case",
     loop=delayed_by_one,
@@ -32,9 +30,7 @@ def delayed_after_warm_up(run: TrainingRun) -> None:
 
 
 DELAYED_AFTER_WARM_UP = Bug(
-    number=None,
     name="delayed-after-warm-up",
-    citations=(),
     mechanism="Communication overlaps the next window, and the step applies the gradient that has arrived by then.",
     needs="2 windows",
     loop=delayed_after_warm_up,
@@ -53,9 +49,7 @@ def reversed_windows(run: TrainingRun) -> None:
 
 
 REVERSED_WINDOWS = Bug(
-    number=None,
     name="reversed-windows",
-    citations=(),
     mechanism="The windows of an epoch are trained in reverse order.",
     needs="2 windows",
     loop=reversed_windows,
@@ -74,9 +68,7 @@ def swapped_pairs(run: TrainingRun) -> None:
 
 
 SWAPPED_PAIRS = Bug(
-    number=None,
     name="swapped-pairs",
-    citations=(),
     mechanism="Two buffers take turns, and the step reads the one that is being filled.",
     needs="2 windows",
     loop=swapped_pairs,
@@ -93,9 +85,7 @@ def first_window_always(run: TrainingRun) -> None:
 
 
 FIRST_WINDOW_ALWAYS = Bug(
-    number=None,
     name="first-window-always",
-    citations=(),
     mechanism="The static inputs of a captured step are never refilled: every step trains on the first window.",
     needs="2 windows",
     loop=first_window_always,
@@ -116,9 +106,7 @@ def prefetched_micro_batch(run: TrainingRun) -> None:
 
 
 PREFETCHED_MICRO_BATCH = Bug(
-    number=None,
     name="prefetched-micro-batch",
-    citations=(),
     mechanism="The first micro-batch of the next window is computed ahead, and its gradient joins this window's.",
     needs="2 windows",
     loop=prefetched_micro_batch,
@@ -137,9 +125,7 @@ def traces_of_the_next(run: TrainingRun) -> None:
 
 
 TRACES_OF_THE_NEXT = Bug(
-    number=None,
     name="traces-of-the-next",
-    citations=(),
     mechanism="An interpolation between windows has a weight of 1e-7 for the next one.",
     needs="2 windows",
     loop=traces_of_the_next,
@@ -164,9 +150,7 @@ def step_before_the_last(run: TrainingRun) -> None:
 
 
 STEP_BEFORE_THE_LAST = Bug(
-    number=None,
     name="step-before-the-last",
-    citations=(),
     mechanism="The step comes before the window's last backward, whose gradient joins the next window.",
     needs="any case",
     loop=step_before_the_last,
@@ -187,9 +171,7 @@ def previous_batch_variable(run: TrainingRun) -> None:
 
 
 PREVIOUS_BATCH_VARIABLE = Bug(
-    number=None,
     name="previous-batch-variable",
-    citations=(),
     mechanism="A prefetcher returns the batch that it fetched one call before: all batches come one late.",
     needs="2 micro-batches",
     loop=previous_batch_variable,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gradcheck_suite.evidence.zoo.bug import Bug
+from gradcheck_suite.evidence.zoo.bug import bug_of_two_ranks
 from gradcheck_suite.evidence.zoo.rank_loops import train_over_ranks
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
@@ -31,8 +31,7 @@ def mean_of_ranks_means(run: TrainingRun) -> None:
     train_over_ranks(run, lambda own, total: own, reduce=_averaged)
 
 
-MEAN_OF_RANKS_MEANS = Bug(
-    number=None,
+MEAN_OF_RANKS_MEANS = bug_of_two_ranks(
     name="mean-of-ranks-means",
     citations=("transformers#34242",),
     mechanism="each rank divides by the targets of its own micro-batches, and the ranks' gradients are averaged.",
@@ -40,7 +39,6 @@ MEAN_OF_RANKS_MEANS = Bug(
     loop=mean_of_ranks_means,
     wanted=frozenset({"gradient/mean-of-means"}),
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -49,16 +47,13 @@ def local_count(run: TrainingRun) -> None:
     train_over_ranks(run, lambda own, total: own)
 
 
-LOCAL_COUNT = Bug(
-    number=None,
+LOCAL_COUNT = bug_of_two_ranks(
     name="local-count",
-    citations=(),
     mechanism="each rank divides by the targets of its own micro-batches, and the ranks' gradients are added up.",
     needs="two ranks",
     loop=local_count,
     wanted=frozenset({"gradient/local-count"}),
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -67,8 +62,7 @@ def count_gathered_gradient_averaged(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=_averaged)
 
 
-COUNT_GATHERED = Bug(
-    number=None,
+COUNT_GATHERED = bug_of_two_ranks(
     name="count-gathered-gradient-averaged",
     citations=("transformers#37474",),
     mechanism="the losses are divided by the targets of all ranks, and the wrapper averages over the ranks once more.",
@@ -76,7 +70,6 @@ COUNT_GATHERED = Bug(
     loop=count_gathered_gradient_averaged,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -85,16 +78,13 @@ def multiplied_by_world(run: TrainingRun) -> None:
     train_over_ranks(run, factor=run.world_size)
 
 
-MULTIPLIED = Bug(
-    number=None,
+MULTIPLIED = bug_of_two_ranks(
     name="multiplied-by-world-size",
-    citations=(),
     mechanism="the loss is multiplied by the number of ranks to undo an average that nobody takes.",
     needs="two ranks",
     loop=multiplied_by_world,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -103,16 +93,13 @@ def divided_twice(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=_averaged, factor=1 / run.world_size)
 
 
-DIVIDED_TWICE = Bug(
-    number=None,
+DIVIDED_TWICE = bug_of_two_ranks(
     name="divided-by-world-size-twice",
-    citations=(),
     mechanism="the loss is divided by the number of ranks, and so are the gradients.",
     needs="two ranks",
     loop=divided_twice,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 RANKS_PER_NODE = 8
@@ -123,16 +110,13 @@ def world_size_hard_coded(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=_averaged, factor=RANKS_PER_NODE)
 
 
-HARD_CODED = Bug(
-    number=None,
+HARD_CODED = bug_of_two_ranks(
     name="world-size-hard-coded",
-    citations=(),
     mechanism="the average over ranks is undone with a constant 8, whatever the number of ranks.",
     needs="another number of ranks than 8",
     loop=world_size_hard_coded,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -146,16 +130,13 @@ def first_ranks_count(run: TrainingRun) -> None:
     train_over_ranks(run, share)
 
 
-FIRST_RANKS_COUNT = Bug(
-    number=None,
+FIRST_RANKS_COUNT = bug_of_two_ranks(
     name="rank-0-count-broadcast",
-    citations=(),
     mechanism="all ranks divide by the targets of rank 0.",
     needs="two ranks",
     loop=first_ranks_count,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -169,16 +150,13 @@ def first_ranks_count_times_world(run: TrainingRun) -> None:
     train_over_ranks(run, share)
 
 
-COUNT_TIMES_WORLD = Bug(
-    number=None,
+COUNT_TIMES_WORLD = bug_of_two_ranks(
     name="rank-0-count-times-world-size",
-    citations=(),
     mechanism="all ranks divide by the targets of rank 0 times the number of ranks.",
     needs="ranks with different counts",
     loop=first_ranks_count_times_world,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -187,16 +165,13 @@ def sum_not_divided(run: TrainingRun) -> None:
     train_over_ranks(run, lambda own, total: 1.0)
 
 
-NOT_DIVIDED = Bug(
-    number=None,
+NOT_DIVIDED = bug_of_two_ranks(
     name="sum-over-ranks-not-divided",
-    citations=(),
     mechanism="the summed losses of all ranks are added up and not divided by the count.",
     needs="two ranks",
     loop=sum_not_divided,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -210,16 +185,13 @@ def reduced_twice(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=twice)
 
 
-REDUCED_TWICE = Bug(
-    number=None,
+REDUCED_TWICE = bug_of_two_ranks(
     name="gradient-all-reduced-twice",
-    citations=(),
     mechanism="the gradients are added up over ranks twice before the step.",
     needs="two ranks",
     loop=reduced_twice,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -234,16 +206,13 @@ def micro_batches_averaged(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-MICRO_BATCHES_AVERAGED = Bug(
-    number=None,
+MICRO_BATCHES_AVERAGED = bug_of_two_ranks(
     name="micro-batches-of-ranks-averaged",
-    citations=(),
     mechanism="every micro-batch's mean has the same weight, over micro-batches and ranks.",
     needs="micro-batches with different counts",
     loop=micro_batches_averaged,
     wanted=frozenset({"gradient/mean-of-means"}),
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -260,14 +229,11 @@ def previous_count(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-PREVIOUS_COUNT = Bug(
-    number=None,
+PREVIOUS_COUNT = bug_of_two_ranks(
     name="previous-window-count-of-ranks",
-    citations=(),
     mechanism="the count that was added up over ranks arrives one window too late.",
     needs="two windows with different counts",
     loop=previous_count,
     wanted=SCALED,
     assumes=ASSUMED,
-    ranks=2,
 )

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from gradcheck_suite.evidence.zoo.bug import Bug
+from gradcheck_suite.evidence.zoo.bug import bug_of_two_ranks
 from gradcheck_suite.evidence.zoo.rank_loops import train_over_ranks
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
 from gradcheck_suite.loops.windows import backward_window, over_ranks, part_of_window, windows
@@ -41,10 +41,8 @@ def padded_by_repeats(run: TrainingRun) -> None:
         _train(run, micro_batches + [micro_batches[i % len(micro_batches)] for i in range(missing)])
 
 
-PADDED = Bug(
-    number=None,
+PADDED = bug_of_two_ranks(
     name="sampler-pads-by-repeated-items",
-    citations=(),
     mechanism="a sampler repeats items so that every rank has as many, and the repeated ones count twice.",
     needs="a rank with fewer micro-batches",
     loop=padded_by_repeats,
@@ -59,7 +57,6 @@ PADDED = Bug(
     ),
     assumes=(DENSE_GRADIENTS,),
     least_micro_batches=4,
-    ranks=2,
 )
 
 
@@ -69,10 +66,8 @@ def uneven_tail_dropped(run: TrainingRun) -> None:
         _train(run, list(islice(run.loader, _longest(run, shortest=True))))
 
 
-TAIL_DROPPED = Bug(
-    number=None,
+TAIL_DROPPED = bug_of_two_ranks(
     name="uneven-tail-dropped",
-    citations=(),
     mechanism="the micro-batches that one rank has more than another are left out.",
     needs="a rank with fewer micro-batches",
     loop=uneven_tail_dropped,
@@ -89,7 +84,6 @@ TAIL_DROPPED = Bug(
         }
     ),
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -105,17 +99,14 @@ def idle_rank_skips(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-IDLE_SKIPS = Bug(
-    number=None,
+IDLE_SKIPS = bug_of_two_ranks(
     name="idle-rank-skips-the-all-reduce",
-    citations=(),
     mechanism="a rank that has no micro-batch left does not take part in the all-reduce that the others wait in.",
     needs="a rank without a micro-batch in a window",
     loop=idle_rank_skips,
     wanted=HANG,
     assumes=(DENSE_GRADIENTS,),
     least_micro_batches=4,
-    ranks=2,
 )
 
 
@@ -129,16 +120,13 @@ def rank_returns_early(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=reduce)
 
 
-RETURNS_EARLY = Bug(
-    number=None,
+RETURNS_EARLY = bug_of_two_ranks(
     name="rank-skips-its-all-reduce",
-    citations=(),
     mechanism="rank 1 leaves out the all-reduce, and the others wait for it.",
     needs="two ranks",
     loop=rank_returns_early,
     wanted=HANG,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -156,17 +144,14 @@ def ranks_at_different_steps(run: TrainingRun) -> None:
                 run.optimizer.zero_grad()
 
 
-DIFFERENT_STEPS = Bug(
-    number=None,
+DIFFERENT_STEPS = bug_of_two_ranks(
     name="ranks-at-different-steps",
-    citations=(),
     mechanism="the ranks' counters of micro-batches differ by one, so they step at different ones.",
     needs="accumulation steps of two",
     loop=ranks_at_different_steps,
     wanted=HANG,
     assumes=ASSUMED,
     least_micro_batches=4,
-    ranks=2,
 )
 
 
@@ -181,17 +166,14 @@ def reached_parameters_alone(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=reduce)
 
 
-REACHED_ALONE = Bug(
-    number=None,
+REACHED_ALONE = bug_of_two_ranks(
     name="unreached-parameters-not-reduced",
-    citations=(),
     mechanism="a rank whose items do not reach a parameter leaves out its all-reduce, which the others enter.",
     needs="a rank without a micro-batch, or one that does not reach a parameter",
     loop=reached_parameters_alone,
     wanted=HANG,
     assumes=(DENSE_GRADIENTS,),
     least_micro_batches=4,
-    ranks=2,
 )
 
 
@@ -205,15 +187,12 @@ def reset_on_first_rank(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-RESET_ON_FIRST = Bug(
-    number=None,
+RESET_ON_FIRST = bug_of_two_ranks(
     name="reset-on-rank-0-alone",
-    citations=(),
     mechanism="only the main process resets its gradients, so the others' sums go into the next window.",
     needs="two windows",
     loop=reset_on_first_rank,
     wanted=frozenset({"gradient/stale-window"}),
     assumes=ASSUMED,
     least_micro_batches=4,
-    ranks=2,
 )

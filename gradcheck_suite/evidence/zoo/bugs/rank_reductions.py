@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.evidence.zoo.bug import Bug
+from gradcheck_suite.evidence.zoo.bug import bug_of_two_ranks
 from gradcheck_suite.evidence.zoo.rank_loops import (
     fill_missing,
     reduce_each,
@@ -25,16 +25,13 @@ def never_reduced(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=lambda run: None)
 
 
-NEVER_REDUCED = Bug(
-    number=None,
+NEVER_REDUCED = bug_of_two_ranks(
     name="never-reduced",
-    citations=(),
     mechanism="no rank adds up its gradients with the others.",
     needs="two ranks",
     loop=never_reduced,
     wanted=ALONE,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -51,16 +48,13 @@ def no_sync_at_the_step(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-NO_SYNC = Bug(
-    number=None,
+NO_SYNC = bug_of_two_ranks(
     name="no-sync-left-on-at-the-step",
-    citations=(),
     mechanism="the last backward of a window runs under no_sync, so no rank has the others' gradients at the step.",
     needs="two ranks",
     loop=no_sync_at_the_step,
     wanted=ALONE,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -77,16 +71,13 @@ def no_sync_in_the_short_window(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-NO_SYNC_SHORT = Bug(
-    number=None,
+NO_SYNC_SHORT = bug_of_two_ranks(
     name="no-sync-in-the-short-window",
-    citations=(),
     mechanism="gradients are synchronised after every K micro-batches, and not at the end of the loader.",
     needs="a short last window",
     loop=no_sync_in_the_short_window,
     wanted=ALONE | {"raised/deadlock", "raised/mismatched-collectives"},
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -102,16 +93,13 @@ def reduced_before_the_last_backward(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-REDUCED_EARLY = Bug(
-    number=None,
+REDUCED_EARLY = bug_of_two_ranks(
     name="buckets-reduced-before-the-last-backward",
-    citations=(),
     mechanism="the gradients are added up over ranks while the last micro-batch's backward is still to come.",
     needs="two ranks",
     loop=reduced_before_the_last_backward,
     wanted=ALONE,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -127,17 +115,14 @@ def first_micro_batch_reduced(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-FIRST_REDUCED = Bug(
-    number=None,
+FIRST_REDUCED = bug_of_two_ranks(
     name="first-micro-batch-only-reduced",
-    citations=(),
     mechanism="only the first micro-batch's gradient is added up over ranks.",
     needs="a window of two micro-batches of one rank",
     loop=first_micro_batch_reduced,
     wanted=ALONE,
     assumes=ASSUMED,
     least_micro_batches=3,
-    ranks=2,
 )
 
 
@@ -153,17 +138,14 @@ def reduced_in_place_each_time(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-IN_PLACE = Bug(
-    number=None,
+IN_PLACE = bug_of_two_ranks(
     name="running-sum-reduced-each-micro-batch",
-    citations=(),
     mechanism="the running sum is added up over ranks at every micro-batch, so early ones are counted again.",
     needs="accumulation steps of two",
     loop=reduced_in_place_each_time,
     wanted=frozenset({"gradient/reduced-repeatedly", "gradient/wrong-scale", "gradient/rescaled-accumulator"}),
     assumes=ASSUMED,
     least_micro_batches=4,
-    ranks=2,
 )
 
 
@@ -172,16 +154,13 @@ def last_parameter_left_out(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=lambda run: reduce_each(fill_missing(run)[:-1]))
 
 
-PARAMETER_LEFT_OUT = Bug(
-    number=None,
+PARAMETER_LEFT_OUT = bug_of_two_ranks(
     name="one-parameter-not-reduced",
-    citations=(),
     mechanism="the last parameter is in no bucket, so its gradient is the rank's own.",
     needs="two ranks",
     loop=last_parameter_left_out,
     wanted=ALONE,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -195,16 +174,13 @@ def broadcast_from_first(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=broadcast)
 
 
-BROADCAST = Bug(
-    number=None,
+BROADCAST = bug_of_two_ranks(
     name="gradient-broadcast-from-rank-0",
-    citations=(),
     mechanism="all ranks step with the gradients of rank 0, and the others' are lost.",
     needs="two ranks",
     loop=broadcast_from_first,
     wanted=ALONE,
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -220,16 +196,13 @@ def reduced_in_bfloat16(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=reduce)
 
 
-IN_BFLOAT16 = Bug(
-    number=None,
+IN_BFLOAT16 = bug_of_two_ranks(
     name="gradient-reduced-in-bfloat16",
-    citations=(),
     mechanism="gradients are rounded to bfloat16 before they are added up over ranks.",
     needs="a gradient that bfloat16 does not hold",
     loop=reduced_in_bfloat16,
     wanted=frozenset({"gradient/rounded-weights", "gradient/rounded-gradient"}),
     assumes=ASSUMED,
-    ranks=2,
 )
 
 
@@ -245,15 +218,12 @@ def stale_bucket(run: TrainingRun) -> None:
         run.optimizer.zero_grad(set_to_none=True)
 
 
-STALE_BUCKET = Bug(
-    number=None,
+STALE_BUCKET = bug_of_two_ranks(
     name="stale-bucket-view-after-set-to-none",
-    citations=(),
     mechanism="gradients are views of buckets until zero_grad sets them to None; the buckets are reduced all the same.",
     needs="two windows",
     loop=stale_bucket,
     wanted=ALONE,
     assumes=ASSUMED,
     least_micro_batches=4,
-    ranks=2,
 )

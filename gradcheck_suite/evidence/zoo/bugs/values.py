@@ -28,9 +28,7 @@ def clip_norm_per_window(run: TrainingRun) -> None:
 
 
 CLIP_NORM_PER_WINDOW = Bug(
-    number=None,
     name="clip-norm-per-window",
-    citations=(),
     mechanism="The window's gradient is clipped, on purpose or by a default.",
     needs="a norm above the threshold",
     loop=clip_norm_per_window,
@@ -44,9 +42,7 @@ def clip_value_per_window(run: TrainingRun) -> None:
 
 
 CLIP_VALUE_PER_WINDOW = Bug(
-    number=None,
     name="clip-value-per-window",
-    citations=(),
     mechanism="Elements of the gradient are clamped.",
     needs="an element above the threshold",
     loop=clip_value_per_window,
@@ -70,9 +66,7 @@ def clip_each_micro_batch(run: TrainingRun) -> None:
 
 
 CLIP_EACH_MICRO_BATCH = Bug(
-    number=None,
     name="clip-each-micro-batch",
-    citations=(),
     mechanism="Each micro-batch's gradient is clipped before it is added.",
     needs="a norm above the threshold",
     loop=clip_each_micro_batch,
@@ -92,9 +86,7 @@ def normalised_gradient(run: TrainingRun) -> None:
 
 
 NORMALISED_GRADIENT = Bug(
-    number=None,
     name="normalised-gradient",
-    citations=(),
     mechanism="The gradient is divided by its norm.",
     needs="any case",
     loop=normalised_gradient,
@@ -108,9 +100,7 @@ def signs_only(run: TrainingRun) -> None:
 
 
 SIGNS_ONLY = Bug(
-    number=None,
     name="signs-only",
-    citations=(),
     mechanism="The gradient is compressed to its signs.",
     needs="any case",
     loop=signs_only,
@@ -129,9 +119,7 @@ def penalty_in_the_gradient(run: TrainingRun) -> None:
 
 
 PENALTY_IN_THE_GRADIENT = Bug(
-    number=None,
     name="penalty-in-the-gradient",
-    citations=(),
     mechanism="Weight decay is added to the gradient, and the optimizer has its own.",
     needs="any case",
     loop=penalty_in_the_gradient,
@@ -149,9 +137,7 @@ def noise_in_the_gradient(run: TrainingRun) -> None:
 
 
 NOISE_IN_THE_GRADIENT = Bug(
-    number=None,
     name="noise-in-the-gradient",
-    citations=(),
     mechanism="Noise is added to the gradient.",
     needs="any case",
     loop=noise_in_the_gradient,
@@ -170,9 +156,7 @@ def small_elements_dropped(run: TrainingRun) -> None:
 
 
 SMALL_ELEMENTS_DROPPED = Bug(
-    number=None,
     name="small-elements-dropped",
-    citations=(),
     mechanism="Small elements of the gradient are not communicated.",
     needs="an element below the threshold",
     loop=small_elements_dropped,
@@ -186,7 +170,6 @@ def never_unscaled(run: TrainingRun) -> None:
 
 
 NEVER_UNSCALED = Bug(
-    number=None,
     name="never-unscaled",
     citations=("discuss.pytorch.org: scaler.scale(loss).backward() and optimizer.step()",),
     mechanism="The loss is scaled, and `optimizer.step()` is called in place of `scaler.step(optimizer)`.",
@@ -203,9 +186,7 @@ def unscaled_twice(run: TrainingRun) -> None:
 
 
 UNSCALED_TWICE = Bug(
-    number=None,
     name="unscaled-twice",
-    citations=(),
     mechanism="The gradient is unscaled by hand and by the scaler.",
     needs="any case",
     loop=unscaled_twice,

@@ -27,9 +27,7 @@ def windows_of_one_more(run: TrainingRun) -> None:
 
 
 WINDOWS_OF_ONE_MORE = Bug(
-    number=None,
     name="windows-of-one-more",
-    citations=(),
     mechanism="The counter is compared with `>` in place of `>=`: windows have K + 1 micro-batches.",
     needs="2 windows",
     loop=windows_of_one_more,
@@ -43,9 +41,7 @@ def windows_of_twice_the_size(run: TrainingRun) -> None:
 
 
 WINDOWS_OF_TWICE_THE_SIZE = Bug(
-    number=None,
     name="windows-of-twice-the-size",
-    citations=(),
     mechanism="Two layers of the software both accumulate.",
     needs="2 windows",
     loop=windows_of_twice_the_size,
@@ -63,9 +59,7 @@ def two_steps_per_window(run: TrainingRun) -> None:
 
 
 TWO_STEPS_PER_WINDOW = Bug(
-    number=None,
     name="two-steps-per-window",
-    citations=(),
     mechanism="A library steps, and the loop steps as well: each gradient is applied twice.",
     needs="any case",
     loop=two_steps_per_window,
@@ -83,9 +77,7 @@ def first_window_skipped(run: TrainingRun) -> None:
 
 
 FIRST_WINDOW_SKIPPED = Bug(
-    number=None,
     name="first-window-skipped",
-    citations=(),
     mechanism="The first window warms something up and is not stepped.",
     needs="any case",
     loop=first_window_skipped,
@@ -104,9 +96,7 @@ def last_window_skipped(run: TrainingRun) -> None:
 
 
 LAST_WINDOW_SKIPPED = Bug(
-    number=None,
     name="last-window-skipped",
-    citations=(),
     mechanism="`range(0, n - K, K)` in place of `range(0, n, K)`: the last window is never trained on.",
     needs="any case",
     loop=last_window_skipped,
@@ -130,9 +120,7 @@ def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
 
 
 STEP_AT_THE_END_OF_AN_EPOCH = Bug(
-    number=None,
     name="step-at-the-end-of-an-epoch",
-    citations=(),
     mechanism="A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty gradient.",
     needs="an epoch of whole windows",
     loop=step_at_the_end_of_an_epoch,
@@ -151,9 +139,7 @@ def large_gradients_skipped(run: TrainingRun) -> None:
 
 
 LARGE_GRADIENTS_SKIPPED = Bug(
-    number=None,
     name="large-gradients-skipped",
-    citations=(),
     mechanism="A guard skips the step of a window with a large gradient.",
     needs="an element above the threshold",
     loop=large_gradients_skipped,
@@ -177,7 +163,6 @@ def scaler_overflows(run: TrainingRun) -> None:
 
 
 SCALER_OVERFLOWS = Bug(
-    number=None,
     name="scaler-overflows",
     citations=("pytorch: GradScaler skips optimizer.step() if gradients contain inf",),
     mechanism="The loss scale is so large that every window's gradient overflows, and every step is skipped.",
