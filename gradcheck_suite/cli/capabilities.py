@@ -77,7 +77,7 @@ def _backward(dtype: str, device: str) -> None:
 
 
 def _write_to_cache() -> None:
-    folder = environment.cache_directory()
+    folder = environment.trusted_cache()
     if folder is None:
         raise RuntimeError(f"{environment.CACHE_VARIABLE} is empty")
     expect_writable_folder(folder, environment.CACHE_VARIABLE)

@@ -5,6 +5,7 @@ Importing this module imports neither torch nor jax, and its functions work wher
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.execution.own_folder import expect_own_folder, make_own_folder
 
 MINIMUM = {
     "torch": "2.9",
@@ -84,12 +86,15 @@ def prepare() -> None:
 
     Raises:
         CannotRunHere: torch or jax cannot be imported.
+        UsageError: others than the user may write to the folder of compiled programs.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # references run on the CPU: a GPU's memory and start-up time are left to the loop
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Hypothesis would make a folder in the user's working directory
-    folder = cache_directory() or Path(tempfile.gettempdir()) / "gradcheck-suite"
+    folder = trusted_cache() or Path(tempfile.gettempdir()) / "gradcheck-suite"
+    with contextlib.suppress(OSError):
+        make_own_folder(folder)  # before Hypothesis does, with the permissions that the umask allows
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
     set_precision()
 
@@ -151,6 +156,18 @@ def cache_directory() -> Path | None:
         return Path(chosen) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "gradcheck-suite"
+
+
+def trusted_cache() -> Path | None:
+    """Return the folder of compiled programs, to which only the user may write.
+
+    Raises:
+        UsageError: others may, or it is another user's.
+    """
+    folder = cache_directory()
+    if folder is not None:
+        expect_own_folder(folder, CACHE_VARIABLE)
+    return folder
 
 
 def environment(optional: Iterable[str] = ()) -> dict[str, Any]:

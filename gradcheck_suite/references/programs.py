@@ -28,7 +28,8 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
-from gradcheck_suite.execution.environment import cache_directory
+from gradcheck_suite.execution.environment import CACHE_VARIABLE, trusted_cache
+from gradcheck_suite.execution.own_folder import expect_own_folder, is_own, make_own_folder
 
 jax.config.update("jax_enable_x64", True)
 # small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
@@ -175,8 +176,12 @@ class Programs:
 
     def _path(self, key: Hashable) -> Path | None:
         """Return where a program is stored, or None for no store."""
-        directory = cache_directory() if self._platform == "cpu" else None
-        return directory and directory / _environment_key()[:16] / hashlib.sha256(repr(key).encode()).hexdigest()
+        directory = trusted_cache() if self._platform == "cpu" else None
+        if directory is None:
+            return None
+        folder = directory / _environment_key()[:16]
+        expect_own_folder(folder, CACHE_VARIABLE)
+        return folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
     def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
         """Return a program from disk, or compile it where there is none."""
@@ -185,7 +190,7 @@ class Programs:
 
     def _load(self, path: Path | None) -> Callable[..., Any] | None:
         """Return a stored program, or None where there is none or its file is damaged."""
-        if path is None or not path.exists():
+        if path is None or not path.exists() or not is_own(path):
             return None
         try:
             program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
@@ -281,7 +286,8 @@ def _forget_others(folder: Path) -> None:
 def _store(path: Path, payload: bytes) -> None:
     """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):
+            make_own_folder(folder)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(payload)
         os.replace(file.name, path)
