@@ -59,7 +59,7 @@ def closure(run: TrainingRun) -> None:
             parts = [part_of_window(run, batch, total) for batch in window]
             for part in parts:
                 part.backward()
-            return sum(float(part) for part in parts)
+            return sum(float(part.detach()) for part in parts)
 
         run.optimizer.step(partial(loss_of_window, window, total))
 
