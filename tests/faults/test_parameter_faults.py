@@ -1,7 +1,7 @@
 """Loops that are wrong for some parameters or some models only: a few hundred drawn cases hold one that shows it.
 
-Every loop divides the accumulated gradient of the summed loss by the window's count, parameter by parameter, or is the
-same loop with one fault. Only the cases that the fault concerns are run.
+Every loop divides the accumulated gradient of the summed loss by the window's count, or that of a sum by a loss scale,
+parameter by parameter, or is the same loop with one fault. Only the cases that the fault concerns are run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gradcheck_suite import Case, cases, check
 from gradcheck_suite.generation.drawing import draw_cases
 
 EXAMPLES = 200
+LOSS_SCALE = 4.0
 Parameters = Callable[[torch.nn.Module], list[torch.nn.Parameter]]
 
 
@@ -59,11 +60,10 @@ def loop_that_divides(parameters: Parameters, *, training: bool = True, keys: fr
                         batch = {k: v if k in keys else torch.zeros_like(v) for k, v in batch.items()}
                     total += count
                     loss = run.loss(run.model, batch)
-                    (loss * count if run.reduction == "mean" else loss).backward()
-                if run.reduction == "mean":
-                    for p in parameters(run.model):
-                        if p.grad is not None:
-                            p.grad /= total
+                    (loss * (count if run.reduction == "mean" else LOSS_SCALE)).backward()
+                for p in parameters(run.model):
+                    if p.grad is not None:
+                        p.grad /= total if run.reduction == "mean" else LOSS_SCALE
                 run.optimizer.step()
                 run.optimizer.zero_grad()
 
