@@ -7,7 +7,11 @@ that nearly cancels, as through the normalisation of two numbers, is as inexact 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from zlib import crc32
 
 import jax
@@ -19,7 +23,7 @@ from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
 from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
 from gradcheck_suite.catalogue.definitions import LayerDefinition
 from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.references.programs import Programs
 from gradcheck_suite.schema.spec import Layer
 
 RELATIVE = 1e-12
@@ -69,6 +73,16 @@ def identifier(case: tuple[Layer, Signal]) -> str:
     layer, signal = case
     size = "x".join(map(str, signal.size))
     return f"{layer!r}-{signal.form}-{size}{'-padded' * signal.padded}".replace(" ", "")
+
+
+@contextmanager
+def about(layer: Layer, signal: Signal) -> Iterator[None]:
+    """Name the layer and its signal where an assertion fails."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"with {identifier((layer, signal))}")
+        raise
 
 
 # Running one layer in both frameworks
@@ -121,20 +135,43 @@ def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray 
     return y.detach().numpy(), gradients
 
 
-def jax_run(kind: LayerDefinition, layer: Layer, signal: Signal, model: Chain, batch, cotangent):
-    """Return the same from `jax.vjp` of the kind's JAX meaning, folded over the axes that the kind does not mix."""
+@dataclass(frozen=True)
+class Prepared:
+    """One layer's batch, what torch computes of it, and the function and arguments with which JAX computes the same."""
+
+    layer: Layer
+    signal: Signal
+    value: np.ndarray
+    gradients: dict[str, np.ndarray]
+    inputs: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def named(self, result: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return JAX's output, and its gradients by name, in the shapes of torch's."""
+        y, into_params, *into_x = result
+        gradients = {f"0.{name}": gradient for name, gradient in into_params.items()}
+        if into_x:
+            gradients["x"] = into_x[0].reshape(-1)[: self.inputs].reshape(self.gradients["x"].shape)
+        return y.reshape(-1)[: self.value.size].reshape(self.value.shape), gradients
+
+
+def prepare(kind: LayerDefinition, layer: Layer, signal: Signal) -> Prepared:
+    """Run a layer in torch; JAX's meaning is folded over the axes that the kind does not mix."""
+    batch = draw(layer, signal, PLAIN_ITEMS + 3)
+    model = torch_model(layer, signal)
+    size = out_signal(layer, signal).size
+    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *size))
+    shape = torch_run(model, batch)[0].shape
+    assert shape == cotangent.shape, f"out() says {size}, torch gives {shape[1:]}"
+    value, gradients = torch_run(model, batch, cotangent)
     named = (*model.named_parameters(), *model.named_buffers())
     values = {n.removeprefix("0."): t.detach().numpy() for n, t in named if t.is_floating_point()}
     extras = {name: batch[key] for name, key in extra_keys(layer, signal, "0").items()}
-    x, shape = batch["x"], cotangent.shape
+    x = batch["x"]
     if kind.axes is not None:
         x = x.reshape(-1, *x.shape[x.ndim - kind.axes :])
         cotangent = cotangent.reshape(-1, *shape[len(shape) - kind.axes :])
-        # one compiled program serves every size whose trailing axes are the same
-        rows, most = len(x), 1024
-        assert rows <= most
-        x = np.concatenate([x, np.broadcast_to(x[:1], (most - rows, *x.shape[1:]))])
-        cotangent = np.concatenate([cotangent, np.zeros((most - rows, *cotangent.shape[1:]))])
 
     def both(params, x, extras, cotangent):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -143,17 +180,7 @@ def jax_run(kind: LayerDefinition, layer: Layer, signal: Signal, model: Chain, b
         y, pullback = jax.vjp(lambda p, x: kind.jax_apply(layer.o, p, x, extras), params, x)
         return y, *pullback(cotangent)
 
-    if KINDS[layer.kind] is kind:
-        # compiled without optimisation, since it is called a few times only
-        key = ("test of one layer", layer.kind, layer.options)
-        result = PROGRAMS.call(key, both, values, x, extras, cotangent, store=False)
-    else:  # a planted fault: neither to be kept nor to be found among what was kept
-        result = jax.tree.map(np.asarray, both(values, x, extras, cotangent))
-    y, into_params, *into_x = result
-    gradients = {f"0.{name}": gradient for name, gradient in into_params.items()}
-    if into_x:
-        gradients["x"] = into_x[0].reshape(-1)[: batch["x"].size].reshape(batch["x"].shape)
-    return y.reshape(-1)[: int(np.prod(shape))].reshape(shape), gradients
+    return Prepared(layer, signal, value, gradients, batch["x"].size, both, (values, x, extras, cotangent))
 
 
 def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
@@ -169,17 +196,19 @@ def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
     )
 
 
-def assert_frameworks_agree(kind: LayerDefinition, layer: Layer, signal: Signal) -> None:
-    """Compare value and gradients of a kind's two meanings on one layer."""
+def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal]) -> None:
+    """Compare value and gradients of a kind's two meanings, in one compiled program for all cases."""
     __tracebackhide__ = True
-    batch = draw(layer, signal, PLAIN_ITEMS + 3)
-    model = torch_model(layer, signal)
-    size = out_signal(layer, signal).size
-    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *size))
-    shape = torch_run(model, batch)[0].shape
-    assert shape == cotangent.shape, f"out() says {size}, torch gives {shape[1:]}"
-    value, gradients = torch_run(model, batch, cotangent)
-    jax_value, jax_gradients = jax_run(kind, layer, signal, model, batch, cotangent)
-    assert_same("value", jax_value, value)
-    for name, gradient in gradients.items():
-        assert_same(f"gradient of {name}", jax_gradients[name], gradient)
+    prepared = [prepare(kind, layer, signal) for layer, signal in cases]
+
+    def run(*arguments):
+        return tuple(each.function(*given) for each, given in zip(prepared, arguments, strict=True))
+
+    # compiled without optimisation, since it is called once
+    results = Programs().call(("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False)
+    for each, result in zip(prepared, results, strict=True):
+        value, gradients = each.named(result)
+        with about(each.layer, each.signal):
+            assert_same("value", value, each.value)
+            for name, gradient in each.gradients.items():
+                assert_same(f"gradient of {name}", gradients[name], gradient)

@@ -37,7 +37,8 @@ def both(layer: Layer, signal: Signal, x, values=None, **extras):
         return y.sum(), y
 
     if floating:
-        gradient, jax_y = jax.grad(total, has_aux=True)(jnp.asarray(x))
+        # one program in place of one for each of JAX's operations
+        gradient, jax_y = jax.jit(jax.grad(total, has_aux=True))(jnp.asarray(x))
         return [(y.detach().numpy(), leaf.grad.numpy()), (np.asarray(jax_y), np.asarray(gradient))]
     return [(y.detach().numpy(), None), (np.asarray(total(jnp.asarray(x))[1]), None)]
 

@@ -5,8 +5,6 @@ Generic over the catalogue: a new kind is tested by being registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -24,27 +22,17 @@ from gradcheck_suite.schema.spec import Layer
 from tests.catalogue.one_layer import (
     KINDS,
     PLAIN_ITEMS,
+    about,
     assert_frameworks_agree,
     assert_same,
     cases_of,
     draw,
-    identifier,
     reachable_signals,
     torch_model,
     torch_run,
 )
 
 EACH_KIND = pytest.mark.parametrize("name", KINDS)
-
-
-@contextmanager
-def _about(layer: Layer, signal: Signal) -> Iterator[None]:
-    """Name the layer and its signal where an assertion fails."""
-    try:
-        yield
-    except AssertionError as error:
-        error.add_note(f"with {identifier((layer, signal))}")
-        raise
 
 
 # What holds of every layer
@@ -64,9 +52,8 @@ def _chosen(name: str, *, full: bool) -> list[tuple[Layer, Signal]]:
 @EACH_KIND
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_torch_and_jax_agree(name, full):
-    for layer, signal in _chosen(name, full=full):
-        with _about(layer, signal):
-            assert_frameworks_agree(KINDS[name], layer, signal)
+    if chosen := _chosen(name, full=full):
+        assert_frameworks_agree(KINDS[name], *chosen)
 
 
 @EACH_KIND
@@ -77,7 +64,7 @@ def test_items_are_independent_and_reach_a_parameter(name):
         model = torch_model(layer, signal)
         cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *out_signal(layer, signal).size))
         value, gradients = torch_run(model, batch, cotangent)
-        with _about(layer, signal):
+        with about(layer, signal):
             if KINDS[name].trainable:
                 assert any(np.any(gradient) for name, gradient in gradients.items() if name != "x")
             for which in ([5, 2, 0, 4, 1, 3], [1, 2], [0]):
@@ -102,7 +89,7 @@ def test_gradient_is_the_central_difference(name):
             x = named.pop("x", tensors["x"])
             return torch.func.functional_call(model, named, (x, tensors))
 
-        with _about(layer, signal):
+        with about(layer, signal):
             leaves = tuple(t.requires_grad_() for t in inputs.values())
             assert torch.autograd.gradcheck(value, leaves, atol=1e-7, rtol=1e-5)
 
@@ -120,7 +107,7 @@ def test_signal_of_a_form_that_the_kind_does_not_take_is_refused(name):
     layer = cases_of(name)[0][0]
     taken = {signal.form for _, signal in cases_of(name)}
     for signal in {s.form: s for s in reversed(reachable_signals()) if s.form not in taken}.values():
-        with _about(layer, signal), pytest.raises(UsageError, match=rf"layer '{name}'.*expected.*got"):
+        with about(layer, signal), pytest.raises(UsageError, match=rf"layer '{name}'.*expected.*got"):
             out_signal(layer, signal)
 
 
@@ -139,7 +126,7 @@ def test_wrong_option_is_refused(name):
         if options in variants:
             continue
         refused = Layer(name, **options)
-        with _about(refused, signal), pytest.raises(UsageError, match=rf"layer '{name}'"):
+        with about(refused, signal), pytest.raises(UsageError, match=rf"layer '{name}'"):
             out_signal(refused, signal)
 
 
@@ -179,7 +166,7 @@ def _nan(options, params, x, extras):
 def test_planted_fault_in_a_jax_meaning_is_found(fault, message):
     faulty = replace(KINDS["linear"], jax_apply=fault)
     with pytest.raises(AssertionError, match=message):
-        assert_frameworks_agree(faulty, LINEAR, Signal("vector", (3,)))
+        assert_frameworks_agree(faulty, (LINEAR, Signal("vector", (3,))))
 
 
 def test_planted_fault_in_a_shape_rule_is_found(monkeypatch):
@@ -187,7 +174,7 @@ def test_planted_fault_in_a_shape_rule_is_found(monkeypatch):
     wider = replace(KINDS["linear"], torch_module=lambda signal, o: module(signal, {**o, "features": 5}))
     monkeypatch.setitem(LAYERS, "linear", wider)
     with pytest.raises(AssertionError, match=r"out\(\) says \(2,\), torch gives \(5,\)"):
-        assert_frameworks_agree(wider, LINEAR, Signal("vector", (3,)))
+        assert_frameworks_agree(wider, (LINEAR, Signal("vector", (3,))))
 
 
 def test_extras_are_found_by_their_place_in_the_model():

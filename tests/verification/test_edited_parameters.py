@@ -85,7 +85,7 @@ def test_an_edit_on_purpose_is_a_drift_unless_the_loop_says_so(edit, optimizer):
 
 
 @pytest.mark.parametrize("edit", EDITED.values(), ids=EDITED)
-@pytest.mark.parametrize("optimizer", [None, "momentum"])
+@pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.full), "momentum"])
 def test_a_wrong_gradient_between_edits_is_found_and_named(edit, optimizer):
     case = CASE.replace(optimizer=optimizer)
     twice = check(_loop(edit, _twice_after_the_first), case, assumes=EDITS).violation

@@ -23,6 +23,7 @@ SPEC = ProblemSpec(
 )
 CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
+EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 
 
 def _around_steps(*, after=lambda run, step: None, once=lambda run: None):
@@ -134,7 +135,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_parameters_or_state_is_found_and_named(name, dtype):
     loop, diagnosis, said = FAULTS[name]
@@ -145,7 +146,7 @@ def test_a_fault_of_parameters_or_state_is_found_and_named(name, dtype):
         assert said in violation.explanation
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault_of_the_gradient(dtype):
     for name, (loop, diagnosis, _) in FAULTS.items():
         if diagnosis != "parameter-drift" or name in ("undone", "weight decay by hand", "initial values"):
@@ -239,9 +240,9 @@ def _edited_in_a_hook_that_drops_the_closure(run):
         _edited_by_a_global_hook,
     ],
 )
-@pytest.mark.parametrize("optimizer", [None, "normalized", "momentum"])
-def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, optimizer):
-    for dtype in DTYPES:
+@EACH_DTYPE
+def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, dtype):
+    for optimizer in (None, "normalized", "momentum"):
         violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
@@ -260,7 +261,7 @@ def _closure_without_reset(run):
         run.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_every_call_of_a_closure_is_judged(dtype):
     case = CASE.replace(dtype=dtype, optimizer="lbfgs")
     verdict = check(BUILT_IN["closure"], case)
