@@ -18,6 +18,7 @@ from gradcheck_suite.execution.observer import Observation, Observer, TooManySte
 from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.quiet import loop_output
 from gradcheck_suite.execution.ranks.sharded import RankObserver, as_before_sharding
+from gradcheck_suite.execution.scheduler_steps import Calls, scheduler_steps
 from gradcheck_suite.execution.skipped_steps import skipped_steps
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint, is_import_failure
@@ -41,6 +42,7 @@ class Outcome:
         structure: how the loop changed the model's parameters, or None.
         compute: the autocast dtype of its losses, or None.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
+        scheduler_steps: number of steps of each learning rate scheduler.
         skipped: for each step that a `GradScaler` skipped, the number of steps before it.
         deadlock: whether the loop was stopped because its ranks wait for each other.
         mismatched: whether this rank was ended because other ranks were in another collective.
@@ -58,6 +60,7 @@ class Outcome:
     structure: str | None = None
     compute: Compute = None
     refused: str | None = None
+    scheduler_steps: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()
     deadlock: bool = False
     mismatched: bool = False
@@ -78,6 +81,7 @@ def run_loop(
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
     skipped: list[int] = []
+    scheduled = Calls()
     default_dtype = torch.get_default_dtype()
     try:
         with (
@@ -85,6 +89,7 @@ def run_loop(
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
             skipped_steps(lambda: len(observer.observations)) as skipped,
+            scheduler_steps() as scheduled,
             time_limit(time_limit_s) as limit,
         ):
             loop(run)
@@ -117,6 +122,7 @@ def run_loop(
         structure=structure_changes(before, as_before_sharding(structure(run.model), before)),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
+        scheduler_steps=scheduled.counts,
         skipped=tuple(skipped),
     )
 

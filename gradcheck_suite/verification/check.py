@@ -28,10 +28,11 @@ from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.accumulable import gradient_fault, reference_of
 from gradcheck_suite.verification.divergence import DIVERGED, ended_in_divergence, is_diverged, is_far, is_start
 from gradcheck_suite.verification.gradient_violation import gradient_violation
-from gradcheck_suite.verification.moved_by_zeros import explain_zeros, zeros_that_move
+from gradcheck_suite.verification.moved_by_zeros import explain_zeros, moved_while_frozen, zeros_that_move
 from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.ranks import judge_ranks
+from gradcheck_suite.verification.schedulers import scheduler_fault
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
@@ -128,7 +129,7 @@ def _judge(
             diagnosis = "deadlock" if outcome.deadlock else "timed-out"
         return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
     if outcome.structure:
-        explanation = f"the loop changed the model's parameters: {outcome.structure}"
+        explanation = f"the loop changed the model's parameters: {outcome.structure}{moved_while_frozen(case, outcome)}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
     if is_probe(case):
         violation, ratio = judge_probe(reference.instance, outcome, runner, autocast)
@@ -202,7 +203,7 @@ def _judge_steps(
     unjudged = None if judged else next(iter(skipped))
     return Verdict(
         case,
-        trajectory.end(),
+        trajectory.end() or scheduler_fault(case, outcome),
         ratio=ratio,
         skipped=unjudged,
         windows=judged,

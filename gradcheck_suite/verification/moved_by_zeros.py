@@ -12,6 +12,7 @@ from typing import Any
 from gradcheck_suite.execution.observer import Observation, is_same
 from gradcheck_suite.execution.optimizers import OPTIMIZERS
 from gradcheck_suite.execution.replay import MakeOptimizer, largest_error, stepped
+from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 
@@ -63,3 +64,15 @@ def explain_zeros(case: Case, observation: Observation, moved: dict[str, float],
         f"stepped on it and moved it by {moved[name]:.2g}: {', '.join(parts)}. With None, as after set_to_none=True, "
         f"{case.optimizer} leaves the parameter and its state alone"
     )
+
+
+def moved_while_frozen(case: Case, outcome: Outcome) -> str:
+    """Return what to say of a parameter that the loop froze and that zeros let the optimizer move; empty if nothing."""
+    for observation in reversed(outcome.observations):
+        for name, distance in zeros_that_move(case, observation).items():
+            if f"{name}.requires_grad from True to False" in str(outcome.structure):
+                return (
+                    f"; a later step of {case.optimizer} moved the frozen {name} by {distance:.2g}, since its gradient "
+                    "was zeros and not None: release it with set_to_none=True, and it stays where it is"
+                )
+    return ""

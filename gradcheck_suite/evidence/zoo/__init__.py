@@ -15,10 +15,9 @@ __all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
 
 NOT_EXPRESSED: dict[int, str] = {
     23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
-    38: "a scheduler that steps too often changes the size of the next step, not the gradient; optimizers are replayed "
-    "with the settings that each step had",
     43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
-    46: "None and zeros are both right by the contract; properties/test_modes_agree.py checks where they differ",
+    46: "None and zeros are both right by the contract; properties/test_zero_or_none.py checks where they differ, and "
+    "verify --optimizer says what zeros move",
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from gradcheck_suite.evidence.zoo.bug import Bug
@@ -101,6 +103,57 @@ OPTIMIZER_IN_BACKWARD = Bug(
     needs="2 micro-batches in a window",
     loop=optimizer_in_backward,
     wanted=frozenset({"step-count/step-per-micro-batch"}),
+)
+
+
+def scheduler_per_micro_batch(run: TrainingRun) -> None:
+    """Step the learning rate scheduler in the loop over micro-batches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that a scheduler is stepped before the optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+        for window in windows(run):
+            run.optimizer.zero_grad()
+            total = window_count(run, window)
+            for j, batch in enumerate(window):
+                part_of_window(run, batch, total).backward()
+                if j + 1 == len(window):
+                    run.optimizer.step()
+                scheduler.step()
+
+
+SCHEDULER_PER_MICRO_BATCH = Bug(
+    number=38,
+    name="scheduler-per-micro-batch",
+    citations=("Lightning#1476", "accelerate#999"),
+    mechanism="The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to.",
+    needs="2 micro-batches in a window",
+    loop=scheduler_per_micro_batch,
+    wanted=frozenset({"step-count/scheduler-per-micro-batch"}),
+)
+
+
+def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
+    """Unscale and update a gradient scaler after every micro-batch."""
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for j, batch in enumerate(window):
+            scaler.scale(part_of_window(run, batch, total)).backward()
+            scaler.unscale_(run.optimizer)
+            if j + 1 == len(window):
+                scaler.step(run.optimizer)
+            scaler.update()
+
+
+SCALER_UPDATED_PER_MICRO_BATCH = Bug(
+    number=39,
+    name="scaler-updated-per-micro-batch",
+    citations=("pytorch#36601",),
+    mechanism="`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again each time.",
+    needs="2 micro-batches in a window",
+    loop=scaler_updated_per_micro_batch,
+    wanted=frozenset({"gradient/rescaled-accumulator", "gradient/wrong-scale", "gradient/unrecognised-weights"}),
 )
 
 

@@ -1,0 +1,25 @@
+"""A learning rate scheduler that is stepped at each micro-batch: its schedule ends K times too early."""
+
+from __future__ import annotations
+
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.results import Violation
+
+
+def scheduler_fault(case: Case, outcome: Outcome) -> Violation | None:
+    """Return the violation of a loop that steps a scheduler once per micro-batch and the optimizer once per window.
+
+    Once per window and once per epoch are both right, and any other number may be meant.
+    """
+    plan = case.plan
+    micro_batches = len(plan.micro_batches) * plan.epochs
+    if plan.ranks or micro_batches == plan.steps or micro_batches not in outcome.scheduler_steps:
+        return None
+    return Violation(
+        "step-count",
+        "scheduler-per-micro-batch",
+        f"a learning rate scheduler was stepped {micro_batches} times, once per micro-batch, and the optimizer "
+        f"{plan.steps} times, once per window: step the scheduler where the optimizer steps",
+        case,
+    )

@@ -1,0 +1,268 @@
+"""Loops that do more around a step: schedulers, clipping, scaling, averages, logging, interruption, freezing.
+
+The sound forms hold under optimizers that keep a state, and the faulty ones are found and named.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from gradcheck_suite import Plan, check, verify
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from tests.faults.small_cases import CASES, REGRESSION
+
+SOUND, FAULTY = {}, {}
+OPTIMIZERS = ("momentum", "adamw")
+
+
+def sound(loop):
+    SOUND[loop.__name__] = loop
+    return loop
+
+
+def faulty(diagnosis):
+    def kept(loop):
+        FAULTY[loop.__name__] = (loop, diagnosis)
+        return loop
+
+    return kept
+
+
+def train(run, *, after_step=lambda: None, before_step=lambda: None):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        before_step()
+        run.optimizer.step()
+        after_step()
+
+
+# --- schedulers
+
+
+@sound
+def scheduler_per_window(run):
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
+    train(run, after_step=scheduler.step)
+
+
+@sound
+def two_schedulers_in_sequence(run):
+    first = torch.optim.lr_scheduler.LinearLR(run.optimizer, 0.5, total_iters=2)
+    then = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(run.optimizer, [first, then], [2])
+    train(run, after_step=scheduler.step)
+
+
+@sound
+def scheduler_per_epoch(run):
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    for _ in range(run.epochs):
+        batches = list(run.loader)
+        for first in range(0, len(batches), run.accumulation_steps):
+            run.optimizer.zero_grad()
+            backward_window(run, batches[first : first + run.accumulation_steps])
+            run.optimizer.step()
+        scheduler.step()
+
+
+@faulty("scheduler-per-micro-batch")
+def plateau_per_micro_batch(run):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            loss = part_of_window(run, batch, total)
+            loss.backward()
+            scheduler.step(loss.detach())
+        run.optimizer.step()
+
+
+# --- clipping, scaling, averages, logging
+
+
+@sound
+def clip_and_log_at_the_windows_end(run):
+    norms = []
+    train(run, before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6)))
+
+
+@sound
+def scaler_at_the_windows_end(run):
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+        scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6)
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+@faulty("wrong-scale")
+def scaler_without_its_step(run):
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+        run.optimizer.step()
+
+
+@sound
+def average_of_the_weights_kept(run):
+    average = torch.optim.swa_utils.AveragedModel(
+        run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    train(run, after_step=lambda: average.update_parameters(run.model))
+
+
+@faulty("parameter-drift")
+def average_of_the_weights_trained_on(run):
+    average = torch.optim.swa_utils.AveragedModel(
+        run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+
+    def swap():
+        average.update_parameters(run.model)
+        run.model.load_state_dict(average.module.state_dict())
+
+    train(run, after_step=swap)
+
+
+@sound
+def norms_logged_where_there_is_a_gradient(run):
+    norms = {}
+
+    def log():
+        norms.update({name: p.grad.norm() for name, p in run.model.named_parameters() if p.grad is not None})
+
+    train(run, before_step=log)
+
+
+# --- an interruption in mid-window
+
+
+def resumed(run, restored):
+    """Save after each micro-batch, lose everything, and go on from what `restored` reads of the checkpoint."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+            checkpoint = {
+                "model": copy.deepcopy(run.model.state_dict()),
+                "optimizer": copy.deepcopy(run.optimizer.state_dict()),
+                "gradients": [None if p.grad is None else p.grad.clone() for p in run.model.parameters()],
+            }
+            for p in run.model.parameters():
+                p.grad = None
+            run.optimizer.state.clear()
+            restored(checkpoint)
+        run.optimizer.step()
+
+
+def restore(run, checkpoint, *, gradients=True, optimizer=True):
+    run.model.load_state_dict(checkpoint["model"])
+    if optimizer:
+        run.optimizer.load_state_dict(checkpoint["optimizer"])
+    if gradients:
+        for p, gradient in zip(run.model.parameters(), checkpoint["gradients"], strict=True):
+            p.grad = gradient
+
+
+@sound
+def resumed_with_everything(run):
+    resumed(run, lambda checkpoint: restore(run, checkpoint))
+
+
+@faulty("missing-gradient")
+def resumed_without_the_gradients(run):
+    resumed(run, lambda checkpoint: restore(run, checkpoint, gradients=False))
+
+
+@faulty("optimizer-state-lost")
+def resumed_without_the_optimizer(run):
+    resumed(run, lambda checkpoint: restore(run, checkpoint, optimizer=False))
+
+
+# --- freezing
+
+
+def frozen_after_the_first_step(run, *, set_to_none):
+    """Freeze the bias after it has had a gradient."""
+    for window in windows(run):
+        backward_window(run, window)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        run.model.get_parameter("0.bias").requires_grad_(False)
+
+
+PLANS = (Plan((2, 2, 2, 2), 2), Plan((1, 3, 2), 2, 2))
+
+
+def found(loop, optimizer):
+    """Return the diagnoses of a loop on two small plans; None where it holds."""
+    cases = (CASES[0].replace(problem=REGRESSION, plan=plan, optimizer=optimizer) for plan in PLANS)
+    verdicts = [check(loop, case) for case in cases]
+    return {None if v.violation is None else v.violation.diagnosis for v in verdicts}, verdicts
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_loop_holds_with_a_real_optimizer(name):
+    for optimizer in OPTIMIZERS:
+        assert found(SOUND[name], optimizer)[0] == {None}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_loop_is_found_and_named(name):
+    loop, diagnosis = FAULTY[name]
+    for optimizer in OPTIMIZERS:
+        names, verdicts = found(loop, optimizer)
+        assert names <= set(diagnosis.split(" or ")), [v.violation and v.violation.explanation for v in verdicts]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "nesterov", "adamw", "sgd"])
+def test_a_frozen_parameter_moves_on_zeros_and_not_on_none(optimizer):
+    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[0], optimizer=optimizer)
+    moves = optimizer != "sgd"  # without momentum and weight decay, a step on zeros changes nothing
+    for set_to_none in (False, True):
+        loop = functools.partial(frozen_after_the_first_step, set_to_none=set_to_none)
+        violation = check(loop, case).violation
+        assert violation.diagnosis == "changed-model"
+        assert "changed 0.bias.requires_grad from True to False" in violation.explanation
+        said = f"a later step of {optimizer} moved the frozen 0.bias" in violation.explanation
+        assert said == (moves and not set_to_none), violation.explanation
+        first, last = run_loop(loop, generated_instance(case)).observations
+        assert torch.equal(first.after["0.bias"], last.after["0.bias"]) == (set_to_none or not moves)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_loop_is_not_reported(name):
+    result = verify(SOUND[name], examples=60, assumes=("finite-gradients",))
+    assert result.holds, result.violation
+
+
+@pytest.mark.parametrize(("make", "steps"), [("scheduler_per_window", 4), ("scheduler_per_epoch", 2)])
+def test_steps_of_a_scheduler_are_counted(make, steps):
+    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])
+    outcome = run_loop(SOUND[make], generated_instance(case))
+    assert len(outcome.observations) == 4
+    assert outcome.scheduler_steps == (steps,)
+
+
+def test_a_sequence_and_its_schedulers_are_counted_apart():
+    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])
+    outcome = run_loop(SOUND["two_schedulers_in_sequence"], generated_instance(case))
+    assert max(outcome.scheduler_steps) == len(outcome.observations)
