@@ -61,12 +61,15 @@ TARGETS = {
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
-    "diagnosis/gradient": Target(
-        "tests/diagnosis/test_gradient.py tests/diagnosis/test_gradient_on_cases.py "
-        "tests/diagnosis/test_gradient_on_probe.py",
-        TORCH,
-        60.0,
-    ),
+    **{
+        f"diagnosis/{module}": Target(
+            "tests/diagnosis/test_gradient.py tests/diagnosis/test_gradient_on_cases.py "
+            "tests/diagnosis/test_gradient_on_probe.py",
+            TORCH,
+            60.0,
+        )
+        for module in ("gradient", "gradient_on_case")
+    },
     "diagnosis/step_count": Target("tests/diagnosis/test_step_count.py", TORCH),
     "diagnosis/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
     "diagnosis/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),

@@ -21,23 +21,17 @@ from gradcheck_suite.diagnosis.elements import (
     wrong_and_right,
 )
 from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, is_explained, stolen_buffer
+from gradcheck_suite.diagnosis.gradient_on_case import explain_on_case, explain_run, gradient_of_step, recorded
 from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.diagnosis.non_finite_losses import SKIPPED, run_with_finite_losses
 from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
-from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE, is_same, unless_gone
+from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.separating_probe import per_micro_batch
-from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
 from gradcheck_suite.diagnosis.weights import ALONE, Diagnosis, missing_gradient
-from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, explain_weights, not_linear
-from gradcheck_suite.execution.instance import Instance, scaled
-from gradcheck_suite.execution.runner import Outcome
-from gradcheck_suite.numerics.comparison import Comparison, Vector
+from gradcheck_suite.diagnosis.weights_on_probe import explain_weights, not_linear
+from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.description import error_text
-from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 RIGHT_ON_PROBE = (
     "on the read-out probe the items' weights are right, so look at what depends on the gradient's values "
@@ -45,8 +39,6 @@ RIGHT_ON_PROBE = (
 )
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
-
-
 OF_ELEMENTS = frozenset(
     ("projected-gradient", "permuted-gradient", "swapped-gradients", "mixed-gradients", "partial-gradient")
 )
@@ -76,13 +68,17 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     if diagnosis.name in UNNAMED:
         # the other two are given only where the probe's gradient grows with the loss
         is_linear = on_probe is None or on_probe.name != "not-linear"
-        on_case = stolen_buffer(instance) or _on_case(runner, window, comparison, epoch, is_linear_there=is_linear)
+        on_case = stolen_buffer(instance) or explain_on_case(
+            runner, window, comparison, epoch, is_linear_there=is_linear
+        )
         diagnosis = on_case or diagnosis
     if "rounded-weights" in diagnosis.names:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
     if diagnosis.name == "no-gradient" and on_probe is None:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
-    diagnosis = unless_gone(diagnosis, runner, instance, comparison, lambda run: _of_step(run, window.reference, step))
+    diagnosis = unless_gone(
+        diagnosis, runner, instance, comparison, lambda run: gradient_of_step(run, window.reference, step)
+    )
     return replace(diagnosis, details=numbers + diagnosis.details)
 
 
@@ -170,8 +166,8 @@ def _on_probe(
     weights = per_micro_batch(probe, items)
     if weights is not None and not is_explained(window, comparison, weights):
         # chance, other inputs, or a second fault
-        recorder, again = _recorded(runner, window.reference, step)
-        if found := _explain_run(recorder, again, window, comparison, step):
+        recorder, again = recorded(runner, window.reference, step)
+        if found := explain_run(recorder, again, window, comparison, step):
             return found
         here = diagnose_case(window, comparison, step // len(probe.plan.windows))
         # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
@@ -186,7 +182,7 @@ def _is_right_with_finite_losses(runner: LoopRunner, window: Window, comparison:
     if any(np.any(comparison.layout.part(comparison.expected, name)) for name in right):
         return False  # a micro-batch that is left out is missing in every parameter
     outcome = run_with_finite_losses(runner, window.reference.instance)
-    again = None if outcome is None else _of_step(outcome, window.reference, step)
+    again = None if outcome is None else gradient_of_step(outcome, window.reference, step)
     return again is not None and bool((np.abs(again - comparison.expected) <= comparison.allowed).all())
 
 
@@ -207,90 +203,4 @@ def explain_missing(
     if _is_right_with_finite_losses(runner, window, comparison, step):
         return SKIPPED
     found = missing_gradient(parameter)
-    return unless_gone(found, runner, instance, comparison, lambda run: _of_step(run, window.reference, step))
-
-
-# The case itself
-
-
-def _on_case(
-    runner: LoopRunner, window: Window, comparison: Comparison, epoch: int, *, is_linear_there: bool
-) -> Diagnosis | None:
-    """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are.
-
-    Where no run is left to tell linearity on the case, `is_linear_there` says whether the loop was linear on the probe.
-    """
-    instance = window.reference.instance
-    case = instance.case.replace(dtype="float64", optimizer=None)
-    step = epoch * len(case.plan.windows) + window.index
-    reference, place = window.reference, "on this very case"
-    if case != instance.case:
-        reference = REFERENCES.get(case, instance.users_problem)
-        place = "on the same case in float64" if instance.case.dtype != "float64" else "on the same case at its start"
-        window = reference.window(window.index)
-    recorder, observed = _recorded(runner, reference, step)
-    if case != instance.case:
-        if observed is None:
-            return None
-        comparison = window.compare(observed)
-        if comparison.ratio <= 1:
-            return None
-    if not np.isfinite(comparison.observed).all():
-        return None
-    if found := _explain_run(recorder, observed, window, comparison, step):
-        return _read_off(found, case, instance, place)
-    found = diagnose_case(window, comparison, epoch)
-    small = scaled(reference.instance, SMALL_SCALE)
-    trust_probe = is_linear_there and not runner.runs_left
-    again = None if trust_probe else _gradient_at(runner, reference, small, step)
-    if again is None and not trust_probe:
-        return None
-    if again is not None and not is_linear(comparison.observed, again):
-        # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-        if found is None or recorder.called:
-            found = _of_size(window, comparison, again)
-        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
-        found = found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
-    return found and _read_off(found, case, instance, place)
-
-
-def _recorded(runner: LoopRunner, reference: Reference, step: int) -> tuple[LossRecorder, Vector | None]:
-    """Run the loop again and record its losses; return also the gradient at a step, None where there is none."""
-    recorder, outcome = run_recorded(runner, reference.instance)
-    return recorder, None if outcome is None else _of_step(outcome, reference, step)
-
-
-def _explain_run(
-    recorder: LossRecorder, again: Vector | None, window: Window, comparison: Comparison, step: int
-) -> Diagnosis | None:
-    """Return what a recorded run shows: that the fault is gone, or that the inputs of losses are wrong; or None."""
-    if again is None:
-        return None
-    if not is_same(again, comparison):
-        return NOT_REPEATABLE
-    return explain_inputs(recorder, window.reference.flat, window.members, comparison.observed, step)
-
-
-def _read_off(found: Diagnosis, case: Case, instance: Instance, place: str) -> Diagnosis:
-    """Return a diagnosis that says on which case it was read, where that is not the violated one."""
-    if case == instance.case:
-        return found
-    return replace(found, sentence=f"{found.sentence} (read off {place.removeprefix('on ')})")
-
-
-def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) -> Diagnosis | None:
-    values = {name: p.detach().double() for name, p in window.model().named_parameters()}
-    parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
-    return explain_size(comparison.expected, comparison.observed, with_small_loss, parameters)
-
-
-def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, step: int) -> Vector | None:
-    """Return the gradient at a step of one more run; None where no run is left, the loop raises or it stops before."""
-    outcome = runner.run(instance)
-    return None if outcome is None else _of_step(outcome, reference, step)
-
-
-def _of_step(outcome: Outcome, reference: Reference, step: int) -> Vector | None:
-    if outcome.raised is not None or step >= len(outcome.observations):
-        return None
-    return reference.flat(outcome.observations[step].gradients)
+    return unless_gone(found, runner, instance, comparison, lambda run: gradient_of_step(run, window.reference, step))

@@ -15,6 +15,7 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.live.calls import DECLARED, Call
+from gradcheck_suite.live.ending import UNCLEAR, dropped_tail, why_unjudged
 from gradcheck_suite.live.judge import judge
 from gradcheck_suite.live.losses import Counted
 from gradcheck_suite.live.options import AuditOptions
@@ -25,11 +26,9 @@ from gradcheck_suite.live.ranks import Ranks, RankWriter, died_before, gather
 from gradcheck_suite.live.ranks_judge import judge_together
 from gradcheck_suite.live.recorder import Recorder
 from gradcheck_suite.live.steps import Judged, Memory, Step
-from gradcheck_suite.live.weight_judge import DECLARE
-from gradcheck_suite.live.words import KNOWN, SENTENCES
+from gradcheck_suite.live.words import KNOWN
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
-UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
 _open: list[audit] = []
 
 
@@ -251,19 +250,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._findings.update(memory.strays())
             if memory.unclear is not None and "not-linear" not in self._violations:
                 self._findings[UNCLEAR] += 1
-            left = [p for p in state.pending if p.accumulates and not p.consumers and p.received]
-            whole = memory.steps(self.options.accumulation_steps)
-            lines = {p.place.line for p in left}
-            if left and whole is not None and whole > 1 and len(left) < whole and state.steps:
-                self._violate(
-                    LiveViolation(
-                        "step-count",
-                        "tail-dropped",
-                        SENTENCES["tail-dropped"].format(lost=len(left)).replace("reset without", "left without"),
-                        where=left[-1].received[-1].call.place.line,
-                        backward=min(lines),
-                    )
-                )
+            if dropped := dropped_tail(state, memory.steps(self.options.accumulation_steps)):
+                self._violate(dropped)
 
     def _finished(self, error: BaseException | None) -> LiveResult:
         accepted = tuple(v for name, v in self._violations.items() if name in self.options.accept)
@@ -278,28 +266,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             accepted=accepted,
             again=dict(self._again),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
-            unjudged=self._unjudged() if not violations and not accepted else None,
+            unjudged=None if violations or accepted else why_unjudged(self._recorder, self._windows, self._findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
         )
-
-    def _unjudged(self) -> str | None:
-        """Return why nothing could be judged, or None where something was."""
-        recorder = self._recorder
-        if not recorder.weights and not recorder.sums and recorder.every is None:
-            return "every instrument was switched off"
-        if not recorder.steps_seen:
-            return (
-                "no optimizer.step() was seen in this process: the script trains nothing here, in another process, or "
-                "without a torch.optim optimizer"
-            )
-        if self._windows:
-            return None
-        for line, node in recorder.unrecognised.items():
-            made = "was computed inside torch.compile" if node.startswith("Compiled") else f"comes from {node}"
-            return f"the loss that goes backward at {line} {made} and was not recognised: {DECLARE}"
-        reasons = [*self._findings, *recorder.findings][:2] or ["no loss went backward"]
-        return f"no step could be judged: {'; '.join(reasons)}"
 
 
 def objective(
