@@ -25,6 +25,7 @@ COMMANDS = {
     "audit": "run a training script as it is, and judge every optimizer step of it",
     "zoo": "run the known bugs and print which are found, after how many cases",
     "atlas": "print where torch and JAX choose different derivatives: kinks, ties, limits",
+    "steps": "take the steps of torch's optimizers in optax, and print how far they are apart",
     "calibrate": "count false alarms on sound loops, and how small a planted error is found",
     "claims": "put the claims about gradient zeroing to the test",
     "trainers": "ask every installed trainer on which plans it holds",

@@ -24,7 +24,12 @@ JUDGING = (
 
 MEASURING = ("loops", "measure")
 """The packages that decide what is measured."""
-_SPEAKS_OF = {"benchmark": MEASURING, "memory": MEASURING, "zero-or-none": ("evidence/zero_or_none",)}
+_SPEAKS_OF = {
+    "benchmark": MEASURING,
+    "memory": MEASURING,
+    "step": ("steps",),
+    "zero-or-none": ("evidence/zero_or_none",),
+}
 """Kind of record -> the packages whose change makes its figures old, where they are not those that judge."""
 
 

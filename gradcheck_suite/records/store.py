@@ -32,6 +32,7 @@ KINDS = (
     "audit",
     "atlas",
     "zero-or-none",
+    "step",
 )
 
 

@@ -18,6 +18,7 @@ from gradcheck_suite.report.sections.costs import costs
 from gradcheck_suite.report.sections.decision import decision, timed_steps
 from gradcheck_suite.report.sections.findings import findings
 from gradcheck_suite.report.sections.memory import memory
+from gradcheck_suite.report.sections.steps import steps
 from gradcheck_suite.report.sections.trainers import trainers
 from gradcheck_suite.report.sections.verification import verification
 from gradcheck_suite.report.sections.zero_or_none import zero_or_none
@@ -58,6 +59,7 @@ def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[S
         findings(reports),
         atlas(records.of("atlas")),
         zero_or_none(records.of("zero-or-none")),
+        steps(records.of("step")),
         _provenance(records),
     ]
     return answers(records), tuple(section for section in sections if section is not None)

@@ -17,9 +17,11 @@ from gradcheck_suite.cli import COMMANDS, exit_status
 from gradcheck_suite.cli.options import DEFAULTS, MARKER_OPTIONS
 from gradcheck_suite.diagnosis.weights import names_of
 from gradcheck_suite.evidence.zoo import BUGS
+from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.schema.contract import ASSUMPTIONS
 from gradcheck_suite.schema.results import ViolationKind
+from gradcheck_suite.steps import COUNTERPARTS
 from tests.docs.pages import ROOT
 
 PACKAGE = Path(gradcheck_suite.__file__).parent
@@ -193,3 +195,12 @@ def test_what_a_user_sets_for_a_gpu_reaches_the_commands():
     tox.read(ROOT / "tox.ini")
     assert tox["testenv:gpu"]["pass_env"] == "{[testenv:gpu-installed]pass_env}"
     assert {"CUDA_*", "PYTORCH_*", "XLA_*"} <= set(tox["testenv:gpu-installed"]["pass_env"].split())
+
+
+def test_the_guide_has_what_differs_in_every_optimizer():
+    text = _section("optimizers.md", "## Where the formulas differ")
+    assert _first_cells(text) == [counterpart.torch for counterpart in COUNTERPARTS.values()]
+    for counterpart in COUNTERPARTS.values():
+        assert f"| {counterpart.optax} | {'; '.join(counterpart.differs)}" in text, counterpart.torch
+    needs = _first_cells(_section("optimizers.md", "# The step of each optimizer"))[:3]
+    assert set(needs) == {*NEEDS, *NEEDS_CLOSURE}

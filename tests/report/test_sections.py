@@ -244,3 +244,15 @@ def test_a_row_that_does_not_fit_its_table_is_a_bug():
 )
 def test_cells_are_shown_for_people(value, text):
     assert shown(value) == text
+
+
+def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):
+    row = {"torch": "Adam", "optax": "scale_by_adam", "differs": ["a", "b"], "outside": "c", "source": "s", "cases": 6}
+    ratios = {"float64": 0.5, "float32": 2.0}
+    record(tmp_path, "step", rows=[{**row, "error_over_allowed": {}, "agree": True}, {"torch": "SGD", "agree": True}])
+    record(tmp_path, "step", rows=[{**row, "error_over_allowed": ratios, "agree": False}])
+    section = _section(build(tmp_path), "steps")
+    assert "Of 2 optimizers of torch.optim, 1 take" in section.text[0]
+    adam, sgd = section.tables[0].rows
+    assert adam == ("Adam", "scale_by_adam", "a; b; not compared: c", 6, 0.5, 2.0, "s")
+    assert sgd[0] == "SGD"
