@@ -43,7 +43,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="DTYPE",
         help=f"of {', '.join(DTYPES)}; all of them without this",
     )
-    output_paths.add_reports(parser, "where the record goes, and the chunks that an interrupted run goes on from")
+    output_paths.add_reports(parser, "where the record goes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     output_paths.expect_writable(arguments.reports)
     environment.prepare()
     from gradcheck_suite.evidence.calibration import campaign, console_table
-    from gradcheck_suite.evidence.calibration.store import FILE, Store
     from gradcheck_suite.evidence.calibration.summary import false_alarms
 
     dtypes = tuple(dict.fromkeys(arguments.dtypes))
@@ -66,19 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
     curves: dict[str, Curve] = {}
     interrupted = False
     try:
-        store = Store(arguments.reports / FILE)
         with Progress(examples=arguments.checks) as progress:
             progress.start("checks of sound loops")
-            campaign.count_alarms(settings, store, progress.count, tallies)
+            campaign.count_alarms(settings, progress.count, tallies)
         with Progress(examples=arguments.planted * len(dtypes)) as progress:
             progress.start("cases with planted errors")
-            campaign.trace_curves(settings, store, progress.count, curves)
+            campaign.trace_curves(settings, progress.count, curves)
     except KeyboardInterrupt:
         interrupted = True
     data = campaign.record(settings, tallies, curves)
     print("\n".join(console_table.lines(data)))
     if interrupted:
-        print("interrupted: the same command goes on from here")
+        print("interrupted, and not recorded: gradcheck-suite campaign calibrate goes on where it was stopped")
     else:
         about: dict[str, Any] = environment.environment()
         append_record(arguments.reports, "calibration", data, environment=about)

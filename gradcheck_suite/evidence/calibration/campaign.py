@@ -1,4 +1,4 @@
-"""The campaign: chunk after chunk is counted once, stored and added up."""
+"""The campaign: chunk after chunk is counted and added up."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from gradcheck_suite.evidence.calibration.alarms import Judge
 from gradcheck_suite.evidence.calibration.coverage import drawn_layers, drawn_losses
-from gradcheck_suite.evidence.calibration.curve import Curve, curve_from_json
+from gradcheck_suite.evidence.calibration.curve import Curve
 from gradcheck_suite.evidence.calibration.detection import curve_of
 from gradcheck_suite.evidence.calibration.drawing import draw_cases
-from gradcheck_suite.evidence.calibration.store import Store, made_by
 from gradcheck_suite.evidence.calibration.styles import LOOPS
-from gradcheck_suite.evidence.calibration.tally import Tally, tally_from_json
+from gradcheck_suite.evidence.calibration.tally import Tally
 from gradcheck_suite.execution.devices import one_thread
 from gradcheck_suite.schema.contract import assumptions_of
 
 CHUNK = 1000
 """Checks in a chunk: less than a minute's work."""
-
-CURVE = tuple(f"evidence/calibration/{name}.py" for name in ("curve", "detection", "planting"))
-"""Modules that decide the detection curve, beside those that decide a verdict."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +45,11 @@ def shares(total: int, dtypes: Sequence[str]) -> dict[str, int]:
     return {dtype: share + (i < left) for i, dtype in enumerate(dtypes)}
 
 
-def count_alarms(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
-    """Judge sound loops until every dtype has its share of the checks; stored chunks are not judged again.
+def count_alarms(settings: Settings, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
+    """Judge sound loops until every dtype has its share of the checks.
 
     Args:
         settings: what was asked for.
-        store: of chunks.
         progress: called with a number of checks whenever so many more are done.
         into: dtype -> counts, filled chunk by chunk, so that an interrupted caller keeps them.
     """
@@ -62,20 +57,15 @@ def count_alarms(settings: Settings, store: Store, progress: Callable[[int], Non
     def count(dtype: str, chunk: int, limit: int) -> Tally:
         return alarms_in_chunk(dtype, chunk, limit, settings.seed, progress)
 
-    def done(tally: Tally) -> int:
-        return tally.checks
-
     wanted = shares(settings.checks, settings.dtypes)
-    key = {"counts": "alarms", "seed": settings.seed, "by": made_by()}
-    _fill(into, wanted, CHUNK, _Part(key, Tally, done, count, tally_from_json), store, progress)
+    _fill(into, wanted, CHUNK, Tally, lambda tally: tally.checks, count)
 
 
-def trace_curves(settings: Settings, store: Store, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
+def trace_curves(settings: Settings, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
     """Plant errors in the cases that sound loops are judged on, `settings.planted` of them in each dtype.
 
     Args:
         settings: what was asked for.
-        store: of chunks.
         progress: called with a number of cases whenever so many more are done.
         into: dtype -> counts, filled chunk by chunk.
     """
@@ -87,63 +77,40 @@ def trace_curves(settings: Settings, store: Store, progress: Callable[[int], Non
             progress(1)
         return curve
 
-    def done(curve: Curve) -> int:
-        return curve.cases
-
     wanted = dict.fromkeys(settings.dtypes, settings.planted)
-    key = {"counts": "curve", "seed": settings.seed, "by": made_by(CURVE)}
-    _fill(into, wanted, cases_for(CHUNK), _Part(key, Curve, done, count, curve_from_json), store, progress)
+    _fill(into, wanted, cases_for(CHUNK), Curve, lambda curve: curve.cases, count)
 
 
 Counts = TypeVar("Counts", Tally, Curve)
-
-
-@dataclass(frozen=True)
-class _Part(Generic[Counts]):
-    """One half of a campaign.
-
-    Attributes:
-        key: of its chunks in the store, without dtype, chunk and limit.
-        empty: returns no counts.
-        done: returns how much is counted.
-        count: (dtype, chunk, limit) -> the counts of a chunk.
-        read: returns stored counts.
-    """
-
-    key: Mapping[str, Any]
-    empty: Callable[[], Counts]
-    done: Callable[[Counts], int]
-    count: Callable[[str, int, int], Counts]
-    read: Callable[[Mapping[str, Any]], Counts]
 
 
 def _fill(
     into: dict[str, Counts],
     wanted: Mapping[str, int],
     size: int,
-    part: _Part[Counts],
-    store: Store,
-    progress: Callable[[int], None],
+    empty: Callable[[], Counts],
+    done: Callable[[Counts], int],
+    count: Callable[[str, int, int], Counts],
 ) -> None:
     """Add chunks of at most `size` to every dtype's counts until they come to what is wanted.
 
     The dtypes take turns, so that a run that is stopped early has counts of all of them.
+
+    Args:
+        into: dtype -> counts.
+        wanted: dtype -> how much is to be counted.
+        size: of a chunk.
+        empty: returns no counts.
+        done: returns how much is counted.
+        count: (dtype, chunk, limit) -> the counts of a chunk.
     """
     with one_thread():
         for chunk in itertools.count():
-            waiting = [d for d in wanted if part.done(into.setdefault(d, part.empty())) < wanted[d]]
+            waiting = [dtype for dtype in wanted if done(into.setdefault(dtype, empty())) < wanted[dtype]]
             if not waiting:
                 return
             for dtype in waiting:
-                limit = min(size, wanted[dtype] - part.done(into[dtype]))
-                key = {**part.key, "dtype": dtype, "chunk": chunk, "limit": limit}
-                if (stored := store.get(key)) is None:
-                    counted = part.count(dtype, chunk, limit)
-                    store.put(key, counted.to_json())
-                else:
-                    counted = part.read(stored)
-                    progress(part.done(counted))
-                into[dtype].add(counted)
+                into[dtype].add(count(dtype, chunk, min(size, wanted[dtype] - done(into[dtype]))))
 
 
 def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
