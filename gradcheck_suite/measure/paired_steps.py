@@ -17,6 +17,8 @@ import torch
 from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.measure.bandwidth import flush
 from gradcheck_suite.measure.clock import quartiles, settle, timer
+from gradcheck_suite.measure.machine import cache_bytes, regime
+from gradcheck_suite.measure.profile import profiled
 from gradcheck_suite.measure.workload import Size, sized_workload
 
 try:
@@ -57,6 +59,8 @@ class PairedSteps:
         bytes_between: bytes of gradients that `zero_` keeps between steps and a release does not.
         faults: pages that the system mapped per step, under `zero_` and under `set_to_none`; None where unknown. Memory
             that a release gives back to the system is mapped anew by the next backward.
+        host: median seconds of a step on the host's clock, under `zero_` and under `set_to_none`.
+        busy: seconds of one more step in which kernels ran, likewise; None on a CPU.
         attempts: measurements taken; all but the last were disturbed by other load.
         disturbed: what shows that the last was disturbed too, and that these figures mean nothing; None otherwise.
     """
@@ -72,6 +76,8 @@ class PairedSteps:
     pairs: int
     bytes_between: int
     faults: tuple[float, float] | None = None
+    host: tuple[float, float] | None = None
+    busy: tuple[float | None, float | None] | None = None
     attempts: int = 1
     disturbed: str | None = None
 
@@ -85,6 +91,7 @@ class PairedSteps:
             "layout": size.layout,
             "tensors": size.tensors,
             "device": device,
+            "regime": regime(self.bytes_between, cache_bytes(device)),
         }
 
 
@@ -124,6 +131,8 @@ def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int,
         pairs=sum(s != 0 for s in saved),
         bytes_between=size.bytes(torch.float32),
         faults=None if resource is None else (fmean(t.faults for t in zeros), fmean(t.faults for t in nones)),
+        host=(median(t.host for t in zeros), median(t.host for t in nones)),
+        busy=None if device == "cpu" else (profiled(steps[ZERO], device).busy, profiled(steps[NONE], device).busy),
         attempts=attempts,
         disturbed=disturbed,
     )

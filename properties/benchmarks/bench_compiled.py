@@ -18,6 +18,8 @@ import torch
 from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
 from gradcheck_suite.measure.cuda_graphs import PLACES, CapturedWindow
+from gradcheck_suite.measure.machine import cache_bytes, regime
+from gradcheck_suite.measure.profile import profiled
 from gradcheck_suite.measure.workload import Size
 from properties.benchmarks.timing import time_rounds
 
@@ -52,11 +54,15 @@ def test_compiled(
         run()
     time_rounds(benchmark, run, device=device, rounds=ROUNDS)
     made = graphs()
+    profile = profiled(run, device)
     benchmark.extra_info.update(
         measures="compiled",
         part=part,
         compiled=compiled,
         graphs=made,
+        kernels=profile.kernels,
+        busy_seconds=profile.busy,
+        regime=regime(4 * SIZE.total, cache_bytes(device)),
         mode=mode.name,
         **ABOUT,
         micro_batches=MICRO_BATCHES,
@@ -81,12 +87,14 @@ def test_captured(
     if pytestconfig.getoption("--bench-device") != "cuda":
         pytest.skip("CUDA graphs need --bench-device cuda")
     captured = CapturedWindow(mode, place, SIZE, micro_batches)
+    # a replay is not profiled: torch warns that CUPTI may crash when it starts anew after a CUDA graph
     time_rounds(benchmark, captured.replay, device="cuda", rounds=ROUNDS)
     found = captured.finding()
     benchmark.extra_info.update(
         measures="captured",
         place=place,
         finding=found,
+        regime=regime(4 * SIZE.total, cache_bytes("cuda")),
         mode=mode.name,
         **ABOUT,
         micro_batches=micro_batches,

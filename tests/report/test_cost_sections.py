@@ -122,11 +122,21 @@ def test_a_gpu_shows_host_device_and_kernels(tmp_path):
     gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4, "predicted_bytes": 1, "bytes_per_second": 1}
     three = {"host": {"median": 0.009}, "busy_seconds": 0.004, "kernels": 100, "regime": "in cache"}
     _record(tmp_path, "window", seconds={"median": 0.006}, **gpu, **three)
+    _record(tmp_path, "captured", seconds={"median": 0.005}, place="inside the graph", finding="right", **gpu,
+            host={"median": 0.009}, regime="in cache")  # fmt: skip
+    eager = {"part": "step", "compiled": False, "graphs": 0}
+    _record(tmp_path, "compiled", seconds={"median": 0.007}, **eager, **gpu, **three)
+    _step(tmp_path, 0.001, 20, device="cuda", host=[0.005, 0.004], busy=[0.002, 0.001], regime="in cache")
     section = _section(tmp_path, "costs")
     (window,) = (t for t in section.tables if t.caption.startswith("One window"))
     assert 9.0 in window.rows[0]  # JAX is timed on the host's clock, so torch is compared on it
     (times,) = (t for t in section.tables if t.caption.startswith("Host, device"))
     assert times.rows[0][6:] == ("in cache", 9.0, 6.0, 4.0, 100)
+    shown = {(row[0], row[5]): row[7:] for row in times.rows}
+    assert shown["step, 1 items", "zero_"] == (5.0, 4.0, 2.0, None)
+    assert shown["step, 1 items", "set_to_none"] == (4.0, 3.0, 1.0, None)
+    assert shown["captured window, reset inside the graph", "zero_"] == (9.0, 5.0, None, None)
+    assert shown["window with its step, eager step", "zero_"] == (9.0, 7.0, 4.0, 100)
 
 
 def test_graphs_and_captures_stand_beside_eager_times(tmp_path):

@@ -21,7 +21,7 @@ CAPTURED = (
     "replays. A release between replays takes from the parameters the tensors that the graph writes to, and the "
     "optimizer finds None."
 )
-_WHAT = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
+COMPILED = ("device", "measures", "part", "compiled", "place", "micro_batches", "mode")
 
 
 def compiled(records: Sequence[Record]) -> Section:
@@ -29,7 +29,7 @@ def compiled(records: Sequence[Record]) -> Section:
     mine = current(record for record in records if record.data.get("measures") in ("compiled", "captured"))
     if not mine:
         return Section(KEY, TITLE, TAB, missing=f"Nothing was compiled or captured yet: run `{COMMAND}`.")
-    rows = [r.data for r in latest(mine, lambda d: tuple(d.get(name) for name in _WHAT))]
+    rows = [r.data for r in latest(mine, lambda d: tuple(d.get(name) for name in COMPILED))]
     windows = [
         r.data for r in current(records) if r.data.get("measures") == "window" and r.data.get("dtype") == "float32"
     ]

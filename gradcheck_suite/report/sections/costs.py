@@ -11,6 +11,8 @@ from gradcheck_suite.report.charts.cost import times_plot
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import current, latest
+from gradcheck_suite.report.sections.compiled import COMPILED
+from gradcheck_suite.report.sections.decision import timed_steps
 from gradcheck_suite.report.sections.slow_resets import slow_resets
 
 KEY, TITLE, TAB = "costs", "What each reset mode costs", "cost"
@@ -36,12 +38,14 @@ def costs(records: Sequence[Record]) -> Section:
             "--bench-records reports`.",
         )
     devices = sorted({str(row["device"]) for row in rows})
+    compiled = current(record for record in records if record.data.get("measures") in ("compiled", "captured"))
+    others = [*timed_steps(records), *(r.data for r in latest(compiled, lambda d: tuple(d.get(n) for n in COMPILED)))]
     tables: list[Table] = []
     figures: list[Figure] = []
     for device in devices:
         mine = [row for row in rows if row["device"] == device]
         tables += [_windows(mine, device), _resets(mine, device), slow_resets(mine, device),
-                   _device_times(mine, device)]  # fmt: skip
+                   _device_times([*mine, *(row for row in others if row["device"] == device)], device)]  # fmt: skip
         figures += _figures(mine, device)
     return Section(
         KEY,
@@ -71,15 +75,22 @@ def _host_median(row: Mapping[str, Any]) -> float:
 
 
 def _device_times(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
-    """Return the table of the three times of a reset and of a window, and of the kernels that they launch."""
+    """Return the table of the three times of whatever a GPU was timed with, and of the kernels that were launched."""
     lines: list[tuple[Cell, ...]] = []
     for row in rows:
-        if row.get("host") and row.get("kernels") is not None:
-            times = (_host_median(row), _median(row), float(row["busy_seconds"]))
+        about = (int(row["parameters"]), str(row["layout"]), str(row["dtype"]), int(row["micro_batches"]))
+        if row["measures"] == "step":
+            modes = ("zero_", "set_to_none") if row.get("busy") else ()
+            steps = zip(modes, row.get("host") or (), (row["zero"], row["none"]), row.get("busy") or (), strict=False)
+            lines += [
+                (f"step, {row['items']} items", *about, mode, str(row["regime"]), *(1000 * t for t in times), None)
+                for mode, *times in steps
+            ]
+        elif row.get("host") and row["device"] != "cpu":
+            busy = None if row.get("busy_seconds") is None else 1000 * float(row["busy_seconds"])
             lines.append(
-                (str(row["measures"]), int(row["parameters"]), str(row["layout"]), str(row["dtype"]),
-                 int(row["micro_batches"]), str(row["mode"]), str(row["regime"]), *(1000 * t for t in times),
-                 int(row["kernels"]))
+                (_what(row), *about, str(row["mode"]), str(row["regime"]), 1000 * _host_median(row),
+                 1000 * _median(row), busy, row.get("kernels"))
             )  # fmt: skip
     return Table(
         f"Host, device and kernels on the {device_name(device)}",
@@ -87,8 +98,18 @@ def _device_times(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
          "kernels"),
         tuple(lines),
         "Host: until the device has finished. Device: between two events on its stream, the gaps while it waits for "
-        "the host included. Kernels: the time in which some kernel ran, by the profiler.",
+        "the host included; JAX has no events, so that both are the host's time. Kernels: the time in which some "
+        "kernel ran, by the profiler; a captured window is not profiled.",
     )  # fmt: skip
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    """Return what a row timed: for a window of which a part is compiled or captured, with that part."""
+    if row["measures"] == "captured":
+        return f"captured window, reset {row['place']}"
+    if row["measures"] == "compiled":
+        return f"window with its step, {'compiled' if row['compiled'] else 'eager'} {row['part']}"
+    return str(row["measures"])
 
 
 def _by_mode(rows: Sequence[Mapping[str, Any]], measures: str) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:

@@ -37,8 +37,8 @@ def decision(records: Sequence[Record]) -> Section:
             "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
             *(summary([row for row in rows if row["device"] == device], device_name(device)) for device in devices),
             "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
-            "the peak occurs outside a backward. Pages mapped per step show a cost on a CPU: the next backward maps "
-            "anew the memory that a release gave back to the system.",
+            "the peak occurs before a backward has made all gradients again. Pages mapped per step show a cost on a "
+            "CPU: the next backward maps anew the memory that a release gave back to the system.",
         ),
         figures=ratio_figures(rows),
         tables=tuple(
