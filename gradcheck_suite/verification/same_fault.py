@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcheck_suite.diagnosis.elements import wrong_and_right
+from gradcheck_suite.diagnosis.gradient import OF_ELEMENTS
 from gradcheck_suite.diagnosis.weights import ALONE, names_of
 from gradcheck_suite.schema.results import Violation
 
@@ -33,6 +34,14 @@ def is_same_fault(found: Violation, first: Violation) -> bool:
     if found.kind != first.kind or not keeps_right_parameters(found, first):
         return False
     return may_be_unnamed(found, first) or found.diagnosis == first.diagnosis
+
+
+def is_of_elements(violation: Violation) -> bool:
+    """Return whether some elements of parameters are wrong, which a weight probe shows as another fault.
+
+    Its parameter has one element for each item.
+    """
+    return bool(names_of(violation.diagnosis) & OF_ELEMENTS)
 
 
 def may_be_unnamed(found: Violation, first: Violation) -> bool:

@@ -24,18 +24,22 @@ from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.moment import Moment
 from gradcheck_suite.verification.same_fault import (
+    is_of_elements,
     is_same_fault,
     keeps_right_parameters,
     may_be_unnamed,
     window_shape,
 )
+from gradcheck_suite.verification.smallest_probe import has_slopes
 
 SHRINK_SECONDS = 30.0
 """Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
 MOST_HUNTED = 50
 """Cases that are searched for the fault of a probe."""
 MOST_AFTER = 20
-"""Cases that are searched for it after one has shown another fault. That fault is then the verdict's."""
+"""Cases that are searched for it after one has shown another fault, which is then the verdict's."""
+MOST_BESIDE = 20
+"""Cases that are searched for a fault of elements after a probe's fault of size."""
 Progress = Callable[[Verdict], None]
 
 
@@ -44,7 +48,7 @@ class _ViolatedError(Exception):
 
 
 class StopError(BaseException):
-    """Carries a `UsageError` past Hypothesis, which would otherwise continue to draw and shrink."""
+    """Carries a `UsageError` past Hypothesis, which would go on otherwise."""
 
     def __init__(self, error: UsageError) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class StopError(BaseException):
 
 
 class _EnoughError(BaseException):
-    """Raised to draw no further case. It is no `Exception`, so that Hypothesis does not shrink it."""
+    """Ends the drawing of cases. It is no `Exception`, so that Hypothesis does not shrink it."""
 
 
 class Search:
@@ -105,7 +109,7 @@ class Search:
     @property
     def violation(self) -> Violation | None:
         """The smallest violation that has been diagnosed."""
-        return self._settled or (self._trail[0] if self._trail else None) or self._other or self._on_probe
+        return self._settled or next(iter(self._trail), None) or self._other or self._on_probe
 
     @property
     def found(self) -> bool:
@@ -116,10 +120,13 @@ class Search:
     def is_over(self) -> bool:
         """Whether no case needs to be drawn.
 
-        It is so where a probe shows a fault that no drawn case can show, and where the loop did not return from a
-        probe: every drawn case would wait for the time limit too.
+        It is so where no drawn case can show a probe's fault, and where the loop did not return from a probe: every
+        drawn case would wait for the time limit too.
         """
-        return self._final or (self._on_probe is not None and self._on_probe.diagnosis == "timed-out")
+        seen = self._on_probe
+        if seen is None or seen.diagnosis == "timed-out":
+            return seen is not None
+        return self._final and (self._problem is not None or not has_slopes(seen.case))
 
     def run_battery(self, assumes: frozenset[str], dtype: str, device: str) -> None:
         """Check the weight probes. A fault that the first of them show is then searched for among drawn cases."""
@@ -162,10 +169,7 @@ class Search:
                 return
 
     def search_small(self) -> bool:
-        """Prepare to search for the same fault among small cases; return whether that is necessary.
-
-        It is where shrinking ended at a large case, or at another fault.
-        """
+        """Prepare to search for the same fault among small cases; return whether shrinking did not end at one."""
         if self._settled is None:
             return False
         self._found_at = Moment()
@@ -177,7 +181,7 @@ class Search:
         """Search for the fault of drawn cases where they show another than the probes; return whether they do."""
         if self.found or self._other is None:
             return False
-        self._on_probe, self._first_pass = self._other, False
+        self._on_probe, self._first_pass, self._final = self._other, False, False
         return True
 
     def prepare(self, case: Case) -> None:
@@ -214,6 +218,8 @@ class Search:
     @property
     def _hunted(self) -> bool:
         """Whether enough cases were searched for the fault of a probe."""
+        if self._final:
+            return bool(self._other) or self.cases >= MOST_BESIDE
         return self.cases >= (MOST_HUNTED if self.found_after is None else self.found_after + MOST_AFTER)
 
     def settle(self) -> None:
@@ -240,7 +246,7 @@ class Search:
         self._trail, self._first_pass = [], False
 
     def settle_interrupted(self) -> None:
-        """Diagnose the smallest case so far, after Ctrl-C. A second Ctrl-C keeps the first case."""
+        """Diagnose the smallest case so far, after Ctrl-C; a second one keeps the first case."""
         if self._trail:
             self.stopped = "shrinking was interrupted, so a smaller case may exist"
             self.settle()
@@ -263,7 +269,7 @@ class Search:
         return verdict
 
     def _is_outside(self, case: Case) -> bool:
-        """Whether a drawn case has gradients that the loop assumes away; such cases in a row are counted."""
+        """Whether a drawn case has gradients that the loop assumes away; counts such cases in a row."""
         outside = self._finite_only and not starts_finite(case, None if case.spec else self._problem)
         self._outside = self._outside + 1 if outside else 0
         return outside
@@ -286,6 +292,10 @@ class Search:
             self._progress(verdict)
 
     def _is_the_fault(self, violation: Violation) -> bool:
+        if self._final:
+            if is_of_elements(violation):
+                self.found_after, self._other = self.cases, violation
+            return False
         if self.found_after is None:
             self.found_after = self.cases
         if self._trail:

@@ -29,6 +29,11 @@ MOST_BELOW = 4
 """Numbers below the least violated one among which one that holds is looked for."""
 
 
+def has_slopes(case: Case) -> bool:
+    """Return whether the losses of a probe's items have slopes of several sizes."""
+    return case.spec is not None and "slopes" in case.spec.loss.o
+
+
 def smallest_probe(checked: Checked, violation: Violation, assumes: frozenset[str]) -> Violation:
     """Return the violation on the smallest weight probe that shows it, with the next smaller plans that hold.
 
@@ -40,7 +45,7 @@ def smallest_probe(checked: Checked, violation: Violation, assumes: frozenset[st
     if violation.kind == "raised" or violation.diagnosis == "endless":
         return violation
     search = _Search(checked, violation, assumes)
-    if _has_slopes(violation.case) and not search.attempt(_of_plan(violation.case, violation.case.plan)):
+    if has_slopes(violation.case) and not search.attempt(_of_plan(violation.case, violation.case.plan)):
         _shrink_slopes(search)
         return search.best
     before = None
@@ -145,10 +150,6 @@ class _Search:
         except UsageError:
             return None  # the assumptions leave no micro-batch
         return None if smaller == plan else _of_plan(self.case, smaller)
-
-
-def _has_slopes(case: Case) -> bool:
-    return case.spec is not None and "slopes" in case.spec.loss.o
 
 
 def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:

@@ -100,3 +100,13 @@ def test_an_element_that_is_off_by_some_millionths_is_not_said_to_be_1_times_wha
     name, sentence, _ = explained(then(nudge))
     assert name == "partial-gradient"
     assert "are 1 + 8e-06 times what they should be" in sentence
+
+
+def test_elements_that_are_0_are_not_called_clipped():
+    """No clipping cuts an element to 0: a threshold does, or chance."""
+    expected = np.array([3.0, -2.0, 1.0, 0.5])
+    zeroed, clipped = np.where(np.abs(expected) > 1, 0.0, expected), np.clip(expected, -1, 1)
+    for observed, name in ((zeroed, "skipped-by-size"), (0 * expected, "skipped-by-size"), (clipped, "clipped")):
+        found = explain_size(expected, observed, SMALL_SCALE * expected)
+        assert found is not None
+        assert found.name == name

@@ -243,6 +243,26 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
     assert both.violation.case.spec.input.kind != "index"
 
 
+@pytest.mark.usefixtures("only_linear")
+def test_a_fault_of_elements_is_no_fault_of_the_values_of_a_probe(monkeypatch):
+    """The smallest element of each gradient is set to 0; of NaN and numbers, argmin takes the NaN."""
+
+    def without_the_smallest(gradient):
+        kept = gradient.clone()
+        kept.view(-1)[gradient.abs().argmin()] = 0
+        return kept
+
+    def each(change):
+        return before_step(lambda run: [p.grad.copy_(change(p.grad)) for p in run.model.parameters()])
+
+    monkeypatch.setattr(search, "MOST_BESIDE", 3)
+    elements, values = (verify(each(change)) for change in (without_the_smallest, torch.nan_to_num))
+    assert battery(each(without_the_smallest)).violation.diagnosis == "replaced-non-finite"
+    assert elements.violation.diagnosis == "partial-gradient"
+    assert elements.found_after == 1
+    assert (values.violation.diagnosis, values.cases, values.found_after) == ("replaced-non-finite", 3, None)
+
+
 def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
     result = verify(LONG["keyed modulo 32"][0])
     assert (result.cases, result.found_after, result.holds) == (0, None, False)
