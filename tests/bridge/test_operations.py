@@ -85,7 +85,7 @@ def _calls(name: str, each: int) -> list[Call]:
 
 
 COMPARED = [name for name in OPERATIONS if name not in VALUES_ARE_ANYTHING | PYTHON_NUMBERS]
-TOGETHER = 8
+TOGETHER = 16
 """Operations that are compiled into one program: XLA takes most of its time for any program, however small."""
 
 
