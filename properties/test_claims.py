@@ -10,9 +10,10 @@ from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
 from gradcheck_suite.evidence.claims.loops import PRINTED
 from gradcheck_suite.measure import paired_steps
 from properties.assertions import assert_equal
+from tests.one_problem import draw_only_linear
 
-FEW = 5
-"""Cases for each verified loop; `tox -e full` runs as many as the records."""
+FEW = 8
+"""Cases for each verified loop, on one small model; `tox -e full` runs as many as the records, on drawn models."""
 VERDICTS = {
     "C1.1": "confirmed",
     "C1.2": "confirmed",
@@ -44,6 +45,7 @@ def test_every_claim_is_tested():
 
 @pytest.mark.parametrize("number", VERDICTS)
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
+    draw_only_linear(monkeypatch)
     monkeypatch.setattr(when_to_zero_grad, "CASES", FEW)
     monkeypatch.setattr(sizes, "PARAMETERS", {"cpu": (10**4,)})
     monkeypatch.setattr(sizes, "PAIRS", 5)
@@ -70,7 +72,9 @@ def assert_verdict(number: str) -> None:
 
 @pytest.mark.parametrize("examples", [FEW, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("printed", PRINTED, ids=lambda printed: printed.number)
-def test_a_printed_loop_holds_only_under_what_it_relies_on(printed, examples):
+def test_a_printed_loop_holds_only_under_what_it_relies_on(printed, examples, monkeypatch):
+    if examples == FEW:
+        draw_only_linear(monkeypatch)
     result = verify_printed(printed, examples=examples)
     assert result.within.holds, result.within.violation
     assert not result.bare.holds
