@@ -99,7 +99,7 @@ def run(law: Law, variant: Settings, windows: Sequence[str], mode: ResetMode, **
         mode: how gradients are reset after each step.
         implementation: further settings, such as `foreach=True`.
     """
-    with float64_by_default():
+    with float64_by_default(), torch.sparse.check_sparse_tensor_invariants():
         return _run(law, {**variant, **implementation}, windows, mode)
 
 
