@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
 SHOWN_ROWS = 8
@@ -30,14 +31,8 @@ def violation_lines(violation: LiveViolation) -> list[str]:
     ]
     lines = [_title(violation), violation.explanation]
     lines += aligned((name, value) for name, value in pairs if value)
-    if violation.weights:
-        lines.append("weight of each item, by micro-batch (index, count, expected, observed):")
-        for row in violation.weights[:SHOWN_ROWS]:
-            of = "" if row.rank is None else f"  rank {row.rank}"
-            lines.append(f"  {row.micro_batch:>3} {row.count:>8.6g} {row.expected:>12.6g} {row.observed:>12.6g}{of}")
-        if len(violation.weights) > SHOWN_ROWS:
-            lines.append(f"  and {len(violation.weights) - SHOWN_ROWS} more")
-    return lines
+    rows = ((row.micro_batch, row.rank, row.count, row.expected, row.observed) for row in violation.weights)
+    return [*lines, *weight_lines(rows, most=SHOWN_ROWS)]
 
 
 def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:

@@ -140,11 +140,7 @@ def details_of(violation: Violation) -> list[str]:
 
 
 def _weights(weights: Iterable[ItemWeight]) -> list[str]:
-    weights = list(weights)
-    if not any(weight.rank is not None for weight in weights):
-        return weight_lines((w.micro_batches, w.count, w.expected, w.observed) for w in weights)
-    rows = ((f"{w.micro_batches:>3} {w.rank:>4}", w.count, w.expected, w.observed) for w in weights)
-    return weight_lines(rows, index="index, rank")
+    return weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in weights)
 
 
 def example_text(case: Case) -> str:

@@ -79,7 +79,7 @@ def explained(
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
         found = explain_gradient(comparison, right, epoch, runner)
     assert runner.runs_left >= 0
-    weights = weight_lines((w.micro_batches, w.count, w.expected, w.observed) for w in found.weights)
+    weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
     return found.name, found.sentence, (*found.details, *weights)
 
 

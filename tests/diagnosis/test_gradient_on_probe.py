@@ -38,7 +38,7 @@ def test_a_mean_is_read_by_what_the_case_counts_where_its_items_are_right():
     name, sentence, details = explained(_by_items, plan=Plan((1, 2, 3, 2), 4), w=counts)
     assert name == "wrong-count"
     assert "as if every item of theirs counted alike" in sentence
-    assert details[1] == HEADER.format(index="index")
+    assert details[1] == HEADER.format(rank="")
     # the third counts nothing; right is 1/5 of each, seen n/8 over the count
     assert table_of(details) == [
         ["0", "2", "0.2", "0.0625"],
