@@ -28,6 +28,7 @@ _SPEAKS_OF = {
     "benchmark": MEASURING,
     "memory": MEASURING,
     "step": ("steps",),
+    "traffic": MEASURING,
     "zero-or-none": ("evidence/zero_or_none",),
 }
 """Kind of record -> the packages whose change makes its figures old, where they are not those that judge."""

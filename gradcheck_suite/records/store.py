@@ -33,6 +33,7 @@ KINDS = (
     "atlas",
     "zero-or-none",
     "step",
+    "traffic",
 )
 
 

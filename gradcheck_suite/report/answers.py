@@ -26,9 +26,7 @@ from gradcheck_suite.report.sections.verification import matrix, newest_verdicts
 
 EQUIVALENCE = "C2.5"
 """The claim that zeroing by hand is equivalent to the optimizer's `zero_grad`."""
-ROWS = 9
-"""Rows of the matrix on the first screen."""
-HEIGHT = 118
+HEIGHT = 112
 """Pixels of the plots on the first screen."""
 
 
@@ -45,29 +43,35 @@ def answers(records: Records) -> tuple[Answer, ...]:
 
 def _holds(records: Sequence[Record]) -> Answer:
     newest = newest_verdicts(records)
+    modes = [record for record in newest if record.data.get("loop") in MODES]
+    brief, sentence = _holds_sentence(modes)
     return Answer(
         "holds",
         "Does every mode hold?",
-        _holds_sentence([record for record in newest if record.data.get("loop") in MODES]),
+        brief,
+        sentence,
         "verification",
-        matrix=matrix(newest, ROWS) if newest else None,
-        sources=sources(newest),
+        matrix=matrix(newest, len(MODES)) if newest else None,
+        sources=sources(modes or newest),
     )
 
 
-def _holds_sentence(newest: Sequence[Record]) -> str:
+def _holds_sentence(newest: Sequence[Record]) -> tuple[str, str]:
+    """Return the answer in a few words, and as a sentence with its figures."""
     if not newest:
-        return "Not verified yet."
+        return "Not verified yet", "Not verified yet."
     datas = [record.data for record in newest]
     modes = {str(d["loop"]) for d in datas}
     violated = {str(d["loop"]) for d in datas if d["verdict"] != "holds"}
     if violated:
-        return f"No: {len(violated)} of {len(modes)} are violated ({', '.join(sorted(violated))})."
+        brief = f"No: {len(violated)} of {len(modes)} are violated"
+        return brief, f"{brief} ({', '.join(sorted(violated))})."
     cases = min(int(d.get("judged", 0)) for d in datas)
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
-    return (
-        f"Yes: all {len(modes)} modes give the large batch's gradient in each of {cases:,} cases, with errors of at "
-        f"most {worst:.2g} of what rounding allows."
+    brief = f"Yes, all {len(modes)} modes hold"
+    return brief, (
+        f"{brief}: in each of {cases:,} random cases the gradient is that of one large batch. The worst error is "
+        f"{worst:.2g} of what rounding allows."
     )
 
 
@@ -77,8 +81,9 @@ def _differs(records: Sequence[Record]) -> Answer:
     return Answer(
         "differs",
         "Where do they differ?",
-        f"In an unused parameter, which momentum moves on by {moved:.2f} in {STEPS} steps under zero_ alone, and in a "
-        f"gradient that was kept, which reads {kept['zero_'][1]:g} after zero_.",
+        "Unused parameters, kept gradients",
+        f"Unused parameter: momentum moves it on under zero_ ({moved:.2f} in {STEPS} steps), not under None. Kept "
+        f"gradient: zero_ sets it to {kept['zero_'][1]:g}, None leaves it.",
         "claims",
         figures=(
             Figure(
@@ -109,11 +114,25 @@ def _costs(measured: Sequence[Record], memory: Sequence[Record]) -> Answer:
     return Answer(
         "costs",
         "What does each cost?",
+        _costs_in_brief(measured, memory),
         sentence or "Not measured yet.",
         "cost",
         figures=tuple(replace(figure, key=f"first-{figure.key}") for figure in figures[:3]),
         sources=sources([*steps, *memory]),
     )
+
+
+def _costs_in_brief(measured: Sequence[Record], memory: Sequence[Record]) -> str:
+    found = step_times(timed_steps(measured))
+    rows, neither = len(found.rows), len(found.where("neither"))
+    kept = _kept_gradients(memory)
+    said = [f"Time: no difference in {neither} of {rows} settings"] if rows else []
+    said += (
+        [f"{'m' if said else 'M'}emory between steps: zero_ keeps {kept[1]:.0f} MiB, None {kept[2]:.0f}"]
+        if kept
+        else []
+    )
+    return "; ".join(said) or "Not measured yet"
 
 
 def _time_sentence(measured: Sequence[Record]) -> str:
@@ -123,36 +142,42 @@ def _time_sentence(measured: Sequence[Record]) -> str:
         found = step_times([row for row in rows if row["device"] == device])
         counts = {which: len(found.where(which)) for which in ("none", "zero", "neither")}
         texts.append(
-            f"Time on the {device_name(device)}: of {len(found.rows)} settings None is faster in {counts['none']}, "
-            f"zero_ in {counts['zero']}, neither in {counts['neither']}."
+            f"Time on the {device_name(device)}: no difference beyond noise in {counts['neither']} of "
+            f"{len(found.rows)} settings; None is faster in {counts['none']}, zero_ in {counts['zero']}."
         )
     return " ".join(texts)
 
 
-def _memory_sentence(records: Sequence[Record]) -> str:
+def _kept_gradients(records: Sequence[Record]) -> tuple[int, float, float] | None:
+    """Return the largest measured number of parameters, and the MiB of gradients that zero_ and None keep there."""
     kept = {
         (int(r.data["parameters"]), str(r.data["mode"])): float(r.data["gradients_between"]) / 2**20 for r in records
     }
     sizes = [size for size, mode in kept if mode == "zero_" and (size, "set_to_none") in kept]
-    if not sizes:
+    return (max(sizes), kept[max(sizes), "zero_"], kept[max(sizes), "set_to_none"]) if sizes else None
+
+
+def _memory_sentence(records: Sequence[Record]) -> str:
+    if not (kept := _kept_gradients(records)):
         return ""
-    size = max(sizes)
     return (
-        f"Memory between steps, {size / 1e6:.0f} M parameters: zero_ keeps {kept[size, 'zero_']:.0f} MiB of "
-        f"gradients, None {kept[size, 'set_to_none']:.0f} MiB."
+        f"Memory between steps, {kept[0] / 1e6:.0f} M parameters: zero_ keeps {kept[1]:.0f} MiB of gradients, None "
+        f"{kept[2]:.0f} MiB."
     )
 
 
 def _true(records: Sequence[Record], measured: Sequence[Record]) -> Answer:
     found = claim_list(records, timed_steps(measured))
     counts = Counter(claim.verdict for claim in found)
+    brief = f"{counts['confirmed']} yes, {counts['conditional']} under a condition, {counts['refuted']} no"
     sentence = (
-        f"Of {len(found)} widely read claims {counts['confirmed']} are confirmed, {counts['conditional']} true under a "
-        f"condition, {counts['refuted']} refuted."
+        f"Of {len(found)} widely read claims {counts['confirmed']} are true (confirmed), {counts['conditional']} true "
+        f"under a condition, {counts['refuted']} false (refuted)."
     )
     return Answer(
         "claims",
         "Which claims are true?",
+        brief if found else "Not tested yet",
         sentence if found else "Not tested yet.",
         "claims",
         claims=found,

@@ -19,6 +19,7 @@ from gradcheck_suite.report.sections.decision import decision, timed_steps
 from gradcheck_suite.report.sections.findings import findings
 from gradcheck_suite.report.sections.memory import memory
 from gradcheck_suite.report.sections.steps import steps
+from gradcheck_suite.report.sections.traffic import traffic
 from gradcheck_suite.report.sections.trainers import trainers
 from gradcheck_suite.report.sections.verification import verification
 from gradcheck_suite.report.sections.zero_or_none import zero_or_none
@@ -51,6 +52,7 @@ def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[S
         memory(records.of("memory")),
         costs(measured),
         compiled(measured),
+        traffic(records.of("traffic")),
         claims(claimed, timed_steps(measured)),
         zoo(records.of("zoo")),
         calibration(records.of("calibration")),

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.records_view import Records, latest
+from gradcheck_suite.report.sections.traffic import total
 
 SMALLEST = 0.1
 """Relative change of a measured time or size from which on it is told."""
@@ -170,6 +171,16 @@ def _atlas(records: list[Record]) -> Facts:
     }
 
 
+def _traffic(records: list[Record]) -> Facts:
+    newest = [r.data for r in latest(records, lambda d: (d["loop"], d["ranks"], d["accumulation_steps"]))]
+    return {
+        f"{d['loop']} on {d['ranks']} ranks, K = {d['accumulation_steps']}": "{:g} collectives of {:g} bytes".format(
+            *total(d["observed"])
+        )
+        for d in newest
+    }
+
+
 def _zero_or_none(records: list[Record]) -> Facts:
     return {
         f"{r.data.get('optimizer')}, {r.data.get('variant')}: zeros change": ", ".join(r.data.get("zero_changes", ()))
@@ -188,4 +199,5 @@ READERS: Mapping[str, Callable[[list[Record]], Facts]] = {
     "memory": _memory,
     "atlas": _atlas,
     "zero-or-none": _zero_or_none,
+    "traffic": _traffic,
 }

@@ -72,6 +72,7 @@ class Claim:
         number: such as `C1.2`.
         origin: where it is published.
         text: the claim.
+        short: the claim in a few words.
         verdict: `confirmed`, `conditional` or `refuted`.
         sentence: what holds.
         condition: under which it is true; empty if under none or any.
@@ -85,6 +86,7 @@ class Claim:
     number: str
     origin: str
     text: str
+    short: str
     verdict: str
     sentence: str
     condition: str
@@ -105,12 +107,14 @@ class Matrix:
         columns: the header of the columns.
         rows: pairs of the row's name and its cells; a cell is a pair of a class (`good`, `bad`, `warn`, `none`) and
             its lines of text.
+        notes: under the matrix, such as why a cell is empty.
     """
 
     caption: str
     corner: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class Answer:
     Attributes:
         key: its anchor.
         question: in a few words.
+        brief: the answer in a few words, for a telephone's first screen.
         answer: one sentence with its figure.
         tab: the page with the details.
         matrix: the picture of a verification.
@@ -174,6 +179,7 @@ class Answer:
 
     key: str
     question: str
+    brief: str
     answer: str
     tab: str
     matrix: Matrix | None = None

@@ -77,7 +77,7 @@ def _matrix(matrix: Matrix) -> list[str]:
     lines.append(f"|{' --- |' * (1 + len(matrix.columns))}")
     for name, cells in matrix.rows:
         lines.append(f"| {' | '.join(map(_cell, (name, *(', '.join(filter(None, said)) for _, said in cells))))} |")
-    return [*lines, ""]
+    return [*lines, "", *(line for note in matrix.notes for line in (text(note), ""))]
 
 
 def _claims(claims: tuple[Claim, ...]) -> list[str]:

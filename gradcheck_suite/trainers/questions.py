@@ -34,16 +34,19 @@ class Question:
         about: what is drawn, in words.
         problem: `module:NAME` as `--problem` takes it.
         cut: the plans that are drawn; None for every kind of plan of at most 2 windows.
+        asked_of: the trainers that it makes sense for, such as "trainers that smooth labels"; empty for all.
     """
 
     name: str
     about: str
     problem: str
     cut: Cut | None
+    asked_of: str = ""
 
 
 _MEAN, _SUM = "gradcheck_suite.trainers.linear_problems:MEAN", "gradcheck_suite.trainers.linear_problems:SUM"
 _ROWS = "gradcheck_suite.trainers.problems"
+_ROWS_OF = "trainers that take models of transformers"
 PLANS = (
     Question("equal counts", "whole windows of equal micro-batches, one epoch", _MEAN, Cut()),
     Question("unequal counts", "whole windows of micro-batches of 1 to 4 items, one epoch", _MEAN, Cut(equal=False)),
@@ -64,12 +67,20 @@ PLANS = (
 )
 """The questions about a trainer that takes any model: their problems need only torch."""
 PADDED_ROWS = (
-    Question("padded rows", "every kind of split of rows of 2 to 6 tokens, on a Llama", f"{_ROWS}:llama", None),
-    Question("padded rows, GPT-2", "the same on a GPT-2", f"{_ROWS}:gpt2", None),
+    Question(
+        "padded rows", "every kind of split of rows of 2 to 6 tokens, on a Llama", f"{_ROWS}:llama", None, _ROWS_OF
+    ),
+    Question("padded rows, GPT-2", "the same on a GPT-2", f"{_ROWS}:gpt2", None, _ROWS_OF),
 )
 """The questions about a trainer that takes models of transformers."""
 SMOOTHED = (
-    Question("label smoothing", "the same on the Llama with smoothed targets", f"{_ROWS}:llama_smoothed", None),
+    Question(
+        "label smoothing",
+        "the same on the Llama with smoothed targets",
+        f"{_ROWS}:llama_smoothed",
+        None,
+        "trainers that smooth labels",
+    ),
 )
 """The question about a trainer that smooths its labels."""
 MODEL = "head "

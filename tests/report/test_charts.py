@@ -53,6 +53,15 @@ def test_the_memory_of_both_modes_has_one_scale():
     assert [(row["operation"], row["MiB"]) for row in rows] == [(0, 0.0), (1, 4.0), (2, 4.0)]
 
 
+def test_what_is_thinner_than_a_line_has_no_entry_in_the_legend():
+    def legend(other):
+        spec = window_memory_plot({"zero_": {"gradients": [100], "other": [other], "optimizer state": [50]}})
+        return spec["hconcat"][0]["layer"][0]["encoding"]["color"]["scale"]["domain"]
+
+    assert legend(1) == ["gradients", "optimizer state"]
+    assert legend(10) == ["gradients", "optimizer state", "micro-batches and scalars"]
+
+
 def test_ratios_and_their_intervals_are_within_the_axis():
     rows = [{"size": "1 M", "setting": "s", "ratio": 0.9, "low": 0.5, "high": 1.6}]
     domains = [layer["encoding"]["y"].get("scale", {}).get("domain") for layer in ratio_plot(rows)["layer"]]

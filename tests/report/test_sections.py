@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.records.store import records_path
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.content import Table, shown
@@ -41,9 +42,9 @@ def test_the_zoo_in_other_dtypes_is_a_row_each(reports, tmp_path):
 def test_calibration_has_its_tables_and_its_curve(tmp_path):
     calibration(tmp_path)
     section = _section(build(tmp_path), "calibration")
-    assert "50 checks in all; 0 of them blamed the loop" in section.text[0]
+    assert "False alarms: 0 in 50 checks" in section.text[0]
     assert "1 of 2 kinds of layers, 2 of 2 kinds of losses" in section.text[0]
-    assert "No rule that never blames a sound loop finds smaller ones." in section.text[1]
+    assert "No rule that never blames a right loop finds smaller errors." in section.text[1]
     judged, detection, skipped, ratios = section.tables
     assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
     # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
@@ -62,7 +63,7 @@ def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):
     path = tmp_path / "records" / "calibration.jsonl"
     path.write_text(path.read_text().replace('"chex.assert_trees_all_close": 4', '"chex.assert_trees_all_close": 0'))
     section = _section(build(tmp_path), "calibration")
-    assert "2 of them blamed the loop" in section.text[0]
+    assert "False alarms: 2 in 50 checks" in section.text[0]
     assert "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03" in section.text[1]
 
 
@@ -79,7 +80,9 @@ def test_damaged_records_are_reported(tmp_path):
     assert build(tmp_path).problems == ("verify.jsonl, line 2: damaged; left out",)
 
 
-@pytest.mark.parametrize("kind", ["verify", "claim", "memory", "trainer", "benchmark", "bridge", "calibration"])
+@pytest.mark.parametrize(
+    "kind", ["verify", "claim", "memory", "trainer", "benchmark", "bridge", "calibration", "traffic"]
+)
 def test_a_record_whose_fields_cannot_be_read_is_left_out_and_named(kind, tmp_path):
     verdict(tmp_path, "zero_")
     sound = build(tmp_path)
@@ -149,8 +152,8 @@ def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
     assert matrix.columns == ("bfloat16 CPU", "float64 CPU", "GPU")
     assert matrix.rows == (
         ("mine.py:wrong", (("none", ("not run",)), ("bad", ("violated", "no-divide")), ("none", ("not run",)))),
-        ("zero_", (("good", ("200", "0.5")), ("good", ("200", "0.12")), ("none", ("not run",)))),
-        ("mine.py:right", (("none", ("not run",)), ("good", ("200", "0.12")), ("none", ("not run",)))),
+        ("zero_", (("good", ("✓ 200", "0.5")), ("good", ("✓ 200", "0.12")), ("none", ("not run",)))),
+        ("mine.py:right", (("none", ("not run",)), ("good", ("✓ 200", "0.12")), ("none", ("not run",)))),
     )
 
 
@@ -210,6 +213,57 @@ def test_what_zeros_change_has_a_row_for_each_optimizer(tmp_path):
     )
     assert values.rows[1] == ("SGD", "momentum=0.5", 1.0, 0.5, 1.0, "parameter, momentum_buffer", "yes", "yes")
     assert "2 of 2 settings" in section.text[2]
+
+
+def test_a_question_that_a_trainer_was_not_asked_has_its_reason(tmp_path):
+    asked = {"package": "transformers", "version": "9", "why": ""}
+    holds = {"cases": 1, "violation": None}
+    record(tmp_path, "trainer", **asked, trainer="hf-trainer", question="sum loss", result=holds)
+    record(tmp_path, "trainer", **asked, trainer="hf-trainer-smoothing", question="label smoothing", result=holds)
+    record(tmp_path, "trainer", **{**asked, "why": "takes no loss"}, trainer="mine", question="sum loss", result=None)
+    (matrix,) = _section(build(tmp_path), "trainers").matrices
+    said = {name: [cell[1][0] for cell in cells] for name, cells in matrix.rows}
+    assert said == {
+        "hf-trainer, transformers 9": ["holds", "not asked (1)"],
+        "hf-trainer-smoothing, transformers 9": ["not asked (2)", "holds"],
+        "mine, transformers 9": ["not asked (3)", "not asked (4)"],
+    }
+    assert matrix.notes == (
+        "Not asked (1): this question is for trainers that smooth labels.",
+        "Not asked (2): hf-trainer-smoothing is a variant for the question label smoothing alone.",
+        "Not asked (3): takes no loss.",
+        "Not asked (4): no record has it; `gradcheck-suite trainers mine` asks.",
+    )
+
+
+def test_communication_is_held_to_its_prediction(tmp_path):
+    row = {"loop": "ddp/zero_", "ranks": 2, "device": "cpu"}
+    law = {"all-reduce": (3, 56)}
+    record(tmp_path, "traffic", **row, accumulation_steps=1, observed={"all-reduce": (3, 56)}, predicted=law)
+    too_much = {"all-reduce": (6, 176)}
+    record(tmp_path, "traffic", **row, accumulation_steps=4, observed=too_much, predicted=law)
+    section = _section(build(tmp_path), "traffic")
+    (matrix,) = section.matrices
+    assert matrix.columns == ("2 ranks, K = 1", "2 ranks, K = 4")
+    assert matrix.rows == (("ddp", (("good", ("3 collectives, 56 bytes",)), ("bad", ("6 collectives, 176 bytes",)))),)
+    assert "1 of 2 windows" in section.text[1]
+    assert section.tables[0].rows[1] == (
+        "ddp", "zero_", 2, 4, 6.0, 176.0, "6 all-reduce (176 bytes)", 3.0, 56.0, "no",
+    )  # fmt: skip
+
+
+def test_the_first_screen_shows_the_modes_and_counts_other_loops(tmp_path):
+    verdict(tmp_path, "zero_")
+    verdict(tmp_path, "mine", state="violated", violation={"kind": "gradient", "diagnosis": "mean-of-means"})
+    for mode in list(MODES)[1:]:
+        verdict(tmp_path, mode)
+    report = build(tmp_path)
+    answer, (everything,) = report.answers[0], _section(report, "verified").matrices
+    assert {name for name, _ in answer.matrix.rows} == set(MODES)
+    assert answer.matrix.caption.endswith("; 1 more loops, 1 violated")
+    assert answer.brief == f"Yes, all {len(MODES)} modes hold"
+    assert everything.rows[0][0] == "mine"
+    assert everything.notes[0].startswith("Not run: ")
 
 
 def test_figures_older_than_their_code_are_marked(tmp_path):

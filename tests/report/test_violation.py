@@ -61,8 +61,9 @@ def test_of_a_large_parameter_the_elements_around_the_worst_are_kept():
 
 
 def test_bars_on_the_console_are_as_long_as_the_weights():
-    _, first, second, third, last = weight_lines([(0, None, 1, 0.5, 1.0), (1, None, 1, 0.5, 0.25),
-                                                  (2, None, 1, 0.5, -0.5), ("3-4", None, 1, 0.5, float("nan"))])  # fmt: skip
+    _, first, second, third, last = weight_lines(
+        [(0, None, 1, 0.5, 1.0), (1, None, 1, 0.5, 0.25), (2, None, 1, 0.5, -0.5), ("3-4", None, 1, 0.5, float("nan"))]
+    )
     half = WIDTH // 2
     assert first.endswith(f"  {'#' * half}|{'#' * half}")
     assert second.endswith(f"  {'#' * (half // 2)}{' ' * (half // 2)}|")

@@ -42,12 +42,14 @@ class Claim:
         text: the claim.
         how: how the check tests it.
         check: runs the test and returns its finding. Every figure comes from the run.
+        short: the claim in at most 42 characters, for a list of one line each.
     """
 
     number: str
     text: str
     how: str
     check: Callable[[], Finding]
+    short: str
 
 
 SOURCES = {

@@ -97,6 +97,7 @@ CLAIMS = (
         "Even at 2 TB/s, transferring the gradients of a very large model (405 B parameters) is significant.",
         "arithmetic from the ledger's law of C1.6; the copy bandwidth of this machine is measured",
         _very_large,
+        short="Gradients of 405 B parameters take long",
     ),
     Claim(
         "C1.8",
@@ -104,6 +105,7 @@ CLAIMS = (
         "update frequency decide.",
         "steps under both modes in turn, timed on this machine's CPU",
         _decision,
+        short="For small models zeroing suffices",
     ),
 )
 MEMORY_CLAIMS = (
@@ -112,5 +114,6 @@ MEMORY_CLAIMS = (
         "Accumulation helps where GPU memory is limited.",
         "the ledger's peak for 1,024 items cut into 1 to 16 micro-batches",
         _limited_memory,
+        short="Accumulation helps if memory is short",
     ),
 )

@@ -175,12 +175,14 @@ CLAIMS = (
         "Gradients {-0.1, 0.2, -0.05}, then {0.05, -0.1, 0.1} without a reset: the optimizer sees {-0.05, 0.1, 0.05}.",
         "two backwards with exactly these gradients",
         _worked_numbers,
+        short="Without a reset the step sees the sum",
     ),
     Claim(
         "C3.2",
         "zero_grad must come before backward, so that each mini-batch has its own gradients; its place is crucial.",
         "verify on five loops that differ only in the place of the reset",
         _place,
+        short="zero_grad must come before backward",
     ),
     Claim(
         "C3.3",
@@ -188,6 +190,7 @@ CLAIMS = (
         "learning rate's meaning.",
         "verify on the loop with and without equal counts and whole windows",
         _keeps_the_learning_rate,
+        short="Accumulation: reset only after the step",
     ),
     *sizes.MEMORY_CLAIMS,
     Claim(
@@ -195,5 +198,6 @@ CLAIMS = (
         "Not resetting makes gradients excessively large and training unstable.",
         "SGD on a parabola with and without a reset, at three learning rates, and on a linear loss",
         _grows_without_bound,
+        short="Without a reset, training is unstable",
     ),
 )

@@ -168,6 +168,7 @@ CLAIMS = (
         "Zeroing keeps the gradient buffers allocated: it frees no significant memory.",
         "bytes of gradients alive when the next forward begins, counted by the ledger",
         _kept,
+        short="Zeroing keeps gradient buffers allocated",
     ),
     Claim(
         "C1.2",
@@ -175,24 +176,28 @@ CLAIMS = (
         "even without accumulation.",
         "additions of accumulation per step, counted by the ledger",
         _redundant,
+        short="After zeroing, backward adds to 0 in vain",
     ),
     Claim(
         "C1.3",
         "After a release (set_to_none=True) backward assigns instead of adding.",
         "whether .grad is the tensor that backward made; additions per step",
         _assigned,
+        short="After a release, backward assigns",
     ),
     Claim(
         "C1.4",
         "A release frees memory for other use between steps: larger batches or models fit.",
         "peaks under both modes, once with more activations than gradients and once with fewer",
         _frees_for_others,
+        short="A release frees memory between steps",
     ),
     Claim(
         "C1.5",
         "A release allocates and deallocates more often, and is still the better use of memory overall.",
         "bytes freed per step, and the peak, under both modes",
         _more_allocations,
+        short="A release reallocates, and is still better",
     ),
     Claim(
         "C1.6",
@@ -200,6 +205,7 @@ CLAIMS = (
         "are the bottleneck on a GPU.",
         "bytes read and written by reset and accumulation per step, counted by the ledger",
         _traffic,
+        short="zero_ moves more bytes than None",
     ),
     *sizes.CLAIMS,
     Claim(
@@ -207,5 +213,6 @@ CLAIMS = (
         "By the end of 4 steps the buffer holds the sum of the 4 gradients.",
         "four backwards with numbers that float64 holds exactly",
         _sum_of_four,
+        short="4 backwards add up 4 gradients",
     ),
 )

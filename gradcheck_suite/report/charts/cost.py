@@ -8,7 +8,17 @@ from typing import Any
 from gradcheck_suite.report.charts.base import Rows, Spec, colours, layer, layers, number, tooltip
 from gradcheck_suite.report.charts.theme import colour
 
-CATEGORIES = {"parameters": "c6", "gradients": "c2", "activations": "c1", "temporaries": "c3", "other": "c5"}
+CATEGORIES = {
+    "parameters": ("parameters", "c6"),
+    "gradients": ("gradients", "c2"),
+    "optimizer state": ("optimizer state", "c4"),
+    "activations": ("activations", "c1"),
+    "temporaries": ("temporaries", "c3"),
+    "other": ("micro-batches and scalars", "c5"),
+}
+"""Category of the ledger -> what the plot calls it, and its colour."""
+SMALLEST = 0.01
+"""Share of the peak below which a category is left out: it would be thinner than a line."""
 
 
 def ratio_plot(rows: Rows, height: int = 200) -> Spec:
@@ -50,29 +60,30 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
 def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height: int = 200) -> Spec:
     """Return the plots of the bytes alive after each operation of one window, one beside the other.
 
+    What takes less than a hundredth of the peak is left out.
+
     Args:
         traces: mode -> category -> bytes alive, operation by operation.
         height: of the plots.
     """
-    names = {c: s for c, s in CATEGORIES.items() if any(any(trace.get(c, ())) for trace in traces.values())}
-    top = max(sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True)) / 2**20
-    panels = [_memory_panel(mode, trace, names, top, height) for mode, trace in traces.items()]
+    top = max(sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True))
+    largest = {c: max(max(trace.get(c) or (0,)) for trace in traces.values()) for c in CATEGORIES}
+    drawn = [category for category, size in largest.items() if size > SMALLEST * top]
+    panels = [_memory_panel(mode, trace, drawn, top / 2**20, height) for mode, trace in traces.items()]
     return {"hconcat": panels, "spacing": 12, "resolve": {"scale": {"color": "shared"}}}
 
 
-def _memory_panel(
-    mode: str, trace: Mapping[str, Sequence[int]], names: Mapping[str, str], top: float, height: int
-) -> Spec:
+def _memory_panel(mode: str, trace: Mapping[str, Sequence[int]], drawn: Sequence[str], top: float, height: int) -> Spec:
     rows = [
-        {"operation": i, "category": category, "MiB": count / 2**20, "order": order}
-        for order, category in enumerate(names)
+        {"operation": i, "category": CATEGORIES[category][0], "MiB": count / 2**20, "order": order}
+        for order, category in enumerate(drawn)
         # the last moment is drawn as wide as the others
         for i, count in enumerate((*trace.get(category, ()), *trace.get(category, ())[-1:]))
     ]
     encoding: dict[str, Any] = {
         "x": number("operation", "operations of one window", axis={"grid": False, "tickCount": 4}),
         "y": number("MiB", "MiB alive", stack="zero", scale={"domain": [0, top], "nice": True}, axis={"tickCount": 4}),
-        "color": colours("category", names),
+        "color": colours("category", dict(CATEGORIES[category] for category in drawn)),
         "order": {"field": "order", "type": "quantitative"},
         "tooltip": tooltip(after_operation="operation", category="category", MiB="MiB"),
     }
@@ -90,7 +101,7 @@ def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
             "field": "layout",
             "type": "nominal",
             "sort": layouts,
-            "legend": {"title": None, "symbolType": "stroke"},
+            "legend": {"title": None, "symbolType": "stroke", "symbolStrokeColor": colour("text"), "symbolSize": 300},
         },
         "tooltip": tooltip(mode="mode", tensors="layout", x="x", y="y"),
     }

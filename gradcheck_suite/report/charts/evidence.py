@@ -91,9 +91,9 @@ def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
 def detection_plot(rows: Rows, rules: Sequence[str], height: int = 190) -> Spec:
     """Return the share of cases in which each rule finds an error of a size; rows have `size`, `share` and `rule`."""
     line: dict[str, Any] = {
-        "x": number("size", "planted relative error", scale={"type": "log"},
+        "x": number("size", "s: relative size of the error", scale={"type": "log"},
                     axis={"format": ".0e", "tickCount": 6, "grid": False}),
-        "y": number("share", "% found", scale={"domain": [0, 100]}, axis={"tickCount": 5}),
+        "y": number("share", "% of cases found", scale={"domain": [0, 100]}, axis={"tickCount": 5}),
         "color": colours("rule", rules),
         "strokeDash": {"field": "rule", "type": "nominal", "sort": list(rules)},
         "tooltip": tooltip(rule="rule", size="size", percent="share"),

@@ -36,14 +36,16 @@ def calibration(records: Sequence[Record]) -> Section:
         TITLE,
         TAB,
         (
-            f"{data['loops']} ways to write a sound loop were judged on random cases, {summary.checks(data):,} checks "
-            f"in all; {alarms} of them blamed the loop. The cases have {reached} that the strategies draw.",
-            f"Errors of known relative size, a factor of 1 + s or 1 - s, were planted in sound gradients of the same "
-            f"cases: the table has the smallest s that is found in at least {summary.percent()} of them, together "
-            "with all larger ones. "
-            + ("; ".join(worse) if worse else "No rule that never blames a sound loop finds smaller ones."),
+            f"False alarms: {alarms} in {summary.checks(data):,} checks. A check judges a training loop that is known "
+            f"to be right on a random case; {data['loops']} such loops were judged. The cases reached {reached} that "
+            "the suite can draw.",
+            "Missed errors: right gradients were multiplied by 1 + s or 1 - s, and the suite was asked whether they "
+            "are still right. The plots show in how many cases it says no, against s. A curve further left finds "
+            "smaller errors. The other curves are tolerance rules of other tools. A rule is only worth comparing where "
+            f"it blames no right loop. The second table has the smallest s that is found in {summary.percent()} of the "
+            "cases. " + ("; ".join(worse) if worse else "No rule that never blames a right loop finds smaller errors."),
         ),
-        figures=_figures(data["curves"]),
+        figures=_figures(data),
         tables=(_alarms(data), _detection(data), _skipped(data), _ratios(data)),
         sources=sources(records[-1:]),
     )
@@ -66,21 +68,21 @@ def _alarms(data: Mapping[str, Any]) -> Table:
             )
         )
     return Table(
-        "Sound loops judged, and sound loops blamed",
+        "False alarms: right loops that were judged, and how many were blamed",
         (
             "dtype",
             "checks",
             "elements compared",
             "false alarms",
-            "gradients that needed the Monte Carlo part",
+            "gradients that needed sampled rounding errors",
             "largest error over bound then",
             "checks without autocast",
             *(f"blamed by {rule}" for rule in RIVALS),
         ),
         tuple(rows),
-        "A check is one loop judged on one case. Most gradients are within the deterministic part of the bound; only "
-        "the others need its Monte Carlo part. Other rules compare with the large batch in the same dtype; losses "
-        "under an autocast are left out for them.",
+        "A check is one loop judged on one case. Most errors are within the part of the bound that is computed; only "
+        "the others need rounding errors that are sampled (Monte Carlo). Other rules compare with the large batch in "
+        "the same dtype; losses under an autocast are left out for them.",
     )
 
 
@@ -97,17 +99,20 @@ def _detection(data: Mapping[str, Any]) -> Table:
         f"Smallest relative error found in {summary.percent()} of the cases",
         ("dtype", "planted in", "cases", OURS, "of all cases at least", f"{OURS}, in half of them", *RIVALS),
         tuple(rows),
-        "* blames sound loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for the "
-        "share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so errors "
-        "are planted in the largest element and in one drawn from those that are not 0, some of which are rounding "
-        "errors only.",
+        "* also blames right loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for "
+        "the share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so "
+        "errors are planted in the largest element and in one drawn from those that are not 0, some of which are "
+        "rounding errors only.",
     )
 
 
 def _skipped(data: Mapping[str, Any]) -> Table:
     rows = [(dtype, why, n) for dtype, tally in data["alarms"].items() for why, n in tally["skipped"].items()]
-    return Table("Checks that could not be made because the large batch itself fails", ("dtype", "why", "checks"),
-                 tuple(rows))  # fmt: skip
+    return Table(
+        "Checks that could not be made, because the gradient of the large batch cannot be computed",
+        ("dtype", "why", "checks"),
+        tuple(rows),
+    )
 
 
 def _ratios(data: Mapping[str, Any]) -> Table:
@@ -134,23 +139,26 @@ def _spread(data: Mapping[str, Any], dtype: str, kind: str) -> str | None:
     return " / ".join(f"{value:.2f}" for value in values if value is not None)
 
 
-def _figures(curves: Mapping[str, Any]) -> tuple[Figure, ...]:
+def _figures(data: Mapping[str, Any]) -> tuple[Figure, ...]:
     return tuple(
-        _figure(dtype, curve) for dtype, data in curves.items() if PLOTTED in (curve := curve_from_json(data)).smallest
+        _figure(dtype, curve, summary.rival_alarms(data, dtype))
+        for dtype, found in data["curves"].items()
+        if PLOTTED in (curve := curve_from_json(found)).smallest
     )
 
 
-def _figure(dtype: str, curve: Curve) -> Figure:
+def _figure(dtype: str, curve: Curve, alarms: Mapping[str, int | None]) -> Figure:
     rules = curve.smallest[PLOTTED]
+    names = {rule: f"{rule} *" if alarms.get(rule) else rule for rule in (OURS, *RIVALS)}
     rows = [
-        {"rule": rule, "size": 2.0**-k, "share": 100 * share_found(rules[rule], k)}
-        for rule in (OURS, *RIVALS)
+        {"rule": name, "size": 2.0**-k, "share": 100 * share_found(rules[rule], k)}
+        for rule, name in names.items()
         for k in exponents(dtype)
     ]
     return Figure(
         f"detection-{dtype}",
-        detection_plot(rows, (OURS, *RIVALS)),
+        detection_plot(rows, tuple(names.values())),
         f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
-        f"{dtype}: a wrong scale of the whole gradient by 1 + s or 1 - s, in {curve.cases} cases. Further left "
-        "is better, for a rule that blames no sound loop.",
+        f"{dtype}: how often a gradient that is wrong by the factor 1 + s or 1 - s is found, in {curve.cases} cases. "
+        "* also blames right loops.",
     )

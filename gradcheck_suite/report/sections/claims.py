@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.evidence.claims import CLAIMS
 from gradcheck_suite.records.step_times import answer
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import bars_plot, series_plot
@@ -38,6 +39,7 @@ def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = (
                 number=str(data["number"]),
                 origin=str(data.get("source", "")),
                 text=str(data["text"]),
+                short=_short(str(data["number"]), str(data["text"])),
                 verdict=str(data["verdict"]),
                 sentence=str(data["sentence"]),
                 condition=str(data.get("condition") or ""),
@@ -105,6 +107,12 @@ def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, 
     if series:
         plots.append(Figure(f"claim-{number}-series", series_plot(series, "number in the series"), said))
     return tuple(texts), tuple(plots)
+
+
+def _short(number: str, text: str) -> str:
+    """Return the short form of a claim; its text where the record has another one than the suite."""
+    known = CLAIMS.get(number)
+    return known.short if known and known.text == text else text
 
 
 def _stem(name: str) -> str:

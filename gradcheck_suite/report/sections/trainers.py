@@ -9,6 +9,7 @@ from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Matrix, Section, Table
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.console_table import cut_text
 from gradcheck_suite.trainers.questions import MODEL
 
@@ -43,29 +44,45 @@ def _questions(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]
         ("trainer", "version", *questions),
         rows,
         "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
-        "and K. A dash stands for a question that was not asked. docs/found-in-trainers.md has the cause of each "
-        "violation and a fix.",
+        "and K. A dash stands for a question that was not asked; the notes above say why. "
+        "docs/found-in-trainers.md has the cause of each violation and a fix.",
     )
 
 
 def _matrix(answers: Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]) -> Matrix:
     questions = list(dict.fromkeys(question for row in answers.values() for question in row))
-    rows = tuple(
-        (f"{trainer}, {version}", tuple(_mark(row.get(question)) for question in questions))
-        for (trainer, version), row in answers.items()
-    )
+    reasons: dict[str, str] = {}
+    rows = []
+    for (trainer, version), row in answers.items():
+        cells: list[tuple[str, tuple[str, ...]]] = []
+        for question in questions:
+            if (data := row.get(question)) is None or data["result"] is None:
+                why = _why_not_asked(trainer, question, data)
+                cells.append(("none", (f"not asked ({reasons.setdefault(why, str(len(reasons) + 1))})",)))
+            else:
+                cells.append(_mark(data["result"]["violation"]))
+        rows.append((f"{trainer}, {version}", tuple(cells)))
     return Matrix(
-        "Verdict of each trainer on each question: holds, or the diagnosis of the violation; -: not asked",
+        "Verdict of each trainer on each question: holds, or the diagnosis of the violation",
         "trainer",
         tuple(questions),
-        rows,
+        tuple(rows),
+        tuple(f"Not asked ({mark}): {why}." for why, mark in reasons.items()),
     )
 
 
-def _mark(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
-    if data is None or data["result"] is None:
-        return "none", ("-",)
-    violation = data["result"]["violation"]
+def _why_not_asked(trainer: str, question: str, data: Mapping[str, Any] | None) -> str:
+    """Return why a trainer has no verdict on a question."""
+    if data is not None and data.get("why"):
+        return str(data["why"])
+    known = TRAINERS.get(trainer)
+    of = {q.name: q.asked_of for other in TRAINERS.values() for q in other.questions}.get(question)
+    if known is None or of is None or question in (own := [q.name for q in known.questions]):
+        return f"no record has it; `gradcheck-suite trainers {trainer}` asks"
+    return f"this question is for {of}" if of else f"{trainer} is a variant for the question {', '.join(own)} alone"
+
+
+def _mark(violation: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
     return ("good", ("holds",)) if violation is None else ("bad", (str(violation["diagnosis"]),))
 
 

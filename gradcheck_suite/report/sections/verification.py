@@ -16,6 +16,10 @@ from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE, TAB = "verified", "What was verified", "verification"
 MOST_BARS = 14
+NOT_RUN = (
+    "Not run: no record has this loop with this dtype on this device. `gradcheck-suite verify LOOP --dtype DTYPE` "
+    "makes one, with `--device cuda` on a machine with a GPU, or with `--ranks N` for a loop of several ranks.",
+)
 
 
 def newest_verdicts(records: Sequence[Record]) -> list[Record]:
@@ -59,7 +63,7 @@ def matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
 
     Args:
         records: the last of each setting.
-        most: rows at most.
+        most: rows at most; the built-in modes are first then, and the caption says what is left out.
     """
     cells: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for record in records:
@@ -72,22 +76,25 @@ def matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
     places = sorted({p for row in cells.values() for p in row}, key=lambda p: (p[1] != "cpu", p))
     if "cuda" not in {device for _, device in places}:
         places.append(("", "cuda"))
-    order = sorted(cells, key=lambda loop: (all(d["verdict"] == "holds" for d in cells[loop].values()),
-                                            loop not in MODES))  # fmt: skip
+    holding = {loop: all(d["verdict"] == "holds" for d in row.values()) for loop, row in cells.items()}
+    order = sorted(cells, key=lambda loop: (most is not None and loop not in MODES, holding[loop], loop not in MODES))
     columns = tuple(f"{dtype} {device_name(device)}".strip() for dtype, device in places)
     rows = tuple((loop, tuple(_cell(cells[loop].get(place)) for place in places)) for loop in order[:most])
-    left = len(order) - len(rows)
-    caption = "Cases, and the worst error over what rounding allows" + (f"; {left} more loops" if left else "")
-    return Matrix(caption, "loop", columns, rows)
+    left = order[len(rows) :]
+    bad = sum(not holding[loop] for loop in left)
+    more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
+    caption = f"Cases, worst error / allowed{more}"
+    empty = most is None and any(kind == "none" for _, cells in rows for kind, _ in cells)
+    return Matrix(caption, "loop", columns, rows, NOT_RUN if empty else ())
 
 
 def _cell(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
     if data is None:
-        return "none", ("not run",)
+        return "none", ("not run",)  # NOT_RUN says why
     if data["verdict"] != "holds":
         violation = data.get("violation") or {}
         return "bad", ("violated", str(violation.get("diagnosis", "")))
-    return "good", (f"{_judged(data):,}", f"{_ratio(data):.2g}")
+    return "good", (f"\N{CHECK MARK} {_judged(data):,}", f"{_ratio(data):.2g}")
 
 
 def _ratio(data: Mapping[str, Any]) -> float:

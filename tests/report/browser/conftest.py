@@ -78,6 +78,8 @@ def _fill(folder, text):
     bridged = {"architecture": text, "package": text, "version": text, "operations": 7, "narrow": [text]}
     record(folder, "bridge", **bridged, loss_error=1e-9, widened=False, gradient_error=2e-7, allowed=1e-6)
     names = ("operation", "point", "dtype", "torch", "jax", "convention")
+    sent = {text: [3, 56]}
+    record(folder, "traffic", loop=text, ranks=2, accumulation_steps=1, observed=sent, predicted=sent)
     record(folder, "atlas", rows=[{**dict.fromkeys(names, text), "agree": False}] * 3)
     moved = {
         "before": 1.0,

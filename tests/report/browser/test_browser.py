@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.report.made_up import EVIL
 WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 SEEN = """element => { const box = element.getBoundingClientRect();
   return box.top >= 0 && box.bottom <= innerHeight && box.left >= 0 && box.right <= innerWidth && box.height > 0 }"""
+KEPT = Path(__file__).parents[3] / "reports" / "report.html"
 PAGES = ("overview", "verification", "cost", "claims", "zoo", "trust", "trainers", "atlas", "violations", "environment")
 
 
@@ -40,6 +42,24 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert lines.last.evaluate(SEEN)
     heights = lines.evaluate_all("lines => lines.map(line => line.clientHeight)")
     assert max(heights) <= 28  # one line each
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_kept_report_answers_all_four_questions_without_scrolling(open_page, size):
+    page = open_page(KEPT, width=size[0], height=size[1])
+    if size[0] == 1280:
+        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+        assert not page.locator("ul.claims .said").evaluate_all(f"all => all.some({CUT})")
+        return
+    lines = page.locator(".brief li")
+    assert lines.count() == 4
+    assert all(lines.nth(i).evaluate(SEEN) for i in range(4))
+    for i, card in enumerate(("holds", "differs", "costs", "claims")):
+        page.evaluate("scrollTo(0, 0)")
+        lines.nth(i).locator("a").click()
+        _until(page, f"document.activeElement.id === 'question-{card}'")
+        assert page.locator("#overview.current").count() == 1
 
 
 CUT = "said => said.scrollWidth > said.clientWidth"
