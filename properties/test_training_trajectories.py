@@ -17,55 +17,37 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.optimizers import OPTIMIZERS
-from gradcheck_suite.loops import BUILT_IN, MODES
+from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE, OPTIMIZERS
+from gradcheck_suite.loops import MODES
 from gradcheck_suite.loops.windows import windows
 from gradcheck_suite.numerics.bounds import FEW_DRAWS
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.steps import COUNTERPARTS, Trajectory, follow, settings_of
 from properties.helpers import observe
 
-MSE = Loss("mse", reduction="mean")
-
-
-def _two_layers(*, bias):
-    layers = (Layer("linear", bias=bias, features=2), Layer("tanh"), Layer("linear", bias=bias, features=2))
-    return ProblemSpec(Input("vector", size=3), layers, MSE)
-
-
-DEEP = _two_layers(bias=True)
-CONVEX = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), MSE)
-SPARSE = ProblemSpec(
-    Input("tokens", length=3, padded=False, vocabulary=5),
-    (Layer("embedding", features=2, padding_idx=False, sparse=True),),
-    Loss("nll", class_weights=False, ignore_index=False, reduction="mean"),
+DEEP = ProblemSpec(
+    Input("vector", size=3),
+    (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
+    Loss("mse", reduction="mean"),
 )
 PLAN = Plan((1, 3, 2, 2, 1), 2, epochs=2)
-CASES = {
-    "muon": Case(_two_layers(bias=False), PLAN, seed=3),
-    # the windows are all the same: L-BFGS needs the curvature of one objective
-    "lbfgs": Case(CONVEX, Plan((1, 3, 2, 2), 4, epochs=4), seed=3),
-    "sparseadam": Case(SPARSE, PLAN, seed=3),
-}
-"""The cases of optimizers that cannot train `DEEP`. `PLAN` has six steps in two epochs; two windows are short."""
+"""Six steps in two epochs; two windows are short."""
 CLASSES = {"momentum": "sgd", "nesterov": "sgd"}
 """Names of `OPTIMIZERS` that are not those of their class."""
 NAMES = [
-    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full) for name in OPTIMIZERS if name != "normalized"
+    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full)
+    for name in OPTIMIZERS
+    if name not in ("normalized", *NEEDS, *NEEDS_CLOSURE)
 ]
+"""The optimizers of torch that train any model with any loop. Drawn gradients judge the others."""
 
 
 def large_batch(run):
-    """Send each window backward in one batch, in a closure where the optimizer needs one."""
+    """Send each window backward in one batch."""
     for window in windows(run):
-
-        def closure(window=window):
-            run.optimizer.zero_grad()
-            loss = run.loss(run.model, {name: torch.cat([batch[name] for batch in window]) for name in window[0]})
-            loss.backward()
-            return float(loss.detach())
-
-        run.optimizer.step(closure)
+        run.optimizer.zero_grad()
+        run.loss(run.model, {name: torch.cat([batch[name] for batch in window]) for name in window[0]}).backward()
+        run.optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -100,16 +82,14 @@ def judged(loop, case: Case) -> Run:
 
     expected, allowed, after = [], [], []
     for step, observation in enumerate(observations):
-        for evaluation in observation.evaluations:
-            window = reference.window(step % len(case.plan.windows), evaluation.parameters)
-            comparison = window.compare(reference.flat(evaluation.gradients))
-            assert comparison.ratio <= 1, f"step {step}: gradient off by {comparison.ratio:.3g} of what is allowed"
-            expected.append(arrays(window.expected))
-            allowed.append(arrays(window.allowed(FEW_DRAWS)))
-        found = [evaluation.parameters for evaluation in observation.evaluations[1:]]
-        after += [reference.flat({name: values[name] for name in names}) for values in (*found, observation.after)]
+        window = reference.window(step % len(case.plan.windows), observation.parameters)
+        comparison = window.compare(reference.flat(observation.gradients))
+        assert comparison.ratio <= 1, f"step {step}: gradient off by {comparison.ratio:.3g} of what is allowed"
+        expected.append(arrays(window.expected))
+        allowed.append(arrays(window.allowed(FEW_DRAWS)))
+        after.append(reference.flat({name: observation.after[name] for name in names}))
     settings = settings_of(observations[0].settings[0], instance.dtype)
-    first = observations[0].evaluations[0].parameters
+    first = observations[0].parameters
     start = arrays(reference.flat({name: first[name] for name in names}))
     return Run(settings, start, expected, allowed, np.stack(after))
 
@@ -124,11 +104,8 @@ def in_optax(run: Run, case: Case, allowed=None) -> Trajectory:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_accumulated_large_batch_and_optax_train_alike(name, dtype):
-    case = CASES.get(name, Case(DEEP, PLAN, seed=3)).replace(optimizer=name, dtype=dtype)
-    loops = {"closure": BUILT_IN["closure"]} if name == "lbfgs" else dict(MODES)
-    if name == "sparseadam":
-        del loops["flat_buffer"]  # its gradients are dense
-    first, *others = loops.values()
+    case = Case(DEEP, PLAN, seed=3, optimizer=name, dtype=dtype)
+    first, *others = MODES.values()
     run = judged(first, case)
     left = observe(first, generated_instance(case))
     for loop in others:
