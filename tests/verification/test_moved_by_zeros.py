@@ -62,6 +62,7 @@ def test_nothing_is_said_where_none_would_do_the_same(loop, optimizer, routes):
     assert explained(loop, optimizer, routes)[0] is None
 
 
+@pytest.mark.full
 def test_a_verification_says_it_once():
     bug = BUGS["missing-from-the-last"]
     assert isinstance(bug.problem, Problem)
