@@ -194,9 +194,9 @@ FAULTS = {
         {"lr": 0.8},
         lambda *, lr: optax.adafactor(lr, min_dim_size_to_factor=1),
     ),
-    "muon, the momentum of optax": (
+    "muon, decay missing": (
         "muon",
-        {"weight_decay": 0.0},
+        {"weight_decay": 10.0},
         lambda *, lr, momentum, nesterov: optax.contrib.muon(lr, beta=momentum, nesterov=nesterov),
     ),
     "lbfgs, the first step of optax": (
