@@ -17,7 +17,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE, OPTIMIZERS
+from gradcheck_suite.execution.optimizers import FOR_ANY_LOOP, OPTIMIZERS
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.loops.windows import windows
 from gradcheck_suite.numerics.bounds import FEW_DRAWS
@@ -35,9 +35,7 @@ PLAN = Plan((1, 3, 2, 2, 1), 2, epochs=2)
 CLASSES = {"momentum": "sgd", "nesterov": "sgd"}
 """Names of `OPTIMIZERS` that are not those of their class."""
 NAMES = [
-    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full)
-    for name in OPTIMIZERS
-    if name not in ("normalized", *NEEDS, *NEEDS_CLOSURE)
+    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full) for name in FOR_ANY_LOOP if name != "normalized"
 ]
 """The optimizers of torch that train any model with any loop. Drawn gradients judge the others."""
 

@@ -83,6 +83,8 @@ NEEDS_CLOSURE = frozenset({"lbfgs"})
 """Names of the optimizers whose step must be given a closure."""
 NEEDS = {"muon": "parameters with two dimensions alone: no bias", "sparseadam": _ONLY_SPARSE}
 """What some optimizers train, which the random models are not made of."""
+FOR_ANY_LOOP = tuple(name for name in OPTIMIZERS if name not in NEEDS and name not in NEEDS_CLOSURE)
+"""Names of the optimizers that train any model, in any loop."""
 
 
 def checked_optimizer(name: str) -> str:

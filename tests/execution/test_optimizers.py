@@ -7,8 +7,7 @@ import torch
 
 from gradcheck_suite import UsageError
 from gradcheck_suite.execution.optimizers import (
-    NEEDS,
-    NEEDS_CLOSURE,
+    FOR_ANY_LOOP,
     OPTIMIZERS,
     TAKES_SPARSE,
     NoOpOptimizer,
@@ -113,7 +112,7 @@ def test_frozen_parameters_are_left_out():
     assert [p is model.weight for p in group["params"]] == [True]
 
 
-@pytest.mark.parametrize("name", [None, *(n for n in OPTIMIZERS if n not in NEEDS and n not in NEEDS_CLOSURE)])
+@pytest.mark.parametrize("name", [None, *FOR_ANY_LOOP])
 def test_groups_share_the_parameters_and_differ_in_their_learning_rate(name):
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
     first, second, third = make_optimizer(name, model, 3).param_groups

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from gradcheck_suite.execution.observer import Observer
-from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE, OPTIMIZERS, make_optimizer
+from gradcheck_suite.execution.optimizers import FOR_ANY_LOOP, OPTIMIZERS, make_optimizer
 from gradcheck_suite.execution.replay import at_start, fault_of_step, rounding, stepped
 from gradcheck_suite.report.scripts.runtime import first_fault
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-WITHOUT_CLOSURE = [name for name in OPTIMIZERS if name not in NEEDS and name not in NEEDS_CLOSURE]
 """Names of the optimizers that train a linear layer with a bias, and need no closure."""
 
 
@@ -44,7 +43,7 @@ def _moved_by(observation, name, change):
     return replace(observation, after=after)
 
 
-@pytest.mark.parametrize("name", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("name", FOR_ANY_LOOP)
 def test_every_optimizers_steps_have_the_same_bits_again(name):
     make = OPTIMIZERS[name]
     for dtype in DTYPES:
@@ -99,7 +98,7 @@ def test_a_step_on_uncoalesced_sparse_gradients_has_the_same_bits_again(name):
     assert first_fault(OPTIMIZERS[name], _start(observer), observer.observations, observer.values()) is None
 
 
-@pytest.mark.parametrize("name", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("name", FOR_ANY_LOOP)
 def test_a_step_in_another_implementation_gets_what_rounding_explains(name):
     make = OPTIMIZERS[name]
     for dtype in (torch.float64, torch.float32):
