@@ -8,7 +8,7 @@ from typing import Any
 
 from gradcheck_suite.records.description import describe_violation, example_text
 from gradcheck_suite.records.verification import Counterexample
-from gradcheck_suite.schema.contract import EDITS_PARAMETERS
+from gradcheck_suite.schema.contract import DECLARED
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions
 from gradcheck_suite.schema.results import Result
 from gradcheck_suite.trainers import TRAINERS
@@ -65,10 +65,9 @@ def result_lines(
         judged: whether any case could be judged.
     """
     lines = [_one_line(result, width, judged=judged)]
-    if drawn := [name for name in result.assumes if name != EDITS_PARAMETERS]:
+    if drawn := [name for name in result.assumes if name not in DECLARED]:
         lines.append(f"    assumes {', '.join(drawn)}: nothing else was tried")
-    if EDITS_PARAMETERS in result.assumes:
-        lines.append(f"    assumes {EDITS_PARAMETERS}: gradients were judged at the parameters that each step found")
+    lines += [f"    assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes]
     if result.autocast:
         lines.append(f"    losses may be computed under torch.autocast in {result.autocast}")
     if result.traffic:

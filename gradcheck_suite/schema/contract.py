@@ -34,6 +34,7 @@ FINITE_GRADIENTS = "finite-gradients"
 BUSY_RANKS = "busy-ranks"
 EVEN_RANKS = "even-ranks"
 EDITS_PARAMETERS = "edits-parameters"
+SCHEDULES_MICRO_BATCHES = "schedules-micro-batches"
 NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
     EQUAL_MICRO_BATCHES: "every micro-batch of a window has the same count",
@@ -48,9 +49,15 @@ ASSUMPTIONS = {
     BUSY_RANKS: "every rank has a micro-batch in every window",
     EVEN_RANKS: "every rank has the same number of micro-batches",
     EDITS_PARAMETERS: "the loop itself changes parameters between steps, as an average or clipping of weights does",
+    SCHEDULES_MICRO_BATCHES: "the learning rate schedule is meant to advance once per micro-batch",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
 """Every assumption and its meaning; KIND stands for the name of a layer kind."""
+DECLARED = {
+    EDITS_PARAMETERS: "gradients were judged at the parameters that each step found",
+    SCHEDULES_MICRO_BATCHES: "steps of schedulers were not judged",
+}
+"""The assumptions under which the same cases are drawn, and what is not judged because of them."""
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 """The dtypes in which a loop may declare that it computes its losses under `torch.autocast`."""
 

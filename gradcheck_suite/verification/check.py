@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,14 @@ from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import EDITS_PARAMETERS, Loop, Problem, assumptions_of, autocast_of
+from gradcheck_suite.schema.contract import (
+    EDITS_PARAMETERS,
+    SCHEDULES_MICRO_BATCHES,
+    Loop,
+    Problem,
+    assumptions_of,
+    autocast_of,
+)
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
@@ -95,12 +102,15 @@ def check(
                 raise CannotRunHere(refused)
             return Verdict(case, skipped=refused)
 
-        edited = EDITS_PARAMETERS in {*assumes, *assumptions_of(loop)}
+        declared = {*assumes, *assumptions_of(loop)}
 
         def judged(rank: int) -> Verdict:
-            trajectory = Trajectory(case, outcomes[rank], edited=edited)
+            trajectory = Trajectory(case, outcomes[rank], edited=EDITS_PARAMETERS in declared)
             runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank)
-            return _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
+            verdict = _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
+            if verdict.violation or verdict.finding or SCHEDULES_MICRO_BATCHES in declared:
+                return verdict
+            return replace(verdict, violation=scheduler_fault(case, outcomes[rank]))
 
         verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:
@@ -203,7 +213,7 @@ def _judge_steps(
     unjudged = None if judged else next(iter(skipped))
     return Verdict(
         case,
-        trajectory.end() or scheduler_fault(case, outcome),
+        trajectory.end(),
         ratio=ratio,
         skipped=unjudged,
         windows=judged,

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import SCHEDULES_MICRO_BATCHES
 from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.weight_probe import is_probe
 
 
 def scheduler_fault(case: Case, outcome: Outcome) -> Violation | None:
     """Return the violation of a loop that steps a scheduler once per micro-batch and the optimizer once per window.
 
-    Once per window and once per epoch are both right, and any other number may be meant.
+    Once per window and once per epoch are both right, and any other number may be meant. Weight probes are left out.
     """
     plan = case.plan
     micro_batches = len(plan.micro_batches) * plan.epochs
-    if plan.ranks or micro_batches == plan.steps or micro_batches not in outcome.scheduler_steps:
+    if is_probe(case) or plan.ranks or micro_batches == plan.steps or micro_batches not in outcome.scheduler_steps:
         return None
     return Violation(
         "step-count",
         "scheduler-per-micro-batch",
         f"a learning rate scheduler was stepped {micro_batches} times, once per micro-batch, and the optimizer "
-        f"{plan.steps} times, once per window: step the scheduler where the optimizer steps",
+        f"{plan.steps} times, once per window: step the scheduler where the optimizer steps; if its schedule is meant "
+        f"to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
         case,
     )

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from gradcheck_suite import Plan, check, verify
+from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.schema.options import VerifyOptions
 from tests.faults.small_cases import CASES, REGRESSION
 
 SOUND, FAULTY = {}, {}
@@ -230,6 +232,18 @@ def test_a_faulty_loop_is_found_and_named(name):
     for optimizer in OPTIMIZERS:
         names, verdicts = found(loop, optimizer)
         assert names <= set(diagnosis.split(" or ")), [v.violation and v.violation.explanation for v in verdicts]
+
+
+@pytest.mark.usefixtures("only_linear")
+def test_a_schedule_of_micro_batches_may_be_declared():
+    loop, _ = FAULTY["plateau_per_micro_batch"]
+    meant = verify(loop, examples=10, assumes=("schedules-micro-batches",))
+    assert meant.holds, meant.violation
+    lines = result_lines(meant, None, VerifyOptions(examples=10), 4, judged=True)
+    assert "    assumes schedules-micro-batches: steps of schedulers were not judged" in lines
+    violation = verify(loop, examples=10).violation
+    assert violation.diagnosis == "scheduler-per-micro-batch"
+    assert "assume schedules-micro-batches" in violation.explanation
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov", "adamw", "sgd"])
