@@ -122,3 +122,9 @@ def test_the_score_leaves_out_what_is_skipped_or_explained(reasons):
 
 def test_a_reason_for_what_is_killed_is_not_shown(reasons):
     assert "no window is longer" not in report(mutants(FIVE, read)[1:], reasons, "8.7.0")
+
+
+def test_every_kept_reason_is_about_a_statement_that_is_there():
+    reasons = explained(ROOT / "mutation" / "explained.toml")
+    assert reasons
+    assert stale(reasons, lambda module: (ROOT / module).read_text()) == []
