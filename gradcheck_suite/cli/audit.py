@@ -16,6 +16,7 @@ from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.files import write_json
+from gradcheck_suite.schema.live_results import LiveResult
 from gradcheck_suite.schema.results import results_to_json
 
 INSTRUMENTS = ("weights", "sums", "batch")
@@ -64,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.live.context import StoppedOnViolation, audit
-    from gradcheck_suite.live.text import result_lines
 
     # the script's warnings are the script's
     warnings.resetwarnings()
@@ -103,6 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, terminated)
     if result.rank is not None and result.unjudged is not None and result.unjudged.startswith("rank "):
         return status  # another rank judges
+    return _finish(arguments, result, status, name)
+
+
+def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, name: str) -> int:
+    """Write and print the result; return the exit status."""
+    from gradcheck_suite.live.text import result_lines
+
     about = environment.environment()
     if arguments.json is not None:
         write_json(arguments.json, results_to_json([result], about))
