@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.execution.own_folder import expect_own_folder, make_own_folder
+from gradcheck_suite.execution.cache_folder import expect_cache_folder, make_cache_folder
 
 MINIMUM = {
     "torch": "2.9",
@@ -94,7 +94,7 @@ def prepare() -> None:
     # Hypothesis would make a folder in the user's working directory
     folder = trusted_cache() or Path(tempfile.gettempdir()) / "gradcheck-suite"
     with contextlib.suppress(OSError):
-        make_own_folder(folder)  # before Hypothesis does, with the permissions that the umask allows
+        make_cache_folder(folder)  # before Hypothesis does, with the permissions that the umask allows
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
     set_precision()
 
@@ -166,7 +166,7 @@ def trusted_cache() -> Path | None:
     """
     folder = cache_directory()
     if folder is not None:
-        expect_own_folder(folder, CACHE_VARIABLE)
+        expect_cache_folder(folder, CACHE_VARIABLE)
     return folder
 
 

@@ -28,8 +28,8 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from gradcheck_suite.execution.cache_folder import expect_cache_folder, is_own, make_cache_folder
 from gradcheck_suite.execution.environment import CACHE_VARIABLE, trusted_cache
-from gradcheck_suite.execution.own_folder import expect_own_folder, is_own, make_own_folder
 
 jax.config.update("jax_enable_x64", True)
 # small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
@@ -180,7 +180,7 @@ class Programs:
         if directory is None:
             return None
         folder = directory / _environment_key()[:16]
-        expect_own_folder(folder, CACHE_VARIABLE)
+        expect_cache_folder(folder, CACHE_VARIABLE)
         return folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
     def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
@@ -287,7 +287,7 @@ def _store(path: Path, payload: bytes) -> None:
     """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache."""
     try:
         for folder in (path.parent.parent, path.parent):
-            make_own_folder(folder)
+            make_cache_folder(folder)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(payload)
         os.replace(file.name, path)

@@ -22,7 +22,6 @@ from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.battery import Battery, run_battery
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
-from gradcheck_suite.verification.moment import Moment
 from gradcheck_suite.verification.same_fault import (
     is_of_elements,
     is_same_fault,
@@ -31,6 +30,7 @@ from gradcheck_suite.verification.same_fault import (
     window_shape,
 )
 from gradcheck_suite.verification.smallest_probe import has_slopes
+from gradcheck_suite.verification.stopwatch import Stopwatch
 
 SHRINK_SECONDS = 30.0
 """Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
@@ -98,7 +98,7 @@ class Search:
         self._fitting: frozenset[str] = frozenset()
         self._settled: Violation | None = None
         self._wandered = False
-        self._found_at = Moment()
+        self._found_at = Stopwatch()
         self._on_probe: Violation | None = None
         self._other: Violation | None = None
         self._first_pass = True
@@ -172,7 +172,7 @@ class Search:
         """Prepare to search for the same fault among small cases; return whether shrinking did not end at one."""
         if self._settled is None:
             return False
-        self._found_at = Moment()
+        self._found_at = Stopwatch()
         layers, micro_batches, *_ = size_of(self._settled.case)
         most = SMALL_MICRO_BATCHES * self._settled.case.plan.world_size
         return self._wandered or layers > 2 or micro_batches > most
@@ -312,7 +312,7 @@ class Search:
             self._other = self._other or violation
             return False
         if self._settled is None:
-            self._found_at = Moment()
+            self._found_at = Stopwatch()
         # the same fault may have another diagnosis without further runs of the loop
         alone = self._check(violation.case, shrinking=True).violation
         self._fitting = names_of("").union(*(names_of(v.diagnosis) for v in (violation, alone) if v))

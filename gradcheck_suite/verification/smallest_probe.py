@@ -17,8 +17,8 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import probe_case, slopes_of, slopes_text
-from gradcheck_suite.verification.moment import Moment
 from gradcheck_suite.verification.probe_plans import within
+from gradcheck_suite.verification.stopwatch import Stopwatch
 
 Checked = Callable[[Case], Verdict]
 SHRINK_SECONDS = 20.0
@@ -100,7 +100,7 @@ class _Search:
 
     def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str]) -> None:
         self._checked, self._assumes, self.best = checked, assumes, violation
-        self._began = Moment()
+        self._began = Stopwatch()
 
     @property
     def case(self) -> Case:

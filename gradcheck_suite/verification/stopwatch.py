@@ -1,12 +1,12 @@
-"""Time since a moment, such that a busy machine searches as far as an idle one."""
+"""A stopwatch, such that a busy machine searches as far as an idle one."""
 
 from __future__ import annotations
 
 import time
 
 
-class Moment:
-    """The start of a time measurement."""
+class Stopwatch:
+    """Measures time from when it is made."""
 
     def __init__(self) -> None:
         self._thread, self._clock = time.thread_time(), time.perf_counter()

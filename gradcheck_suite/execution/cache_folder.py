@@ -14,12 +14,12 @@ def is_own(path: Path) -> bool:
     return not hasattr(os, "geteuid") or path.stat().st_uid == os.geteuid()
 
 
-def make_own_folder(folder: Path) -> None:
+def make_cache_folder(folder: Path) -> None:
     """Make a folder to which only the user may write, whatever the umask; one that exists stays as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def expect_own_folder(folder: Path, variable: str) -> None:
+def expect_cache_folder(folder: Path, variable: str) -> None:
     """Refuse a folder of compiled programs that is another user's, or that others may write to.
 
     A folder that does not exist is right.
