@@ -201,6 +201,6 @@ def test_window_in_jax(
         **_bandwidths(device),
         xla_memory_bytes=memory_bytes(program),
     )
-    pedantic(benchmark, run, flush_caches(where), ROUNDS[device])
+    pedantic(benchmark, run, flush_caches(where), ROUNDS[device], device)
     benchmark.extra_info["host"] = asdict(quartiles(benchmark.stats.stats.data))
     keep(benchmark)

@@ -54,8 +54,8 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
             return
         if disturbed:
             pytest.fail(
-                f"the process waited for a processor in {data['waiting']:.0%} of the time: nothing recorded. Run it on "
-                "an idle machine; `--last-failed` repeats only the rows that were disturbed"
+                f"the process waited for a processor in {data['waiting']:.0%} of the time, also when rounds were timed "
+                "again: nothing recorded. Run it on an idle machine; `--last-failed` repeats only such rows"
             )
         found = {**_environment(), "device": device_info(request.config.getoption("--bench-device"))}
         append_record(reports, kind, data, environment=found)

@@ -15,25 +15,35 @@ from properties.benchmarks import timing
 BENCHMARKS = Path(timing.__file__).parent
 
 
-@pytest.mark.parametrize("waiting", [0.0, 0.75])
-def test_a_row_says_how_long_the_process_waited_for_a_processor(monkeypatch, waiting):
-    """Planted: another process has the processor for three quarters of the time."""
-    clock = SimpleNamespace(now=0.0)
-    times = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.now * (1 - waiting))
+@pytest.mark.parametrize(
+    ("device", "disturbed", "attempts"), [("cpu", 0, 1), ("cpu", 2, 3), ("cpu", 9, 4), ("cuda", 9, 1)]
+)
+def test_rounds_in_which_the_process_waited_for_a_processor_are_timed_again(monkeypatch, device, disturbed, attempts):
+    """Planted: another process has the processor for three quarters of the time, in the first measurements."""
+    clock = SimpleNamespace(now=0.0, processor=0.0, measurements=0)
+    times = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.processor)
     monkeypatch.setattr(timing, "time", times)
+    monkeypatch.setattr(timing, "timed", lambda run, setup, rounds, device: again(run, rounds))
+
+    def again(run, rounds):
+        clock.measurements += 1
+        for _ in range(rounds):
+            run()
+        return [float(clock.measurements)] * rounds
 
     def pedantic(run, setup, rounds, warmup_rounds):
-        for _ in range(warmup_rounds + rounds):
-            setup()
-            run()
+        stats.data += again(run, rounds)
 
     def work():
         clock.now += 1
+        clock.processor += 0.25 if clock.measurements <= disturbed else 1
 
-    benchmark = SimpleNamespace(pedantic=pedantic, extra_info={}, enabled=True)
-    timing.pedantic(benchmark, work, work, rounds=5)
-    assert clock.now == 2 * (timing.WARM + 5)
-    assert benchmark.extra_info == {"waiting": pytest.approx(waiting)}
+    stats = SimpleNamespace(data=[])
+    benchmark = SimpleNamespace(pedantic=pedantic, extra_info={}, enabled=True, stats=SimpleNamespace(stats=stats))
+    timing.pedantic(benchmark, work, work, 5, device)
+    assert clock.measurements == attempts
+    assert stats.data == [float(attempts)] * 5  # those of the last measurement
+    assert benchmark.extra_info == {"waiting": 0.75 if attempts <= disturbed else 0.0}
 
 
 def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
