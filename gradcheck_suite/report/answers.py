@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.records.step_times import step_times
@@ -126,9 +127,12 @@ def _costs_in_brief(measured: Sequence[Record], memory: Sequence[Record]) -> str
     found = step_times(timed_steps(measured))
     rows, neither = len(found.rows), len(found.where("neither"))
     kept = _kept_gradients(memory)
-    said = [f"Time: no difference in {neither} of {rows} settings"] if rows else []
+    said = [f"Time: no difference shown in {_of(neither, rows)} {_devices(found.rows)}settings"] if rows else []
     said += (
-        [f"{'m' if said else 'M'}emory between steps: zero_ keeps {kept[1]:.0f} MiB, None {kept[2]:.0f}"]
+        [
+            f"{'m' if said else 'M'}emory between steps, {kept[0] / 1e6:.0f} M parameters: zero_ keeps {kept[1]:.0f} "
+            f"MiB, None {kept[2]:.0f}"
+        ]
         if kept
         else []
     )
@@ -140,12 +144,34 @@ def _time_sentence(measured: Sequence[Record]) -> str:
     texts = []
     for device in sorted({str(row["device"]) for row in rows}):
         found = step_times([row for row in rows if row["device"] == device])
-        counts = {which: len(found.where(which)) for which in ("none", "zero", "neither")}
-        texts.append(
-            f"Time on the {device_name(device)}: no difference beyond noise in {counts['neither']} of "
-            f"{len(found.rows)} settings; None is faster in {counts['none']}, zero_ in {counts['zero']}."
+        if not found.rows:
+            continue
+        counts = {name: len(found.where(which)) for name, which in (("None", "none"), ("zero_", "zero"))}
+        faster = [f"{name} is faster in {count}" for name, count in counts.items() if count]
+        shown = (
+            f"no difference shown in {_of(len(found.where('neither')), len(found.rows))} {device_name(device)} settings"
         )
+        texts.append(f"Time: {'; '.join([f'{shown} ({_medians(found.rows)})', *faster])}.")
     return " ".join(texts)
+
+
+def _of(count: int, total: int) -> str:
+    return f"any of {total}" if count == total else f"{count} of {total}"
+
+
+def _devices(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the device of some rows, with a space after it; empty where they have several."""
+    names = {device_name(str(row["device"])) for row in rows}
+    return f"{names.pop()} " if len(names) == 1 else ""
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of pairs behind each setting, and between which values the medians lie."""
+    pairs = sorted({int(row["pairs"]) for row in rows})
+    saved = sorted(float(row["saved"]) / float(row["zero"]) for row in rows)
+    lowest, highest = (f"{abs(share):.0%} {'faster' if share > 0 else 'slower'}" for share in (saved[0], saved[-1]))
+    counted = f"{pairs[0]}" if len(pairs) == 1 else f"{pairs[0]} to {pairs[-1]}"
+    return f"{counted} pairs of steps each; medians under None from {lowest} to {highest}"
 
 
 def _kept_gradients(records: Sequence[Record]) -> tuple[int, float, float] | None:

@@ -20,8 +20,9 @@ def _section(reports, key):
 
 def _reset(reports, mode, seconds, *, profile=(), **data):
     # 4,000,000 bytes: 400 us at the copy's 1e10 bytes a second, 500 us at the fill's 8e9
+    speeds = {"bytes_per_second": 1e10, "filled_per_second": 8e9}
     _record(reports, "reset", mode=mode, seconds={"median": seconds}, micro_batches=0, predicted_bytes=4_000_000,
-            bytes_per_second=1e10, filled_per_second=8e9, profile=list(profile), **data)  # fmt: skip
+            profile=list(profile), **{**speeds, **data})  # fmt: skip
 
 
 def _entry(name, calls):
@@ -30,21 +31,48 @@ def _entry(name, calls):
 
 def test_the_main_cost_of_a_slow_reset_is_the_fill_or_the_calls(tmp_path):
     _reset(tmp_path, "flat_buffer", 500e-6, profile=[_entry("aten::fill_", 1)])
-    _reset(tmp_path, "zero_", 700e-6, profile=[_entry("aten::zero_", 100), _entry("aten::fill_", 99)])
+    calls = [_entry("aten::zero_", 100), _entry("aten::fill_", 99)]
+    _reset(tmp_path, "zero_", 1200e-6, profile=calls, memset_per_second=3e10)
+    _reset(tmp_path, "zero_", 1200e-6, dtype="bfloat16", filled_per_second=9e9)
     _reset(tmp_path, "zero_grad_foreach", 450e-6)
     (table,) = (t for t in _section(tmp_path, "costs").tables if "below" in t.caption)
-    flat, zero = table.rows  # the third reaches 89% of the copy bandwidth
+    flat, zero, _ = table.rows  # the third reaches 89% of the copy bandwidth
     assert flat[3:] == (
         "flat_buffer",
         pytest.approx(0.8),
         pytest.approx(1),
         1,
         pytest.approx(0, abs=1e-9),
-        "fill bandwidth",
+        "filling",
         "aten::fill_ x1, 22 us",
     )
-    # 200 us beyond the fill, in 100 calls
-    assert zero[4:9] == (pytest.approx(4 / 7), pytest.approx(5 / 7), 100, pytest.approx(2), "call overhead")
+    # 700 us beyond the fill, in 100 calls
+    assert zero[4:9] == (pytest.approx(1 / 3), pytest.approx(5 / 12), 100, pytest.approx(7), "overhead")
+    assert "a copy read and wrote 10.0 GB/s together" in table.note
+    assert "wrote 8.0 to 9.0 GB/s; the C library's memset, on one thread, wrote 30.0 GB/s." in table.note
+
+
+def test_the_time_of_a_release_is_said_from_its_rows(tmp_path):
+    for layout, release in (("few", 100e-6), ("many", 900e-6)):
+        _reset(tmp_path, "zero_", 500e-6, layout=layout)
+        _reset(tmp_path, "flat_buffer", 400e-6, layout=layout)
+        _reset(tmp_path, "set_to_none", release, layout=layout)
+    said = "set_to_none alone takes 0.1 to 0.9 ms; of 2 settings it is the fastest reset in 1 and the slowest in 1."
+    assert said in _section(tmp_path, "costs").text[0]
+    _reset(tmp_path, "set_to_none", 450e-6, layout="many")
+    said = "set_to_none alone takes 0.1 to 0.45 ms; of 2 settings it is the fastest reset in 1 and the slowest in 0."
+    assert said in _section(tmp_path, "costs").text[0]
+
+
+def test_the_costs_say_that_no_setting_shows_a_difference(tmp_path):
+    _step(tmp_path, -0.001, 8)
+    _step(tmp_path, -0.002, 9, parameters=5)
+    (answer,) = (answer for answer in build(tmp_path).answers if answer.key == "costs")
+    assert answer.brief == "Time: no difference shown in any of 2 CPU settings"
+    assert answer.answer == (
+        "Time: no difference shown in any of 2 CPU settings (21 pairs of steps each; medians under None from 50% "
+        "slower to 25% slower)."
+    )
 
 
 def _step(reports, saved, faster, **data):
@@ -61,7 +89,11 @@ def test_the_decision_gives_the_share_of_a_step(tmp_path):
     assert "of 2 settings releasing is faster in 1, zeroing in 1, neither in 0" in section.text[1]
     assert "saves at most 25% of a step" in section.text[1]
     answers = {answer.key: answer for answer in build(tmp_path).answers}
-    assert "no difference beyond noise in 0 of 2 settings; None is faster in 1, zero_ in 1" in answers["costs"].answer
+    # a saving of 1 ms and a cost of 2 ms, of 4 ms
+    assert answers["costs"].answer == (
+        "Time: no difference shown in 0 of 2 CPU settings (21 pairs of steps each; medians under None from 50% slower "
+        "to 25% faster); None is faster in 1; zero_ is faster in 1."
+    )
     (figure,) = answers["costs"].figures
     ratios = {row["size"]: (row["low"], row["ratio"], row["high"]) for row in figure.spec["data"]["values"]}
     assert ratios["5"] == (None, 1.5, None)

@@ -112,7 +112,24 @@ def test_trainers_have_a_column_for_each_question(tmp_path):
     assert section.tables[0].columns == ("trainer", "version", "unequal counts", "sum loss")
     assert section.tables[0].rows == (("a-trainer", "pack 1.0", "mean-of-means [1 2 | 3] K=2", "holds"),)
     assert section.tables[1].rows == (("Some", "pack 1.0", None, None),)
-    assert "1 trainers and versions" in section.text[0]
+    assert section.text[0].startswith("1 of 1 trainers and versions ran")
+
+
+def test_the_models_under_a_trainer_are_counted_first(tmp_path):
+    about = {"trainer": "hf-trainer", "package": "pack", "why": ""}
+    plan = {"micro_batches": [1], "accumulation_steps": 2}
+    wrong = {"kind": "gradient", "diagnosis": "wrong-scale", "explanation": "e", "case": {"plan": plan}}
+    for model, version, found in (("A", "1", None), ("B", "1", wrong), ("C", "1", wrong), ("A", "2", None)):
+        result = {"cases": 1, "violation": found}
+        record(tmp_path, "trainer", **about, version=version, question=f"head {model}", result=result)
+    record(tmp_path, "trainer", **about, version="1", question="head D", result=None)
+    record(tmp_path, "trainer", **about, version="1", question="sum loss", result=None)
+    record(tmp_path, "trainer", **about, version="2", question="sum loss", result={"cases": 1, "violation": wrong})
+    assert _section(build(tmp_path), "trainers").text[:2] == (
+        "Of 3 models under the Trainer of pack 1, 1 hold and 2 get a wrong gradient (diagnosis: wrong-scale 2).",
+        "Of 1 models under the Trainer of pack 2, 1 hold.",
+    )
+    assert _section(build(tmp_path), "trainers").text[2].startswith("1 of 2 trainers and versions ran, unpatched")
 
 
 def test_architectures_stand_with_both_of_their_errors(tmp_path):

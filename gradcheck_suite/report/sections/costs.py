@@ -18,6 +18,7 @@ from gradcheck_suite.report.sections.slow_resets import slow_resets
 KEY, TITLE, TAB = "costs", "What each reset mode costs", "cost"
 _WHAT = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
 MEASURES = ("reset", "backward", "window")
+RELEASE = "set_to_none"
 MODES = (*(mode.name for mode in BENCHMARKED), "jax_scan")
 NO_GPU = (
     "There are no records of a CUDA device: nothing below was run on a GPU. On a machine with a GPU, "
@@ -52,9 +53,10 @@ def costs(records: Sequence[Record]) -> Section:
         TITLE,
         TAB,
         (
-            "Times are medians. A reset is timed on gradients of ones, with the caches flushed before every round. A "
-            "release takes almost no time itself and moves its work into the next backward. Compare modes by their "
-            "windows: forward and backward of each micro-batch, and the reset.",
+            "Times are medians. A reset is timed on gradients of ones, with the caches flushed before every round. "
+            + _releases(rows)
+            + "A release sets each gradient to None, and the next backward allocates them again. Compare modes by "
+            "their windows: forward and backward of each micro-batch, and the reset.",
             "The minimum time of a reset is the bytes that it must write over the bandwidth of a device copy in the "
             "same run. A release writes nothing, so it has no minimum.",
         ),
@@ -62,6 +64,26 @@ def costs(records: Sequence[Record]) -> Section:
         tables=tuple(table for table in tables if table.rows),
         sources=sources(timed),
         missing=None if "cuda" in devices else NO_GPU,
+    )
+
+
+def _releases(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how long `set_to_none` alone takes, and in how many settings it is the fastest and the slowest reset."""
+    times: list[float] = []
+    fastest = slowest = 0
+    for device in sorted({str(row["device"]) for row in rows}):
+        for modes in _by_mode([row for row in rows if row["device"] == device], "reset").values():
+            if RELEASE not in modes or len(modes) == 1:
+                continue
+            own, others = _median(modes[RELEASE]), [_median(row) for name, row in modes.items() if name != RELEASE]
+            times.append(own)
+            fastest += own < min(others)
+            slowest += own > max(others)
+    if not times:
+        return ""
+    return (
+        f"{RELEASE} alone takes {1000 * min(times):.3g} to {1000 * max(times):.3g} ms; of {len(times)} settings it is "
+        f"the fastest reset in {fastest} and the slowest in {slowest}. "
     )
 
 

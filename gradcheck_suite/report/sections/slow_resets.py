@@ -1,4 +1,4 @@
-"""Resets slower than a copy of the same bytes, and why: call overhead or the device's fill bandwidth."""
+"""Resets slower than a copy of the same bytes, and why: the time of the filling itself, or overhead beyond it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WANTED = 0.85
 def slow_resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
     """Return the table of resets below `WANTED`, each with its main cost and its most expensive operation."""
     lines: list[tuple[Cell, ...]] = []
-    last: Mapping[str, Any] | None = None
+    slow: list[Mapping[str, Any]] = []
     for row in rows:
         if row["measures"] != "reset" or not row["predicted_bytes"] or not row.get("filled_per_second"):
             continue
@@ -22,8 +22,8 @@ def slow_resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         share = size / float(row["bytes_per_second"]) / seconds
         if share >= WANTED:
             continue
-        last = row
-        copying, filling = share * seconds, size / float(row["filled_per_second"])
+        slow.append(row)
+        filling = size / float(row["filled_per_second"])
         operations = row.get("profile") or []
         calls = max((int(entry["calls"]) for entry in operations), default=1)
         lines.append(
@@ -36,7 +36,7 @@ def slow_resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
                 filling / seconds,
                 calls,
                 1e6 * max(0.0, seconds - filling) / calls,
-                "fill bandwidth" if filling - copying >= seconds - filling else "call overhead",
+                "filling" if filling >= seconds / 2 else "overhead",
                 "; ".join(f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in operations[:1]),
             )
         )
@@ -45,23 +45,24 @@ def slow_resets(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
         ("parameters", "tensors", "dtype", "mode", "share of copy", "share of one large zero_", "calls",
          "us per call beyond filling", "main cost", "most expensive operation (warm caches)"),
         tuple(lines),
-        "" if last is None else f"Main cost: the larger part of the time beyond that of a copy. {_speeds(last)}",
+        f"Main cost: filling, where one large zero_ of as many bytes takes half of the time or more; otherwise "
+        f"overhead, which is all time beyond that. {_speeds(slow)}"
+        if slow
+        else "",
     )  # fmt: skip
 
 
-def _speeds(row: Mapping[str, Any]) -> str:
+def _speeds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the speeds of a copy, of one large `zero_` and of memset in the runs of some rows."""
+
     def speed(name: str) -> str:
-        return f"{float(row[name]) / 1e9:.1f} GB/s"
+        found = sorted({f"{float(row[name]) / 1e9:.1f}" for row in rows if row.get(name)}, key=float)
+        return f"{found[0]} GB/s" if len(found) == 1 else f"{found[0]} to {found[-1]} GB/s"
 
     text = (
-        f"In the last of these runs a copy read and wrote {speed('bytes_per_second')} together, and one zero_ of a "
+        f"In these runs a copy read and wrote {speed('bytes_per_second')} together, and one zero_ of a "
         f"tensor far larger than the caches wrote {speed('filled_per_second')}"
     )
-    if row.get("memset_per_second"):
-        text += (
-            f"; the C library's memset, on one thread, wrote {speed('memset_per_second')}. On a CPU an ordinary store "
-            "reads its cache line first. A fill then moves two bytes for each byte that it writes, and a copy moves "
-            "three bytes for each two that it reads and writes, so a fill reaches about three quarters of a copy's "
-            "bandwidth. memset avoids that read"
-        )
+    if any(row.get("memset_per_second") for row in rows):
+        text += f"; the C library's memset, on one thread, wrote {speed('memset_per_second')}"
     return text + "."

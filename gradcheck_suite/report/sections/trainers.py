@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,11 @@ def trainers(records: Sequence[Record]) -> Section:
         if data not in models:
             answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
     violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
+    ran = sum(any(data["result"] is not None for data in row.values()) for row in answers.values())
     text = (
-        f"{len(answers)} trainers and versions ran unpatched, as they are installed; {violated} of them hand their "
-        "optimizer a gradient that differs from the large batch's for some question.",
+        *_models_text(models),
+        f"{ran} of {len(answers)} trainers and versions ran, unpatched, as they are installed; {violated} of them hand "
+        "their optimizer a gradient that differs from the large batch's for some question.",
     )
     tables = (_questions(answers), _models(models)) if models else (_questions(answers),)
     return Section(KEY, TITLE, TAB, text, (_matrix(answers),), tables=tables, sources=sources(current))
@@ -93,6 +96,23 @@ def _models(answers: Sequence[Mapping[str, Any]]) -> Table:
     return Table(
         "Models of transformers under its Trainer", ("model", "version", "verdict", "what its gradient is"), rows
     )
+
+
+def _models_text(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each version: how many models hold, and how many get each wrong gradient."""
+    versions: dict[str, list[Mapping[str, Any]]] = {}
+    for data in models:
+        if data["result"] is not None:
+            versions.setdefault(_version(data), []).append(data)
+    found = []
+    for version, mine in versions.items():
+        wrong = Counter(str(v["diagnosis"]) for data in mine if (v := _violation(data)) is not None)
+        sentence = f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()} hold"
+        if wrong:
+            kinds = ", ".join(f"{name} {count}" for name, count in wrong.most_common())
+            sentence += f" and {wrong.total()} get a wrong gradient (diagnosis: {kinds})"
+        found.append(f"{sentence}.")
+    return found
 
 
 def _violation(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
