@@ -80,6 +80,7 @@ class Claim:
         counterexample: the smallest case against it; empty if there is none.
         numbers: figures of the run that no plot shows, as pairs of a name and a value.
         figures: plots of the other figures of the run.
+        series: rows of numbers, such as the components of a gradient, each with its name.
         sources: of the verdict.
     """
 
@@ -94,6 +95,7 @@ class Claim:
     counterexample: str
     numbers: tuple[tuple[str, str], ...] = ()
     figures: tuple[Figure, ...] = ()
+    series: tuple[tuple[str, tuple[str, ...]], ...] = ()
     sources: tuple[Source, ...] = ()
 
 

@@ -31,6 +31,7 @@ BAD = ("violated", "refuted", "missed", "no", "False")
 WARN = ("conditional", "not run", "older", "unclean")
 SCRIPTS = ("charts.js", "tables.js", "page.js")
 _CODE = re.compile(r"`([^`]+)`")
+_NUMBER = re.compile(r"^([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?[*%])*$")
 _SOURCE_MAP = re.compile(r"^//# sourceMappingURL=.*$", re.MULTILINE)
 
 
@@ -177,5 +178,8 @@ def _is_number(table: Table, column: int) -> bool:
 
 
 def _sort_key(cell: Cell) -> str:
-    """Return what a column of numbers is sorted by, with all digits."""
+    """Return what a cell is sorted by: a number with all digits, that of a text such as `1.2e-04 *`; else nothing."""
+    if isinstance(cell, str):
+        found = _NUMBER.match(cell)
+        return found[1].replace(",", "") if found else ""
     return repr(cell) if isinstance(cell, int | float) and not isinstance(cell, bool) else ""

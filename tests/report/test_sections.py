@@ -186,13 +186,13 @@ def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
     claim(tmp_path, "C1.1", figures=figures)
     (found,) = _section(build(tmp_path), "claims").claims
     assert found.numbers == (("phase, zero_ / None", "backward / backward"), ("held", "yes"))
-    pairs, values, series = (figure.spec["data"]["values"] for figure in found.figures)
-    assert [(row["group"], row["name"], row["share"], row["text"]) for row in pairs] == [
-        ("bytes", "zero_", 1.0, "16,384"),
+    pairs, values = (figure.spec["data"]["values"] for figure in found.figures)
+    assert [(row["group"], row["name"], row["value"], row["text"]) for row in pairs] == [
+        ("bytes", "zero_", 16384.0, "16,384"),
         ("bytes", "None", 0.0, "0"),
     ]
-    assert [(row["group"], row["share"]) for row in values] == [("peak of K = 1", 1.0), ("peak of K = 2", 0.5)]
-    assert [(row["i"], row["value"]) for row in series] == [(1, 1.0), (2, 2.5)]
+    assert [(row["group"], row["value"]) for row in values] == [("peak of K = 1", 4.0), ("peak of K = 2", 2.0)]
+    assert found.series == (("gradients", ("1", "2.5")),)
     assert all("16,384 / 0" in figure.alt for figure in found.figures)
 
 

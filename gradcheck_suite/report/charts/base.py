@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.report.charts.theme import SERIES, colour
+from gradcheck_suite.report.charts.theme import MODES, SERIES, colour
 
 Spec = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -20,6 +20,11 @@ def layers(rows: Rows, *parts: Spec, height: int, title: str | None = None) -> S
 def at_most(width: int, plot: Spec) -> Spec:
     """Return a plot that is no wider than so many pixels, wherever it stands."""
     return {**plot, "usermeta": {"width": width}}
+
+
+def at_least(width: int, plot: Spec) -> Spec:
+    """Return a plot that is no narrower than so many pixels: on a narrow screen it scrolls within its place."""
+    return {**plot, "usermeta": {"least": width}}
 
 
 def layer(mark: str, encoding: Mapping[str, Any], **options: Any) -> Spec:
@@ -49,6 +54,13 @@ def colours(field: str, names: Mapping[str, str] | Sequence[str], *, legend: boo
         names = {series: SERIES[i % len(SERIES)] for i, series in enumerate(names)}
     scale = {"domain": list(names), "range": [colour(shade) for shade in names.values()]}
     return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None} if legend else None}
+
+
+def shades(modes: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each reset mode, the same in every plot; other names get the remaining colours in turn."""
+    rest = [shade for shade in SERIES if shade not in {MODES.get(mode) for mode in modes}]
+    unknown = [mode for mode in modes if mode not in MODES]
+    return {mode: MODES.get(mode) or rest[unknown.index(mode) % len(rest)] for mode in modes}
 
 
 def tooltip(**fields: str) -> list[Spec]:

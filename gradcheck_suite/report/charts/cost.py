@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.report.charts.base import Rows, Spec, colours, layer, layers, number, tooltip
+from gradcheck_suite.report.charts.base import Rows, Spec, colours, layer, layers, number, shades, tooltip
 from gradcheck_suite.report.charts.theme import colour
 
 CATEGORIES = {
     "parameters": ("parameters", "c6"),
-    "gradients": ("gradients", "c2"),
+    "gradients": ("gradients", "c3"),
     "optimizer state": ("optimizer state", "c4"),
-    "activations": ("activations", "c1"),
-    "temporaries": ("temporaries", "c3"),
-    "other": ("micro-batches and scalars", "c5"),
+    "activations": ("activations", "c5"),
+    "temporaries": ("temporaries", "c1"),
+    "other": ("micro-batches and scalars", "c2"),
 }
 """Category of the ledger -> what the plot calls it, and its colour."""
+RATIO = "time, None / zero_"
 SMALLEST = 0.01
 """Share of the peak below which a category is left out: it would be thinner than a line."""
 
@@ -50,8 +51,8 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
     return layers(
         rows,
         layer("rule", {"y": {"datum": 1}}, color=colour("soft"), strokeDash=[4, 3]),
-        layer("rule", {**place, "y": number("low", None, scale=scale), "y2": {"field": "high"}}, strokeWidth=2),
-        layer("point", {**place, "y": number("ratio", None, scale=scale, axis=axis), "tooltip": told}, filled=True,
+        layer("rule", {**place, "y": number("low", RATIO, scale=scale), "y2": {"field": "high"}}, strokeWidth=2),
+        layer("point", {**place, "y": number("ratio", RATIO, scale=scale, axis=axis), "tooltip": told}, filled=True,
               size=45, opacity=1),
         height=height,
     )  # fmt: skip
@@ -69,11 +70,15 @@ def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height
     top = max(sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True))
     largest = {c: max(max(trace.get(c) or (0,)) for trace in traces.values()) for c in CATEGORIES}
     drawn = [category for category, size in largest.items() if size > SMALLEST * top]
-    panels = [_memory_panel(mode, trace, drawn, top / 2**20, height) for mode, trace in traces.items()]
+    longest = max(len(column) for trace in traces.values() for column in trace.values())
+    ends = (longest, top / 2**20)
+    panels = [_memory_panel(mode, trace, drawn, ends, height) for mode, trace in traces.items()]
     return {"hconcat": panels, "spacing": 12, "resolve": {"scale": {"color": "shared"}}}
 
 
-def _memory_panel(mode: str, trace: Mapping[str, Sequence[int]], drawn: Sequence[str], top: float, height: int) -> Spec:
+def _memory_panel(
+    mode: str, trace: Mapping[str, Sequence[int]], drawn: Sequence[str], ends: tuple[int, float], height: int
+) -> Spec:
     rows = [
         {"operation": i, "category": CATEGORIES[category][0], "MiB": count / 2**20, "order": order}
         for order, category in enumerate(drawn)
@@ -81,8 +86,15 @@ def _memory_panel(mode: str, trace: Mapping[str, Sequence[int]], drawn: Sequence
         for i, count in enumerate((*trace.get(category, ()), *trace.get(category, ())[-1:]))
     ]
     encoding: dict[str, Any] = {
-        "x": number("operation", "operations of one window", axis={"grid": False, "tickCount": 4}),
-        "y": number("MiB", "MiB alive", stack="zero", scale={"domain": [0, top], "nice": True}, axis={"tickCount": 4}),
+        "x": number(
+            "operation",
+            "operations of one window",
+            scale={"domain": [0, ends[0]], "nice": False},
+            axis={"grid": False, "tickCount": 4},
+        ),
+        "y": number(
+            "MiB", "MiB alive", stack="zero", scale={"domain": [0, ends[1]], "nice": True}, axis={"tickCount": 4}
+        ),
         "color": colours("category", dict(CATEGORIES[category] for category in drawn)),
         "order": {"field": "order", "type": "quantitative"},
         "tooltip": tooltip(after_operation="operation", category="category", MiB="MiB"),
@@ -96,7 +108,7 @@ def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
     line = {
         "x": number("x", x, scale={"type": "log"}, axis={"tickCount": 5, "format": "~s"}),
         "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
-        "color": colours("mode", modes),
+        "color": colours("mode", shades(modes)),
         "strokeDash": {
             "field": "layout",
             "type": "nominal",
@@ -115,7 +127,7 @@ def peaks_plot(rows: Rows, height: int = 220) -> Spec:
         "x": {"field": "setting", "type": "ordinal", "sort": None, "title": None, "axis": {"labelAngle": 0}},
         "xOffset": {"field": "mode", "sort": modes},
         "y": number("MiB", "peak above zero, MiB", axis={"tickCount": 5}),
-        "color": colours("mode", modes),
+        "color": colours("mode", shades(modes)),
         "tooltip": tooltip(setting="setting", mode="mode", MiB="MiB"),
     }
     return layers(rows, layer("bar", bar), height=height)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.report.charts.base import Spec, colours, layer, layers, number, tooltip
+from gradcheck_suite.report.charts.base import Spec, colours, layer, layers, number, shades, tooltip
 from gradcheck_suite.report.charts.theme import colour
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 STEPS = 8
-MODES = {"zero_": "zero", "None": "none"}
+MODES = ("zero_", "None")
 GIVEN = (2.0, 3.0)
 """The gradients of two windows; a reference to the first one's `.grad` is kept."""
 
@@ -47,8 +47,8 @@ def unused_parameter_plot(height: int = 120) -> Spec:
     ]
     line = {
         "x": number("step", "step", axis={"tickMinStep": 1, "grid": False, "format": "d"}),
-        "y": number("value", None, scale={"zero": False}, axis={"tickCount": 4}),
-        "color": colours("mode", MODES),
+        "y": number("value", "parameter", scale={"domainMin": 0}, axis={"tickCount": 4}),
+        "color": colours("mode", shades(MODES)),
         "tooltip": tooltip(mode="mode", step="step", value="value"),
     }
     return layers(rows, layer("line", line, point={"filled": True, "size": 22}), height=height)
@@ -65,8 +65,8 @@ def kept_gradient_plot(height: int = 120) -> Spec:
     shared = {
         "x": {"field": "place", "type": "ordinal", "sort": None, "title": None,
               "axis": {"labelAngle": 0, "labelExpr": "split(datum.label, ' ')"}},
-        "y": number("value", None, scale={"domain": [0, max(GIVEN) + 0.5]}, axis={"tickCount": 4}),
-        "color": colours("mode", MODES),
+        "y": number("value", "kept", scale={"domain": [0, max(GIVEN) + 0.5]}, axis={"tickCount": 4}),
+        "color": colours("mode", shades(MODES)),
         "tooltip": tooltip(mode="mode", after="place", value="value"),
     }  # fmt: skip
     return layers(

@@ -2,78 +2,99 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.report.charts.base import Rows, Spec, colours, layer, layers, name, number, tooltip
+from gradcheck_suite.report.charts.base import (
+    Rows,
+    Spec,
+    at_least,
+    colours,
+    layer,
+    layers,
+    name,
+    number,
+    shades,
+    tooltip,
+)
 from gradcheck_suite.report.charts.theme import colour
 
+LINES = "split(datum.label, '\\n')"
+"""Vega's expression for a label in lines."""
+WRAP = 28
+"""Letters of a line."""
 ROW = 17
 """Pixels of a row in a plot of many rows."""
+COLUMN, LABELS = 28, 300
+"""Pixels of a column of the scoreboard, at least, and of the names beside the columns."""
 FOUND = {"found": "good-soft", "missed": "bad-soft"}
 
 
 def counts_plot(counts: Mapping[str, float], title: str) -> Spec:
     """Return one bar for each name, the numbers at their ends."""
-    rows = [{"name": key, "count": count} for key, count in counts.items()]
-    place = {"y": name("name", axis={"grid": False, "ticks": False, "domain": False}), "x": number("count", title)}
-    quiet = {**place, "x": number("count", title, axis=None)}
+    names = [_wrapped(key) for key in counts]
+    rows = [{"name": key, "count": count} for key, count in zip(names, counts.values(), strict=True)]
+    axis = {"grid": False, "ticks": False, "domain": False, "labelExpr": LINES}
+    # beside the longest bar is room for its number
+    scale = {"domain": [0, 1.2 * max(counts.values(), default=1) or 1], "nice": False}
+    place = {"y": name("name", axis=axis), "x": number("count", title, axis=None, scale=scale)}
     return layers(
         rows,
-        layer("bar", {**quiet, "tooltip": tooltip(name="name", count="count")}, color=colour("none"), height=ROW - 6),
-        layer("text", {**quiet, "text": {"field": "count", "format": ",~g"}}, align="left", dx=4),
-        height=ROW * len(rows),
+        layer("bar", {**place, "tooltip": tooltip(name="name", count="count")}, color=colour("c6"), height=ROW - 6),
+        layer("text", {**place, "text": {"field": "count", "format": ",~g"}}, align="left", dx=4),
+        height=_row(names, ROW) * len(rows),
     )
 
 
-def bars_plot(rows: Rows, series: Mapping[str, str] | Sequence[str] = ()) -> Spec:
-    """Return labelled bars in groups, each group on a scale of its own.
+def bars_plot(rows: Rows) -> Spec:
+    """Return labelled bars in groups, all on one scale from 0; rows have `group`, `name`, `value` and `text`.
 
-    Args:
-        rows: with `group`, `name`, `share` (of the group's largest) and `text`.
-        series: colours of the names; one colour for all if empty.
+    Where there are several names, they are reset modes and have their colours.
     """
+    rows = [{**row, "group": _wrapped(str(row["group"]))} for row in rows]
     groups = list(dict.fromkeys(str(row["group"]) for row in rows))
     names = list(dict.fromkeys(str(row["name"]) for row in rows))
+    axis = {"ticks": False, "domain": False, "labelLimit": 300, "grid": False, "labelExpr": LINES}
+    top = 1.5 * max(float(row["value"]) for row in rows) or 1.0
     place = {
-        "y": name("group", axis={"ticks": False, "domain": False, "labelLimit": 300, "grid": False}),
-        "x": number("share", None, axis=None, scale={"domain": [0, 1.35]}),
+        "y": name("group", axis=axis),
+        "x": number("value", None, axis=None, scale={"domain": [0, top], "nice": False}),
     }
     if len(names) > 1:
         place["yOffset"] = {"field": "name", "sort": names}
-    shade = {"color": colours("name", series or names)} if len(names) > 1 else {}
+    shade = {"color": colours("name", shades(names))} if len(names) > 1 else {}
     told = tooltip(what="group", mode="name", value="text")
     return layers(
         rows,
-        layer("bar", {**place, **shade, "tooltip": told}, **({} if shade else {"color": colour("none")})),
+        layer("bar", {**place, **shade, "tooltip": told}, **({} if shade else {"color": colour("c6")})),
         layer("text", {**place, "text": {"field": "text"}}, align="left", dx=4, fontSize=10),
-        height=max(2, len(names)) * 13 * len(groups),
+        height=_row(groups, 13 * max(2, len(names))) * len(groups),
     )
 
 
-def series_plot(series: Mapping[str, Sequence[float]], x: str, height: int = 90) -> Spec:
-    """Return short series of numbers as lines over their index, from 1."""
-    rows = [{"i": i + 1, "value": v, "series": key} for key, values in series.items() for i, v in enumerate(values)]
-    line: dict[str, Any] = {
-        "x": number("i", x, axis={"tickMinStep": 1, "grid": False, "format": "d"}),
-        "y": number("value", None, axis={"tickCount": 4}),
-        "color": colours("series", list(series)),
-        "tooltip": tooltip(what="series", x="i", value="value"),
-    }
-    line["color"]["legend"] = {"title": None, "columns": 1}
-    return layers(rows, layer("line", line, point={"filled": True, "size": 30}), height=height)
+def _wrapped(text: str) -> str:
+    """Return a name in lines that leave room for the plot on a narrow screen."""
+    return "\n".join(textwrap.wrap(text, WRAP, break_on_hyphens=False)) or text
+
+
+def _row(names: Sequence[str], least: int) -> int:
+    """Return the pixels of a row that has room for the lines of every name."""
+    return max([least, *(13 * len(key.splitlines()) + 8 for key in names if "\n" in key)])
 
 
 def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
     """Return the heat map of known bugs and of what finds them; rows have `bug`, `method` and `state`."""
     bugs = list(dict.fromkeys(str(row["bug"]) for row in rows))
     marks = {"found": "\N{CHECK MARK}", "missed": "\N{MULTIPLICATION SIGN}"}
-    place = {
+    place: dict[str, Any] = {
         "y": name("bug", axis={"ticks": False, "domain": False, "grid": False, "labelFontSize": 10.5}),
         "x": name("method", axis={"orient": "top", "labelAngle": -50, "ticks": False, "domain": False, "grid": False},
                   scale={"domain": list(methods)}),
     }  # fmt: skip
-    fill = {**place, "color": colours("state", FOUND), "tooltip": tooltip(bug="bug", method="method", result="state")}
+    place["tooltip"] = tooltip(bug="bug", method="method", result="state")
+    fill = {**place, "color": colours("state", FOUND)}
+    fill["color"]["legend"] = {"title": None, "symbolStrokeColor": colour("soft"), "symbolStrokeWidth": 1}
     rows = [{**row, "sign": marks[row["state"]]} for row in rows]
     ink = {"field": "state", "type": "nominal", "legend": None,
            "scale": {"domain": list(FOUND), "range": [colour("good"), colour("bad")]}}  # fmt: skip
@@ -85,6 +106,7 @@ def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
     )
     # the slanted names of the last columns need room
     apart = {"resolve": {"scale": {"color": "independent"}, "legend": {"color": "independent"}}}
+    found = at_least(LABELS + COLUMN * len(methods), found)
     return {**found, **apart, "padding": {"left": 2, "right": 90, "top": 4, "bottom": 2}}
 
 
@@ -114,6 +136,6 @@ def against_bound_plot(rows: Rows, title: str) -> Spec:
         layer("tick", {**place, "x": number("bound", title, scale=scale, axis=axis), "tooltip": told},
               color=colour("bad"), thickness=2, height=ROW - 5),
         layer("point", {**place, "x": number("error", title, scale=scale, axis=axis), "tooltip": told},
-              color=colour("none"), filled=True, size=42),
+              color=colour("c1"), filled=True, size=42),
         height=ROW * len(list(dict.fromkeys(str(row["name"]) for row in rows))),
     )  # fmt: skip

@@ -9,18 +9,23 @@ from typing import Any
 LIGHT = {
     "text": "#1a1c1f", "soft": "#55595f", "page": "#f6f7f9", "card": "#ffffff", "line": "#d9dce1", "band": "#eef0f3",
     "link": "#0b57a4", "good": "#0a6b2d", "bad": "#a4161a", "warn": "#7a4d00", "good-soft": "#dff2e4",
-    "bad-soft": "#fbdfe0", "warn-soft": "#fdf0d2", "zero": "#c2500a", "none": "#0b62b0", "c1": "#0072b2",
-    "c2": "#c2500a", "c3": "#00795a", "c4": "#a8487f", "c5": "#8a6d00", "c6": "#5f6670",
+    "bad-soft": "#fbdfe0", "warn-soft": "#fdf0d2", "zero": "#c2500a", "none": "#0b62b0", "c1": "#5b3fa8",
+    "c2": "#9aa1ab", "c3": "#00795a", "c4": "#a8487f", "c5": "#8a6d00", "c6": "#5f6670",
 }  # fmt: skip
 DARK = {
     "text": "#e6e8eb", "soft": "#a7adb5", "page": "#121417", "card": "#1b1e22", "line": "#3a3f46", "band": "#25292e",
     "link": "#82b7f0", "good": "#74d492", "bad": "#ff8f8f", "warn": "#ecbd5c", "good-soft": "#173823",
-    "bad-soft": "#4a1f22", "warn-soft": "#42340f", "zero": "#f0934e", "none": "#6db1f5", "c1": "#6db1f5",
-    "c2": "#f0934e", "c3": "#4fc7a2", "c4": "#e492c0", "c5": "#d9b63d", "c6": "#a7adb5",
+    "bad-soft": "#4a1f22", "warn-soft": "#42340f", "zero": "#f0934e", "none": "#6db1f5", "c1": "#b7a3f7",
+    "c2": "#6f767f", "c3": "#4fc7a2", "c4": "#e492c0", "c5": "#d9b63d", "c6": "#a7adb5",
 }  # fmt: skip
 """Text on each ground has a contrast of at least 4.5 to 1 in both palettes (WCAG 2.2, 1.4.3)."""
-SERIES = ("c1", "c2", "c3", "c4", "c5", "c6")
-"""Colours that colour-blind readers can distinguish (after Okabe and Ito)."""
+SERIES = ("c1", "c3", "c4", "c5", "c6", "c2")
+"""Colours of what is not a reset mode; colour-blind readers can distinguish them (after Okabe and Ito)."""
+MODES = {
+    "zero_": "zero", "None": "none", "set_to_none": "none", "zero_grad": "c4", "zero_grad_foreach": "c5",
+    "flat_buffer": "c3", "grad_none": "c1", "jax_scan": "c6",
+}  # fmt: skip
+"""Reset mode -> its colour in every plot. No other series has the colours of `zero_` and None."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
 _VARIABLE = re.compile(r"var\(--([a-z0-9-]+)\)")
 

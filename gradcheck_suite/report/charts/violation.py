@@ -8,7 +8,7 @@ from typing import Any
 from gradcheck_suite.report.charts.base import Rows, Spec, at_most, colours, layer, layers, name, number, tooltip
 from gradcheck_suite.report.charts.theme import colour
 
-WEIGHTS = {"expected": "c6", "observed": "zero"}
+WEIGHTS = {"expected": "c6", "observed": "c4"}
 SIZES = {
     "within the bound": "good-soft",
     "up to 1e3 bounds": "warn-soft",

@@ -9,7 +9,7 @@ from typing import Any
 from gradcheck_suite.evidence.claims import CLAIMS
 from gradcheck_suite.records.step_times import answer
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.charts.evidence import bars_plot, series_plot
+from gradcheck_suite.report.charts.evidence import bars_plot
 from gradcheck_suite.report.content import Cell, Claim, Figure, Section, Table
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
@@ -19,7 +19,7 @@ STEPS = "C1.8"
 """The claim about when zeroing may do, which steps under both modes in turn decide."""
 LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
 PAIR = re.compile(r"^([\d.,]+) / ([\d.,]+)$")
-MODES = {"zero_": "zero", "None": "none"}
+MODES = ("zero_", "None")
 
 
 def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -> tuple[Claim, ...]:
@@ -33,7 +33,7 @@ def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = (
     found = []
     for record in sorted(claimed, key=lambda r: _order(str(r.data["number"]))):
         data = {**record.data, **answer(steps)} if record.data["number"] == STEPS and steps else record.data
-        numbers, figures = _figures(str(data["number"]), data.get("figures") or {})
+        numbers, figures, series = _figures(str(data["number"]), data.get("figures") or {})
         found.append(
             Claim(
                 number=str(data["number"]),
@@ -47,6 +47,7 @@ def claim_list(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = (
                 counterexample=str(data["counterexample"]),
                 numbers=numbers,
                 figures=figures,
+                series=series,
                 sources=sources([record]),
             )
         )
@@ -69,11 +70,13 @@ def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -
     return Section(KEY, TITLE, TAB, text, claims=found, tables=tables, sources=sources(used[-len(found) - len(rows) :]))
 
 
-def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, str], ...], tuple[Figure, ...]]:
-    """Return the figures of a claim that stay text, and the plots of those that are numbers."""
+def _figures(
+    number: str, figures: Mapping[str, Any]
+) -> tuple[tuple[tuple[str, str], ...], tuple[Figure, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Return the figures of a claim that stay text, the plots of those that are numbers, and the rows of numbers."""
     pairs: dict[str, tuple[float, float]] = {}
     alone: dict[str, float] = {}
-    series: dict[str, list[float]] = {}
+    series: dict[str, tuple[str, ...]] = {}
     texts: list[tuple[str, str]] = []
     for key, value in figures.items():
         name = str(key)
@@ -82,7 +85,7 @@ def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, 
         elif _is_number(value):
             alone[name] = float(value)
         elif isinstance(value, list) and len(value) > 1 and all(_is_number(v) for v in value):
-            series[name] = [float(v) for v in value]
+            series[name] = tuple(_value(v) for v in value)
         else:
             texts.append((name, _value(value)))
     if len(alone) == 1:
@@ -92,21 +95,17 @@ def _figures(number: str, figures: Mapping[str, Any]) -> tuple[tuple[tuple[str, 
     plots = []
     if pairs:
         rows = [
-            {"group": name, "name": mode, "share": value / (max(both) or 1.0), "text": _value(value)}
+            {"group": name, "name": mode, "value": value, "text": _value(value)}
             for name, both in pairs.items()
             for mode, value in zip(MODES, both, strict=True)
         ]
-        plots.append(Figure(f"claim-{number}-pairs", bars_plot(rows, MODES), said))
+        plots.append(Figure(f"claim-{number}-pairs", bars_plot(rows), said))
     if alone:
-        top = max(map(abs, alone.values())) or 1.0
         rows = [
-            {"group": name, "name": "", "share": abs(value) / top, "text": _value(value)}
-            for name, value in alone.items()
+            {"group": name, "name": "", "value": abs(value), "text": _value(value)} for name, value in alone.items()
         ]
         plots.append(Figure(f"claim-{number}-values", bars_plot(rows), said))
-    if series:
-        plots.append(Figure(f"claim-{number}-series", series_plot(series, "number in the series"), said))
-    return tuple(texts), tuple(plots)
+    return tuple(texts), tuple(plots), tuple(series.items())
 
 
 def _short(number: str, text: str) -> str:

@@ -25,7 +25,7 @@ ZOO_COLUMNS = (
     "median s",
     "smallest: windows, micro-batches, layers",
     "diagnosis",
-    "also found by",
+    "missed by",
 )
 
 
@@ -52,7 +52,7 @@ def zoo(records: Sequence[Record]) -> Section:
             b["median_seconds"],
             f"{b['windows']}, {b['micro_batches']}, {b['layers']}",
             ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
-            ", ".join(name for name, hit in b["others"].items() if hit) or None,
+            ", ".join(name for name, hit in b["others"].items() if not hit) or None,
         )
         for b in bugs
     )

@@ -2,11 +2,32 @@
 "use strict";
 (function () {
   const { config, specs } = JSON.parse(document.getElementById("plots").textContent);
+  const NARROW = 420; // pixels of a plot on a phone
   const HIDDEN = 640; // pixels of a plot on a page that is not shown, for paper
+
+  // legends in columns that fit, and names beside the plot that leave room for it
+  function narrowed(part, width) {
+    if (part === null || typeof part !== "object") return;
+    if (part.legend) {
+      const names = (part.scale || {}).domain || [];
+      part.legend.columns = names.some((name) => String(name).length > 18) ? 1 : 2;
+    }
+    if (part.axis && part.axis.labelLimit) part.axis.labelLimit = Math.min(part.axis.labelLimit, width / 2);
+    for (const key of Object.keys(part)) if (key !== "data") narrowed(part[key], width);
+  }
+
+  // numbers with three digits; nothing of a record is read as HTML
+  function told(value) {
+    const exact = typeof value !== "number" || Number.isInteger(value);
+    const text = exact ? value.toLocaleString("en") : String(Number(value.toPrecision(3)));
+    return text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+  }
 
   function sized(spec, width) {
     const copy = JSON.parse(JSON.stringify(spec));
-    width = Math.min(width, (copy.usermeta || {}).width || width);
+    if (width < NARROW) narrowed(copy, width);
+    const { width: most = width, least = 0 } = copy.usermeta || {};
+    width = Math.max(Math.min(width, most), least);
     if (!copy.hconcat) {
       copy.width = width;
       copy.autosize = { type: "fit-x", contains: "padding" };
@@ -31,7 +52,8 @@
     const width = Math.floor(place.clientWidth) || HIDDEN;
     if (place.drawnAt === width) return;
     place.drawnAt = width;
-    const options = { actions: false, renderer: "svg", ast: true, config: fitted(width), tooltip: { theme: "custom" }, defaultStyle: false };
+    place.classList.toggle("wide", ((specs[place.dataset.chart].usermeta || {}).least || 0) > width);
+    const options = { actions: false, renderer: "svg", ast: true, config: fitted(width), tooltip: { theme: "custom", sanitize: told }, defaultStyle: false };
     const { view } = await vegaEmbed(place, sized(specs[place.dataset.chart], width), options);
     if (place.view) place.view.finalize();
     place.view = view;

@@ -4,10 +4,19 @@
   const root = document.documentElement;
   const tabs = [...document.querySelectorAll("[role=tab]")];
 
+  // a place may be named without its page: #C1.4 is #claims/C1.4
+  function full(hash) {
+    if (!hash || tabs.some((tab) => tab.getAttribute("aria-controls") === hash.split("/")[0])) return hash;
+    const place = document.getElementById(hash) || document.querySelector(`[id$="/${CSS.escape(hash)}"]`);
+    const panel = place && place.closest(".panel");
+    return panel ? (place.id.startsWith(`${panel.id}/`) ? place.id : `${panel.id}/${place.id}`) : hash;
+  }
+
   function show() {
-    const hash = decodeURIComponent(location.hash.slice(1));
+    const hash = full(decodeURIComponent(location.hash.slice(1)));
     const name = hash.split("/")[0];
     const current = tabs.find((tab) => tab.getAttribute("aria-controls") === name) || tabs[0];
+    const back = history.state && history.state.top;
     for (const tab of tabs) {
       const chosen = tab === current;
       tab.setAttribute("aria-selected", String(chosen));
@@ -17,7 +26,12 @@
     current.scrollIntoView({ block: "nearest", inline: "nearest" });
     const panel = document.getElementById(current.getAttribute("aria-controls"));
     const place = hash.includes("/") && (document.getElementById(hash) || document.getElementById(hash.split("/")[1]));
-    drawPlots(panel).then(() => place && place.scrollIntoView());
+    const drawn = drawPlots(panel);
+    if (back) {
+      drawn.then(() => window.scrollTo(0, back));
+      return;
+    }
+    drawn.then(() => place && place.scrollIntoView());
     if (place) place.focus({ preventScroll: true });
     else if (name) window.scrollTo(0, 0);
   }
@@ -35,9 +49,26 @@
       history.pushState(null, "", tab.getAttribute("href"));
       show();
     });
+    // Back returns to where the reader was
+    history.scrollRestoration = "manual";
+    let waiting;
+    window.addEventListener("scroll", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => history.replaceState({ top: window.scrollY }, ""), 100);
+    });
     window.addEventListener("popstate", show); // links within the page fire it too
     show();
   }
+
+  // a closed table would be missing on paper
+  let opened = [];
+  window.addEventListener("beforeprint", () => {
+    opened = [...document.querySelectorAll("details:not([open])")];
+    for (const part of opened) part.open = true;
+  });
+  window.addEventListener("afterprint", () => {
+    for (const part of opened) part.open = false;
+  });
 
   const theme = document.getElementById("theme");
   const names = ["as the system has them", "light", "dark"];
