@@ -24,6 +24,7 @@ from gradcheck_suite.report.sections.claims import claim_list
 from gradcheck_suite.report.sections.decision import ratio_figures, timed_steps
 from gradcheck_suite.report.sections.memory import window_figure
 from gradcheck_suite.report.sections.verification import matrix, newest_verdicts
+from gradcheck_suite.report.sections.zero_or_none import moved_by_zeros
 
 EQUIVALENCE = "C2.5"
 """The claim that zeroing by hand is equivalent to the optimizer's `zero_grad`."""
@@ -36,7 +37,7 @@ def answers(records: Records) -> tuple[Answer, ...]:
     measured = records.of("benchmark")
     return (
         _holds(records.of("verify")),
-        _differs([r for r in records.of("claim") if r.data.get("number") == EQUIVALENCE]),
+        _differs([r for r in records.of("claim") if r.data.get("number") == EQUIVALENCE], records.of("zero-or-none")),
         _costs(measured, records.of("memory")),
         _true(records.of("claim"), measured),
     )
@@ -76,16 +77,16 @@ def _holds_sentence(newest: Sequence[Record]) -> tuple[str, str]:
     )
 
 
-def _differs(records: Sequence[Record]) -> Answer:
+def _differs(records: Sequence[Record], optimizers: Sequence[Record]) -> Answer:
     unused, kept = unused_parameter(), kept_gradient()
     moved = unused["None"][-1] - unused["zero_"][-1]
     return Answer(
         "differs",
         "Where do they differ?",
         "Unused parameters, kept gradients",
-        f"Unused parameter: momentum moves it on under zero_ ({moved:.2f} in {STEPS} steps), not under None. Kept "
-        f"gradient: zero_ sets it to {kept['zero_'][1]:g}, None leaves it.",
-        "claims",
+        f"Unused parameter: zero_ moves it on by momentum ({moved:.2f} in {STEPS} steps){_also_moved(optimizers)}; "
+        f"None does not. Kept gradient: zero_ sets it to {kept['zero_'][1]:g}, None leaves it.",
+        "atlas" if optimizers else "claims",
         figures=(
             Figure(
                 "unused-parameter",
@@ -104,6 +105,13 @@ def _differs(records: Sequence[Record]) -> Answer:
         ),
         sources=sources(records[-1:]),
     )
+
+
+def _also_moved(optimizers: Sequence[Record]) -> str:
+    """Return which optimizers move a parameter without a gradient under `zero_` alone, the first of them by name."""
+    names = moved_by_zeros(optimizers)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f", also under {names[0]}{more}" if names else ""
 
 
 def _costs(measured: Sequence[Record], memory: Sequence[Record]) -> Answer:
@@ -127,7 +135,8 @@ def _costs_in_brief(measured: Sequence[Record], memory: Sequence[Record]) -> str
     found = step_times(timed_steps(measured))
     rows, neither = len(found.rows), len(found.where("neither"))
     kept = _kept_gradients(memory)
-    said = [f"Time: no difference shown in {_of(neither, rows)} {_devices(found.rows)}settings"] if rows else []
+    settings = f"{_of(neither, rows)} {_devices(found.rows)}settings"
+    said = [f"Time: no difference shown in {settings} ({_medians(found.rows)})"] if rows else []
     said += (
         [
             f"{'m' if said else 'M'}emory between steps, {kept[0] / 1e6:.0f} M parameters: zero_ keeps {kept[1]:.0f} "

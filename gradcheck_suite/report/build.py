@@ -81,6 +81,9 @@ def _provenance(records: Records) -> Section | None:
         "Every run behind this report",
         columns,
         rows,
-        "Older: the code that the figures speak of has changed since, or the record does not say which it was.",
+        "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
+        "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
+        "claims of what verifies. One command can write both kinds. A section shows the newest record of each "
+        "subject; earlier runs are listed too.",
     )
     return Section("provenance", "Where the figures come from", "environment", tables=(table,))

@@ -40,8 +40,8 @@ def test_the_claim_and_the_summary_say_the_same():
     assert said["sentence"].startswith(summary(rows, "CPU"))
     assert "releasing is faster in 1, zeroing in 1, neither in 0" in said["sentence"]
     assert "A release saves at most 25% of a step." in said["sentence"]
-    assert said["counterexample"] == "1e+06 parameters, 1 items, K = 8"
-    assert said["figures"]["1e+05 parameters, 1 items, K = 8: saved by releasing"].startswith(
+    assert said["counterexample"] == "1,000,000 parameters, 1 item, K = 8"
+    assert said["figures"]["100,000 parameters, 1 item, K = 8: saved by releasing"].startswith(
         "-2.000 ms of 4.000 (-50%), faster in 0 of 12 pairs; 1.0 MiB"
     )
 
@@ -50,8 +50,8 @@ def test_the_claim_is_answered_for_each_device():
     said = answer([row(12), row(0, device="cuda", saved=-0.002)])
     assert said["sentence"].startswith("On the CPU, of 1 settings releasing is faster in 1, zeroing in 0,")
     assert "On the GPU, of 1 settings releasing is faster in 0, zeroing in 1," in said["sentence"]
-    assert said["counterexample"] == "1e+06 parameters, 1 items, K = 8"
-    assert "1e+06 parameters, 1 items, K = 8 on the GPU: saved by releasing" in said["figures"]
+    assert said["counterexample"] == "1,000,000 parameters, 1 item, K = 8"
+    assert "1,000,000 parameters, 1 item, K = 8 on the GPU: saved by releasing" in said["figures"]
 
 
 def test_nothing_timed_is_nothing_said():

@@ -68,7 +68,7 @@ def test_the_costs_say_that_no_setting_shows_a_difference(tmp_path):
     _step(tmp_path, -0.001, 8)
     _step(tmp_path, -0.002, 9, parameters=5)
     (answer,) = (answer for answer in build(tmp_path).answers if answer.key == "costs")
-    assert answer.brief == "Time: no difference shown in any of 2 CPU settings"
+    assert answer.brief == answer.answer.removesuffix(".")
     assert answer.answer == (
         "Time: no difference shown in any of 2 CPU settings (21 pairs of steps each; medians under None from 50% "
         "slower to 25% slower)."
@@ -145,8 +145,10 @@ def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
     (found,) = claims.claims
     assert found.sentence.startswith(steps.text[1])
     assert "of 9 settings" not in found.sentence
+    assert found.condition.endswith("as in 0 of the 1 settings timed here")
+    assert found.counterexample == "1,000 parameters, 1 item, K = 8"
     ((name, value),) = found.numbers
-    assert name == "1e+03 parameters, 1 items, K = 8: saved by releasing"
+    assert name == "1,000 parameters, 1 item, K = 8: saved by releasing"
     assert value.startswith("+1.000 ms of 4.000 (+25%)")
 
 
@@ -165,8 +167,8 @@ def test_a_gpu_shows_host_device_and_kernels(tmp_path):
     (times,) = (t for t in section.tables if t.caption.startswith("Host, device"))
     assert times.rows[0][6:] == ("in cache", 9.0, 6.0, 4.0, 100)
     shown = {(row[0], row[5]): row[7:] for row in times.rows}
-    assert shown["step, 1 items", "zero_"] == (5.0, 4.0, 2.0, None)
-    assert shown["step, 1 items", "set_to_none"] == (4.0, 3.0, 1.0, None)
+    assert shown["step, 1 item", "zero_"] == (5.0, 4.0, 2.0, None)
+    assert shown["step, 1 item", "set_to_none"] == (4.0, 3.0, 1.0, None)
     assert shown["captured window, reset inside the graph", "zero_"] == (9.0, 5.0, None, None)
     assert shown["window with its step, eager step", "zero_"] == (9.0, 7.0, 4.0, 100)
 
@@ -178,6 +180,12 @@ def test_graphs_and_captures_stand_beside_eager_times(tmp_path):
     section = _section(tmp_path, "compiled")
     assert section.tables[0].rows == (("cpu", "step", "zero_", 1, 6.0, 2.0),)
     assert "No CUDA graph was captured" in section.missing
+    assert len(section.text) == 1
+    for mode, graphs, seconds in (("zero_", 1, 0.004), ("set_to_none", 8, 0.0025)):
+        turns = {"part": "step, experts by turns", "mode": mode, "micro_batches": 1}
+        _record(tmp_path, "compiled", compiled=True, graphs=graphs, seconds={"median": seconds}, **turns)
+    said = "takes 2.5 ms (8 graphs) under set_to_none and 4 ms (1 graph) under zero_."
+    assert said in _section(tmp_path, "compiled").text[1]
     on_gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4}
     _record(tmp_path, "window", seconds={"median": 0.004}, **on_gpu, predicted_bytes=1, bytes_per_second=1)
     _record(tmp_path, "captured", place="inside the graph", finding="right", seconds={"median": 0.001}, **on_gpu)

@@ -211,7 +211,7 @@ def test_an_atlas_has_a_page_where_there_is_one(tmp_path):
     report = build(tmp_path)
     assert "atlas" in report.tabs
     section = _section(report, "atlas")
-    assert "At 2 points" in section.text[0]
+    assert section.text[0].startswith("2 points ")
     assert "agree in 1" in section.text[0]
     assert section.tables[0].rows[1] == ("abs", "0", "float64", 0.0, "nan", False, "x")
 
@@ -230,6 +230,12 @@ def test_what_zeros_change_has_a_row_for_each_optimizer(tmp_path):
     )
     assert values.rows[1] == ("SGD", "momentum=0.5", 1.0, 0.5, 1.0, "parameter, momentum_buffer", "yes", "yes")
     assert "2 of 2 settings" in section.text[2]
+    answer = build(tmp_path).answers[1]
+    assert (answer.tab, "also under" in answer.answer) == ("atlas", False)
+    for optimizer in ("AMSGrad", "Adam"):
+        moves = {**row, "optimizer": optimizer, "zero_changes": ["parameter"]}
+        record(tmp_path, "zero-or-none", variant="plain", after_zero=0.5, same=False, **moves)
+    assert "steps), also under Adam and 1 more; None does not. Kept" in build(tmp_path).answers[1].answer
 
 
 def test_a_question_that_a_trainer_was_not_asked_has_its_reason(tmp_path):
@@ -315,6 +321,31 @@ def test_a_row_that_does_not_fit_its_table_is_a_bug():
 )
 def test_cells_are_shown_for_people(value, text):
     assert shown(value) == text
+
+
+def test_printed_loops_are_counted_first_where_they_are_right(tmp_path):
+    loop = {"says": "s", "why": "w", "smallest": ["x"]}
+    bad, good = "violated, found after 1 cases", "holds over 200 cases"
+    record(tmp_path, "claim", **loop, loop="1a", needs="one step", within=good, bare=bad)
+    record(tmp_path, "claim", **loop, loop="1b", needs=None, within=good, bare=good)
+    record(tmp_path, "claim", **loop, loop="1c", needs="one step", within=bad, bare=bad)
+    section = _section(build(tmp_path), "claims")
+    assert section.text[1].startswith(
+        "Of 3 loops that the sources print, 2 are right under what they rely on: one step (2 of them)."
+    )
+    assert section.text[1].endswith("1 are.")
+    assert section.tables[0].rows[0] == ("1a", "s", "one step", good, "violated, found after 1 case", "w", "x")
+
+
+def test_points_of_the_atlas_are_counted_once_for_all_dtypes(tmp_path):
+    row = {"operation": "relu", "torch": {"value": ["inf"], "gradient": [[1.0, 2.0], [0.5]]}, "jax": {"value": [0.0]}}
+    rows = [{**row, "point": point, "dtype": dtype, "agree": point == "x = 0"}
+            for point in ("x = 0", "x = inf", "x = 1") for dtype in ("float64", "float32")]  # fmt: skip
+    record(tmp_path, "atlas", rows=rows)
+    section = _section(build(tmp_path), "atlas")
+    assert section.text[0].startswith("3 points at kinks, ties and limits, in 2 dtypes: of these 6 derivatives")
+    assert section.text[0].endswith("agree in 2.")
+    assert section.tables[0].rows[0][3:5] == ("value inf; gradient 1, 2 | 0.5", "value 0")
 
 
 def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):

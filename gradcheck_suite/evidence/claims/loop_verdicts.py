@@ -50,7 +50,7 @@ class PrintedResult:
 def _outcome(result: Result) -> str:
     if result.holds:
         return f"holds over {result.cases} cases"
-    return f"violated, found after {result.found_after} cases"
+    return f"violated, found after {result.found_after} case{'s' * (result.found_after != 1)}"
 
 
 def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResult:

@@ -139,7 +139,7 @@ def _traffic() -> Finding:
         "conditional",
         "Zeroing moves four times the gradients' bytes per step with K = 1: it writes the zeros, reads them and the "
         "new gradient, and writes the sum. The claim omits the write of the zeros. A release moves nothing beyond the "
-        "store that makes the gradient, which both modes need.",
+        "store that makes the gradient, which both modes need. The bytes were counted; nothing was timed on a GPU.",
         condition="gradients are large; for small gradients the kernel launches cost more than the bytes",
         figures=figures,
         counterexample="load, load, add, store is 3 G; zero_ itself writes one more",
@@ -158,7 +158,10 @@ def _sum_of_four() -> Finding:
         "confirmed",
         "After four backwards the buffer holds the sum of the four gradients; with the loss divided by 4, as in the "
         "loop, that sum is their mean.",
-        figures={"gradients": [g.tolist() for g in gradients], "held": w.grad.tolist()},
+        figures={
+            "gradients of the losses divided by 4": [(g / 4).tolist() for g in gradients],
+            "held: the sum of these": w.grad.tolist(),
+        },
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import counts_plot
@@ -19,18 +19,23 @@ def atlas(records: Sequence[Record]) -> Section | None:
         return None
     rows = [row for row in whole[-1].data["rows"] if isinstance(row, dict)]
     agree = sum(bool(row.get("agree")) for row in rows)
+    points = len({(row.get("operation"), row.get("point")) for row in rows})
+    dtypes = {row.get("dtype") for row in rows}
     counts = {"torch and JAX agree": agree, "they choose differently": len(rows) - agree}
     return Section(
         "atlas",
         "Where torch and JAX choose different derivatives",
         "atlas",
-        (f"At {len(rows):,} points where the derivative is a choice, torch and JAX agree in {agree:,}.",),
+        (
+            f"{points:,} points at kinks, ties and limits, in {_count(len(dtypes), 'dtype')}: of these {len(rows):,} "
+            f"derivatives, torch and JAX agree in {agree:,}.",
+        ),
         figures=(
             Figure(
                 "atlas-agreement",
                 counts_plot(counts, "points"),
                 "; ".join(f"{name}: {count:,}" for name, count in counts.items()),
-                "Points at which the derivative is a choice.",
+                f"Derivatives at kinks, ties and limits: {points:,} points in {_count(len(dtypes), 'dtype')}.",
             ),
         ),
         tables=(
@@ -44,5 +49,19 @@ def atlas(records: Sequence[Record]) -> Section | None:
     )
 
 
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
 def _cell(value: object) -> str | int | float | None:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name} {_numbers(numbers)}" for name, numbers in value.items())
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _numbers(value: object) -> str:
+    """Return nested lists of numbers without brackets, each inner list after a bar."""
+    if isinstance(value, list):
+        inner = any(isinstance(part, list) for part in value)
+        return (" | " if inner else ", ").join(map(_numbers, value))
+    return f"{value:g}" if isinstance(value, int | float) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradcheck_suite.report.records_view import latest
 KEY, TITLE, TAB = "claims", "The claims", "claims"
 STEPS = "C1.8"
 """The claim about when zeroing may do, which steps under both modes in turn decide."""
-LOOP_COLUMNS = ("loop", "what it does", "as it stands", "why", "relies on", "with that", "smallest case")
+LOOP_COLUMNS = ("loop", "what it does", "relies on", "with that", "on all splits", "why", "smallest case")
 PAIR = re.compile(r"^([\d.,]+) / ([\d.,]+)$")
 MODES = ("zero_", "None")
 
@@ -65,6 +66,7 @@ def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -
     text = (
         "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
         "`conditional`: true under the condition.",
+        *_loops_text([record.data for record in loops]),
     )
     used = [record for record in records if "number" in record.data or "loop" in record.data]
     return Section(KEY, TITLE, TAB, text, claims=found, tables=tables, sources=sources(used[-len(found) - len(rows) :]))
@@ -130,12 +132,24 @@ def _loop_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
     return (
         str(data["loop"]),
         str(data["says"]),
-        str(data["bare"]),
-        str(data["why"]) if data.get("why") else None,
         data.get("needs"),
         str(data["within"]),
+        re.sub(r"\b1 cases\b", "1 case", str(data["bare"])),  # as earlier versions recorded it
+        str(data["why"]) if data.get("why") else None,
         "\n".join(map(str, data.get("smallest", ()))),
     )
+
+
+def _loops_text(loops: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not loops:
+        return []
+    within, bare = (sum(str(data[name]).startswith("holds") for data in loops) for name in ("within", "bare"))
+    needs = Counter(str(data["needs"]) for data in loops if data.get("needs"))
+    relied = "; ".join(f"{need} ({count} of them)" for need, count in needs.most_common())
+    return [
+        f"Of {len(loops)} loops that the sources print, {within} are right under what they rely on"
+        f"{f': {relied}' if relied else ''}. On all splits, with accumulation and unequal micro-batches, {bare} are."
+    ]
 
 
 def _order(number: str) -> tuple[int, ...]:

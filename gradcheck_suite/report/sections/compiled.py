@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.records.store import Record
-from gradcheck_suite.report.content import Cell, Section, Table
+from gradcheck_suite.report.content import Cell, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import current, latest
 
+TURNS = "step, experts by turns"
 KEY, TITLE, TAB = "compiled", "Compiled steps and captured graphs", "cost"
 COMMAND = "pytest properties/benchmarks/bench_compiled.py --bench-records reports"
 NOT_CAPTURED = (
@@ -45,12 +46,37 @@ def compiled(records: Sequence[Record]) -> Section:
             "runs it eagerly from then on. Gradients that are allocated once and zeroed need one version. A compiled "
             "backward needs two versions under a release, one that makes the gradients and one that adds to them. A "
             "compiled forward does not depend on them.",
+            *_turns(rows),
             *((CAPTURED,) if tables[1].rows else ()),
         ),
         tables=tuple(table for table in tables if table.rows),
         sources=sources(mine),
         missing=None if tables[1].rows else NOT_CAPTURED,
     )
+
+
+def _turns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the recompilation of the step did to its time, where each window reaches other parameters."""
+    mine = {
+        (str(row["device"]), str(row["mode"])): row
+        for row in rows
+        if row["measures"] == "compiled" and row["part"] == TURNS and row["compiled"]
+    }
+    found = []
+    for device in sorted({device for device, _ in mine}):
+        pair = [mine.get((device, mode)) for mode in ("set_to_none", "zero_")]
+        if None not in pair:
+            release, zero = (
+                f"{_milliseconds(row):.3g} ms ({row['graphs']} graph{'s' * (row['graphs'] != 1)})"
+                for row in pair
+                if row
+            )
+            found.append(
+                f"With experts by turns on the {device_name(device)}, a window with its compiled step takes {release} "
+                f"under set_to_none and {zero} under zero_. After a release the optimizer skips the parameters that "
+                "the window does not use; after zeroing it steps on them all."
+            )
+    return found
 
 
 def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -105,7 +105,14 @@ def _device_times(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
             modes = ("zero_", "set_to_none") if row.get("busy") else ()
             steps = zip(modes, row.get("host") or (), (row["zero"], row["none"]), row.get("busy") or (), strict=False)
             lines += [
-                (f"step, {row['items']} items", *about, mode, str(row["regime"]), *(1000 * t for t in times), None)
+                (
+                    f"step, {row['items']} item{'s' * (row['items'] != 1)}",
+                    *about,
+                    mode,
+                    str(row["regime"]),
+                    *(1000 * t for t in times),
+                    None,
+                )
                 for mode, *times in steps
             ]
         elif row.get("host") and row["device"] != "cpu":

@@ -69,16 +69,14 @@ def ratio_figures(rows: Sequence[Mapping[str, Any]], height: int = 240) -> tuple
 
 def _ratio_figure(rows: Sequence[Mapping[str, Any]], device: str, height: int) -> Figure:
     shown = [_ratio(row) for row in sorted(rows, key=lambda row: int(row["parameters"])) if not row.get("disturbed")]
-    intervals = (
-        "Bars span the middle half of the pairs of every run. " if any(row["low"] is not None for row in shown) else ""
-    )
+    intervals = "Bars: the middle half of the pairs. " if any(row["low"] is not None for row in shown) else ""
     return Figure(
         f"ratio-{device}",
         ratio_plot(shown, height),
         f"Time of a step under None over that under zero_ on the {device_name(device)}: "
         + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
-        f"Time of a step under None / zero_ on the {device_name(device)}, in turn. {intervals}Each point: the "
-        "median of one setting. Below 1, None was faster; it may be noise.",
+        f"Time of a step under None / zero_ on the {device_name(device)}; the modes alternate. {intervals}Each point: "
+        "the median of one setting. Below 1, None was faster; it may be noise.",
     )
 
 

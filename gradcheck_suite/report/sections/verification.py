@@ -43,7 +43,7 @@ def verification(records: Sequence[Record]) -> Section:
         "that hold. A loop that is no built-in is a user's.",
     )
     tables, figures = [verdicts], []
-    reached, of = _reached(datas), _judged_text([_judged(data) for data in datas])
+    reached, of = _reached(datas), _judged_text(datas)
     for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
         if counts := dict(reached.get(category, Counter()).most_common()):
             caption = f"{title} (cases, {of})"
@@ -85,7 +85,7 @@ def matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
     more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
     caption = f"Cases, worst error / allowed{more}"
     empty = most is None and any(kind == "none" for _, cells in rows for kind, _ in cells)
-    return Matrix(caption, "loop", columns, rows, NOT_RUN if empty else ())
+    return Matrix(caption, "loop" if most is None else "mode", columns, rows, NOT_RUN if empty else ())
 
 
 def _cell(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
@@ -106,12 +106,16 @@ def _judged(data: Mapping[str, Any]) -> int:
     return int(data.get("judged", data.get("cases", 0)))
 
 
-def _judged_text(judged: Sequence[int]) -> str:
+def _judged_text(datas: Sequence[Mapping[str, Any]]) -> str:
     """Return of how many cases counts are; each row judges cases of its own, which may reach a layer each."""
+    judged = [_judged(data) for data in datas]
+    what = "loops" if len({data.get("loop") for data in datas}) == len(datas) else "verdicts"
     rows = (
-        f"{judged[0]:,} for each of {len(judged)} rows" if len(set(judged)) == 1 else f"the sum of {len(judged)} rows"
+        f"{judged[0]:,} cases for each of {len(judged)} {what}"
+        if len(set(judged)) == 1
+        else f"the sum over {len(judged)} {what}"
     )
-    return f"of {sum(judged):,} judged: {rows} of the verdicts"
+    return f"of {sum(judged):,} judged: {rows}"
 
 
 def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> Figure:

@@ -31,14 +31,14 @@ def zero_or_none(records: Sequence[Record]) -> Section | None:
         "What zeros do that None does not",
         "atlas",
         (
-            "A window reaches a parameter by no item. After a release its gradient is None and the optimizer skips it. "
-            "After zeroing its gradient is zero, and the optimizer steps on it.",
+            "No item of the window uses this parameter. After a release its gradient is None and the optimizer skips "
+            "it. After zeroing its gradient is zero, and the optimizer steps on it.",
             " ".join(_moved(optimizers)),
             f"torch did what both derivations predict in {predicted} of {len(every)} settings.",
         ),
         tables=(
             Table(
-                "One step on a parameter that its window does not reach",
+                "One step on a parameter that no item of the window uses",
                 ("optimizer", *(f"zeros change, {name}" for name in VARIANTS), "None changes", "same", "law of zeros"),
                 tuple(_summary(name, rows) for name, rows in optimizers.items()),
                 "Two windows reach the parameter before, so that averages and momentum are not zero.",
@@ -53,6 +53,15 @@ def zero_or_none(records: Sequence[Record]) -> Section | None:
         ),
         sources=sources(newest),
     )  # fmt: skip
+
+
+def moved_by_zeros(records: Sequence[Record]) -> list[str]:
+    """Return the optimizers that by default step on a gradient of zeros and skip None, `Adam` first."""
+    newest = latest(records, lambda d: (d.get("optimizer"), d.get("variant")))
+    plain = [record.data for record in newest if record.data.get("variant") == VARIANTS[0]]
+    return sorted(
+        (str(row["optimizer"]) for row in plain if _moves_alone(row)), key=lambda name: (name != "Adam", name)
+    )
 
 
 def _moved(optimizers: Mapping[str, Rows]) -> list[str]:
