@@ -7,8 +7,9 @@ import torch
 
 from gradcheck_suite.loops.modes import RESET_MODES
 from gradcheck_suite.report.charts import differences
-from gradcheck_suite.report.charts.cost import ratio_plot, window_memory_plot
-from gradcheck_suite.report.charts.theme import DARK, LIGHT
+from gradcheck_suite.report.charts.cost import CATEGORIES, peaks_plot, ratio_plot, times_plot, window_memory_plot
+from gradcheck_suite.report.charts.evidence import bars_plot
+from gradcheck_suite.report.charts.theme import DARK, LIGHT, SERIES
 from gradcheck_suite.report.charts.violation import SIZES, elements_plot, size_of, weights_plot
 
 MODE = {"zero_": "zero_", "None": "set_to_none"}
@@ -51,6 +52,50 @@ def test_the_memory_of_both_modes_has_one_scale():
     rows = spec["hconcat"][1]["data"]["values"]
     # the last moment is drawn as wide as the others
     assert [(row["operation"], row["MiB"]) for row in rows] == [(0, 0.0), (1, 4.0), (2, 4.0)]
+
+
+def test_the_memory_of_both_modes_has_one_axis_of_operations():
+    spec = window_memory_plot({"zero_": {"gradients": [1, 2, 3]}, "None": {"gradients": [0, 4]}})
+    ends = [panel["layer"][0]["encoding"]["x"]["scale"]["domain"] for panel in spec["hconcat"]]
+    assert ends == [[0, 3], [0, 3]]
+
+
+def test_a_reset_mode_has_one_colour_in_every_plot_and_nothing_else_has_it():
+    def scale(spec):
+        found = spec["layer"][0]["encoding"]["color"]["scale"]
+        return dict(zip(found["domain"], found["range"], strict=True))
+
+    plots = [
+        times_plot([{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("zero_grad", "zero_")], x="x", y="y"),
+        times_plot([{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("set_to_none", "zero_")], x="x", y="y"),
+        peaks_plot([{"setting": "s", "mode": m, "MiB": 1.0} for m in ("set_to_none", "zero_", "zero_grad")]),
+        bars_plot([{"group": "g", "name": m, "value": 1.0, "text": "1"} for m in ("None", "zero_")]),
+        differences.unused_parameter_plot(),
+        differences.kept_gradient_plot(),
+    ]
+    for plot in plots:
+        found = scale(plot)
+        assert found["zero_"] == "var(--zero)"
+        assert {found.get("None"), found.get("set_to_none")} <= {None, "var(--none)"}
+        assert len(set(found.values())) == len(found)
+    assert not {"zero", "none"} & {*SERIES, *(shade for _, shade in CATEGORIES.values())}
+    for palette in (LIGHT, DARK):
+        assert not {palette["zero"], palette["none"]} & {palette[shade] for shade in SERIES}
+
+
+def test_bars_of_one_plot_have_one_scale_from_zero():
+    rows = [{"group": g, "name": "", "value": v, "text": str(v)} for g, v in (("K = 1", 4.0), ("K = 4", 16.0))]
+    spec = bars_plot(rows)
+    assert [(row["group"], row["value"]) for row in spec["data"]["values"]] == [("K = 1", 4.0), ("K = 4", 16.0)]
+    assert {layer["encoding"]["x"]["field"] for layer in spec["layer"]} == {"value"}
+    assert {tuple(layer["encoding"]["x"]["scale"]["domain"]) for layer in spec["layer"]} == {(0, 24.0)}
+
+
+def test_plots_of_the_first_screen_name_their_values_and_begin_at_zero():
+    ratios = ratio_plot([{"size": "1 M", "setting": "s", "ratio": 0.9, "low": 0.5, "high": 1.6}])
+    for spec in (differences.unused_parameter_plot(), differences.kept_gradient_plot(), ratios):
+        assert all(e["y"].get("title") for e in (layer["encoding"] for layer in spec["layer"]) if "field" in e["y"])
+    assert differences.unused_parameter_plot()["layer"][0]["encoding"]["y"]["scale"] == {"domainMin": 0}
 
 
 def test_what_is_thinner_than_a_line_has_no_entry_in_the_legend():

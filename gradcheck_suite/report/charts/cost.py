@@ -105,6 +105,8 @@ def _memory_panel(
 def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
     """Return times against sizes on logarithmic axes; rows have `x`, `y`, `mode` (a colour) and `layout` (a dash)."""
     modes, layouts = (list(dict.fromkeys(str(row[which]) for row in rows)) for which in ("mode", "layout"))
+    # Vega-Lite gives the samples no colour of their own beside a colour legend
+    ink = {"stroke": {"value": colour("text")}, "strokeWidth": {"value": 2}, "opacity": {"value": 1}}
     line = {
         "x": number("x", x, scale={"type": "log"}, axis={"tickCount": 5, "format": "~s"}),
         "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
@@ -113,7 +115,12 @@ def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
             "field": "layout",
             "type": "nominal",
             "sort": layouts,
-            "legend": {"title": None, "symbolType": "stroke", "symbolStrokeColor": colour("text"), "symbolSize": 300},
+            "legend": {
+                "title": None,
+                "symbolType": "stroke",
+                "symbolSize": 300,
+                "encode": {"symbols": {"update": ink}},
+            },
         },
         "tooltip": tooltip(mode="mode", tensors="layout", x="x", y="y"),
     }
