@@ -21,7 +21,7 @@ from gradcheck_suite.report.content import Answer, Figure, device_name
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import Records
 from gradcheck_suite.report.sections.claims import claim_list
-from gradcheck_suite.report.sections.decision import ratio_figures, timed_steps
+from gradcheck_suite.report.sections.decision import current_steps, ratio_figures, timed_steps
 from gradcheck_suite.report.sections.memory import window_figure
 from gradcheck_suite.report.sections.verification import matrix, newest_verdicts
 from gradcheck_suite.report.sections.zero_or_none import moved_by_zeros
@@ -118,7 +118,6 @@ def _costs(measured: Sequence[Record], memory: Sequence[Record]) -> Answer:
     rows = timed_steps(measured)
     window = window_figure(memory, HEIGHT)
     sentence = " ".join(filter(None, (_time_sentence(measured), _memory_sentence(memory))))
-    steps = [record for record in measured if record.data.get("measures") == "step"]
     figures = [*ratio_figures(rows, HEIGHT), *([window] if window else [])]
     return Answer(
         "costs",
@@ -127,7 +126,7 @@ def _costs(measured: Sequence[Record], memory: Sequence[Record]) -> Answer:
         sentence or "Not measured yet.",
         "cost",
         figures=tuple(replace(figure, key=f"first-{figure.key}") for figure in figures[:3]),
-        sources=sources([*steps, *memory]),
+        sources=sources([*current_steps(measured), *memory]),
     )
 
 

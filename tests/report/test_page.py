@@ -69,7 +69,7 @@ def test_every_page_is_there_with_its_figures(html):
         "Yes, all 2 modes hold: in each of 200 random cases the gradient is that of one large batch",
         "Of 1 widely read claims 0 are true (confirmed), 1 true under a condition, 0 false (refuted).",
         "True where: it rains",
-        "200 for each of",
+        "200 cases for each of",
         "There are no records of a CUDA device",
         "1 of 1 real bugs",
         "a processor, 2 cores",

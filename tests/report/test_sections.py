@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.numerics.baselines import RIVALS
 from gradcheck_suite.records.store import records_path
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.content import Table, shown
@@ -44,7 +45,7 @@ def test_calibration_has_its_tables_and_its_curve(tmp_path):
     section = _section(build(tmp_path), "calibration")
     assert "False alarms: 0 in 50 checks" in section.text[0]
     assert "1 of 2 kinds of layers, 2 of 2 kinds of losses" in section.text[0]
-    assert "No rule that never blames a right loop finds smaller errors." in section.text[1]
+    assert "In float16 no rule that blames no right loop finds smaller errors." in section.text[1]
     judged, detection, skipped, ratios = section.tables
     assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
     # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
@@ -56,6 +57,24 @@ def test_calibration_has_its_tables_and_its_curve(tmp_path):
     (figure,) = section.figures
     assert "in 200 cases" in figure.caption
     assert [source.command for source in section.sources] == ["gradcheck-suite calibration"]
+
+
+def test_a_dtype_in_which_every_other_rule_raises_false_alarms_is_said(tmp_path):
+    calibration(tmp_path)
+    path = tmp_path / "records" / "calibration.jsonl"
+    data = json.loads(path.read_text())
+    data["data"]["alarms"]["float16"]["rivals"] = dict.fromkeys(RIVALS, 1)
+    path.write_text(json.dumps(data) + "\n")
+    said = "In float16 every other rule blames right loops; the suite needs an error of 2.0e-03, planted everywhere."
+    assert _section(build(tmp_path), "calibration").text[1].endswith(said)
+
+
+def test_the_claims_say_once_that_figures_are_older_than_the_code(tmp_path):
+    claim(tmp_path, "C1.1")
+    assert len(_section(build(tmp_path), "claims").text) == 1
+    path = records_path(tmp_path, "claim")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "judge": "0" * 16}) + "\n")
+    assert _section(build(tmp_path), "claims").text[1].startswith("Older than the code: ")
 
 
 def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):

@@ -38,17 +38,31 @@ def calibration(records: Sequence[Record]) -> Section:
         (
             f"False alarms: {alarms} in {summary.checks(data):,} checks. A check judges a training loop that is known "
             f"to be right on a random case; {data['loops']} such loops were judged. The cases reached {reached} that "
-            "the suite can draw.",
+            "the suite could draw at that time.",
             "Missed errors: right gradients were multiplied by 1 + s or 1 - s, and the suite was asked whether they "
             "are still right. The plots show in how many cases it says no, against s. A curve further left finds "
             "smaller errors. The other curves are tolerance rules of other tools. A rule is only worth comparing where "
             f"it blames no right loop. The second table has the smallest s that is found in {summary.percent()} of the "
-            "cases. " + ("; ".join(worse) if worse else "No rule that never blames a right loop finds smaller errors."),
+            "cases. " + ("; ".join(worse) if worse else _nothing_better(data)),
         ),
         figures=_figures(data),
         tables=(_alarms(data), _detection(data), _skipped(data), _ratios(data)),
         sources=sources(records[-1:]),
     )
+
+
+def _nothing_better(data: Mapping[str, Any]) -> str:
+    """Return in which dtypes a rule can be compared and finds no smaller error, and what is found in the others."""
+    alone = {row.dtype: row.sizes[OURS] for row in summary.found(data) if row.place == PLOTTED}
+    compared = [dtype for dtype in alone if not all(summary.rival_alarms(data, dtype).values())]
+    said = []
+    if compared:
+        said.append(f"In {' and '.join(compared)} no rule that blames no right loop finds smaller errors.")
+    for dtype, size in alone.items():
+        if dtype not in compared:
+            found = "finds no error up to a factor of 2" if size is None else f"needs an error of {summary.shown(size)}"
+            said.append(f"In {dtype} every other rule blames right loops; the suite {found}, planted {PLOTTED}.")
+    return " ".join(said)
 
 
 def _alarms(data: Mapping[str, Any]) -> Table:
@@ -159,6 +173,7 @@ def _figure(dtype: str, curve: Curve, alarms: Mapping[str, int | None]) -> Figur
         f"detection-{dtype}",
         detection_plot(rows, tuple(names.values())),
         f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
-        f"{dtype}: how often a gradient that is wrong by the factor 1 + s or 1 - s is found, in {curve.cases} cases. "
+        f"{dtype}: how often a gradient that is wrong by the factor 1 + s or 1 - s is found, in "
+        f"{sum(rules[OURS].values())} cases. "
         "* also blames right loops.",
     )

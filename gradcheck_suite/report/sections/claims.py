@@ -16,6 +16,7 @@ from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
 
 KEY, TITLE, TAB = "claims", "The claims", "claims"
+OLDER = "Older than the code: the code that a figure speaks of has changed since the figure was recorded."
 STEPS = "C1.8"
 """The claim about when zeroing may do, which steps under both modes in turn decide."""
 LOOP_COLUMNS = ("loop", "what it does", "relies on", "with that", "on all splits", "why", "smallest case")
@@ -67,6 +68,7 @@ def claims(records: Sequence[Record], steps: Sequence[Mapping[str, Any]] = ()) -
         "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, or "
         "`conditional`: true under the condition.",
         *_loops_text([record.data for record in loops]),
+        *((OLDER,) if any(source.older for claim in found for source in claim.sources) else ()),
     )
     used = [record for record in records if "number" in record.data or "loop" in record.data]
     return Section(KEY, TITLE, TAB, text, claims=found, tables=tables, sources=sources(used[-len(found) - len(rows) :]))

@@ -20,7 +20,7 @@ MIB = 2**20
 
 def decision(records: Sequence[Record]) -> Section:
     """Return the section on the time of a step under either mode."""
-    mine = _steps(records)
+    mine = current_steps(records)
     if not mine:
         return Section(KEY, TITLE, TAB, missing=f"Steps have not been timed yet: run `{COMMAND}`.")
     rows = timed_steps(mine)
@@ -49,13 +49,14 @@ def decision(records: Sequence[Record]) -> Section:
     )
 
 
-def _steps(records: Sequence[Record]) -> list[Record]:
+def current_steps(records: Sequence[Record]) -> list[Record]:
+    """Return the records of timed steps that are shown: those of one machine and one set of versions."""
     return current(record for record in records if record.data.get("measures") == "step")
 
 
 def timed_steps(records: Sequence[Record]) -> list[Mapping[str, Any]]:
     """Return the times of steps of each setting, from the benchmark records of all runs."""
-    rows = pooled([record.data for record in _steps(records)])
+    rows = pooled([record.data for record in current_steps(records)])
     return sorted(rows, key=lambda d: tuple(d[name] for name in SETTING))
 
 
