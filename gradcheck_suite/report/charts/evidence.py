@@ -37,7 +37,7 @@ def counts_plot(counts: Mapping[str, float], title: str) -> Spec:
     rows = [{"name": key, "count": count} for key, count in zip(names, counts.values(), strict=True)]
     axis = {"grid": False, "ticks": False, "domain": False, "labelExpr": LINES}
     # beside the longest bar is room for its number
-    scale = {"domain": [0, 1.2 * max(counts.values(), default=1) or 1], "nice": False}
+    scale = {"domain": [0, 1.3 * max(counts.values(), default=1) or 1], "nice": False}
     place = {"y": name("name", axis=axis), "x": number("count", title, axis=None, scale=scale)}
     return layers(
         rows,
@@ -129,7 +129,7 @@ def against_bound_plot(rows: Rows, title: str) -> Spec:
     rows = [{**row, "error": max(float(row["error"]), 1e-17)} for row in rows]
     place = {"y": name("name", axis={"grid": True, "ticks": False, "domain": False, "labelFontSize": 10.5})}
     scale = {"type": "log", "domainMin": 1e-17}
-    axis = {"format": ".0e", "tickCount": 6}
+    axis = {"format": ".0e", "tickCount": 6, "titleAnchor": "end"}
     told = tooltip(architecture="name", error="error", bound="bound")
     return layers(
         rows,

@@ -3,6 +3,7 @@
 (function () {
   const { config, specs } = JSON.parse(document.getElementById("plots").textContent);
   const NARROW = 420; // pixels of a plot on a phone
+  const BESIDE = 560; // pixels of a plot that has room for two legends beside each other
   const HIDDEN = 640; // pixels of a plot on a page that is not shown, for paper
 
   // legends in columns that fit, and names beside the plot that leave room for it
@@ -12,7 +13,7 @@
       const names = (part.scale || {}).domain || [];
       part.legend.columns = names.some((name) => String(name).length > 18) ? 1 : 2;
     }
-    if (part.axis && part.axis.labelLimit) part.axis.labelLimit = Math.min(part.axis.labelLimit, width / 2);
+    if (part.axis && part.axis.labelLimit) part.axis.labelLimit = Math.min(part.axis.labelLimit, 0.52 * width);
     for (const key of Object.keys(part)) if (key !== "data") narrowed(part[key], width);
   }
 
@@ -45,7 +46,8 @@
 
   // the names of a legend have the width of their plot
   function fitted(width) {
-    return { ...config, legend: { ...config.legend, labelLimit: width - 40 } };
+    const layout = width < BESIDE ? { layout: { top: { direction: "vertical", anchor: "start" } } } : {};
+    return { ...config, legend: { ...config.legend, ...layout, labelLimit: width - 40 } };
   }
 
   async function draw(place) {

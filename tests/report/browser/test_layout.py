@@ -21,7 +21,9 @@ def layout(tmp_path_factory):
     cells = [{"bug": f"{b} bug", "method": m, "state": STATES[(b + i) % 2]}
              for b in range(60) for i, m in enumerate(METHODS)]  # fmt: skip
     counts = {"points where torch and JAX choose the same derivative": 368.0, "others": 1.0}
-    times = [{"x": 10.0**k, "y": 1.23456789, "mode": "zero_", "layout": layout} for k in (5, 6) for layout in STATES]
+    modes = ("zero_", "zero_grad_foreach", "set_to_none", "flat_buffer")
+    times = [{"x": 10.0**k, "y": 1.23456789, "mode": mode, "layout": f"{state} tensors"}
+             for k in (5, 6) for state in STATES for mode in modes]  # fmt: skip
     figures = (
         Figure("cells", scoreboard_plot(cells, METHODS), "cells"),
         Figure("counts", counts_plot(counts, "points"), "counts"),
@@ -50,12 +52,15 @@ def test_a_wide_heat_map_scrolls_within_its_place_on_a_telephone(open_page, layo
     assert min(cells) > 14  # a sign and the slanted name above it fit
 
 
-def test_the_number_at_the_longest_bar_is_within_the_plot_on_a_telephone(open_page, layout):
-    page = open_page(layout, "#zoo", width=390, height=844)
+@pytest.mark.parametrize("width", [390, 480])
+def test_numbers_and_legends_are_within_their_plot_on_a_telephone(open_page, layout, width):
+    page = open_page(layout, "#zoo", width=width, height=844)
     inside = """svg => [...svg.querySelectorAll('text')].every(text =>
-      text.getBoundingClientRect().right <= svg.getBoundingClientRect().right)"""
-    assert "368" in page.locator("[data-chart=counts] svg").inner_html()
-    assert page.locator("[data-chart=counts] svg").evaluate(inside)
+      text.getBoundingClientRect().right <= svg.getBoundingClientRect().right + 1)"""
+    for chart, text in (("counts", "368"), ("times", STATES[1])):
+        drawn = page.locator(f"[data-chart={chart}] svg")
+        assert text in drawn.inner_html()
+        assert drawn.evaluate(inside), chart
 
 
 def test_the_samples_of_dashes_are_drawn(open_page, layout):
@@ -63,8 +68,8 @@ def test_the_samples_of_dashes_are_drawn(open_page, layout):
     strokes = page.locator("[data-chart=times] svg .role-legend-symbol path").evaluate_all(
         "all => all.map(path => getComputedStyle(path).stroke)"
     )
-    assert len(strokes) == 3
-    assert "none" not in strokes[1:]
+    assert len(strokes) == 6
+    assert "none" not in strokes[4:]
 
 
 def test_a_column_of_numbers_sorts_by_number_with_and_without_a_star(open_page, layout):
