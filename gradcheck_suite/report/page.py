@@ -30,6 +30,17 @@ GOOD = ("holds", "confirmed", "found", "yes", "current", "True")
 BAD = ("violated", "refuted", "missed", "no", "False")
 WARN = ("conditional", "not run", "older", "unclean")
 SCRIPTS = ("charts.js", "tables.js", "page.js")
+HOMES = {
+    "accelerate": "huggingface/accelerate",
+    "diffusers": "huggingface/diffusers",
+    "Lightning": "Lightning-AI/pytorch-lightning",
+    "pytorch": "pytorch/pytorch",
+    "torchtitan": "pytorch/torchtitan",
+    "torchtune": "pytorch/torchtune",
+    "transformers": "huggingface/transformers",
+}
+"""Project, as bugs are cited by it -> its repository on GitHub."""
+_CITED = re.compile(rf"(?<![\w/-])({'|'.join(HOMES)})#(\d+)\b")
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"^([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?[*%])*$")
 _SOURCE_MAP = re.compile(r"^//# sourceMappingURL=.*$", re.MULTILINE)
@@ -133,6 +144,12 @@ def _environment() -> jinja2.Environment:
     def prose(text: str) -> markupsafe.Markup:
         return markupsafe.Markup(_CODE.sub(r"<code>\1</code>", str(markupsafe.escape(text))))
 
+    def linked(text: str) -> markupsafe.Markup:
+        link = '<a href="https://github.com/{}/issues/{}" rel="noreferrer">{}</a>'
+        return markupsafe.Markup(
+            _CITED.sub(lambda found: link.format(HOMES[found[1]], found[2], found[0]), str(markupsafe.escape(text)))
+        )
+
     def document(text: str) -> markupsafe.Markup:
         return markupsafe.Markup(_markdown(text))
 
@@ -146,6 +163,7 @@ def _environment() -> jinja2.Environment:
         "is_number": _is_number,
         "sort_key": _sort_key,
         "prose": prose,
+        "linked": linked,
         "document": document,
     }
     return environment

@@ -62,6 +62,13 @@ def html(tmp_path_factory):
     return pages.render(build(folder))
 
 
+def test_a_cited_bug_of_a_known_project_is_a_link(tmp_path):
+    fill(tmp_path)
+    html = pages.render(build(tmp_path))
+    link = '<a href="https://github.com/huggingface/transformers/issues/24725" rel="noreferrer">transformers#24725</a>'
+    assert html.count(link) == 1
+
+
 def test_every_page_is_there_with_its_figures(html):
     text = "".join(_read(html).text)
     for expected in (
@@ -92,7 +99,10 @@ def test_what_came_from_outside_is_text(html):
 def test_the_page_is_whole_and_fetches_nothing(html):
     page = _read(html)
     assert page.open == []
-    assert all(link.startswith(("#", "data:")) for link in page.links)
+    outside = [link for link in page.links if not link.startswith(("#", "data:"))]
+    issues = [f"https://github.com/{home}/issues/" for home in pages.HOMES.values()]
+    assert all(link.startswith(tuple(issues)) for link in outside)
+    assert all(f'<a href="{link}" rel="noreferrer">' in html for link in outside)  # followed on a click alone
     assert len(html.encode()) < MOST_BYTES
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert "default-src &#39;none&#39;" in policy

@@ -102,7 +102,7 @@ def _what_zero_grad_does() -> Finding:
         "`optimizer.zero_grad()` sets every gradient to None, its default since torch 2.0. With `set_to_none=False` it "
         "calls `zero_()` on each gradient, as the claim says.",
         figures={
-            "default of set_to_none": default,
+            "default of set_to_none": str(default),
             "grad after zero_grad()": str(by_default),
             "grad after zero_grad(set_to_none=False)": kept.tolist(),
             "torch": torch.__version__,

@@ -22,7 +22,7 @@ ZOO_COLUMNS = (
     "mechanism",
     "found",
     "median cases",
-    "median s",
+    "median seconds",
     "smallest: windows, micro-batches, layers",
     "diagnosis",
     "missed by",
