@@ -126,7 +126,9 @@ class Search:
         seen = self._on_probe
         if seen is None or seen.diagnosis == "timed-out":
             return seen is not None
-        return self._final and (self._problem is not None or not has_slopes(seen.case))
+        # small elements that are 0 are a fault of elements already
+        as_drawn = seen.diagnosis == "flushed-to-zero" or not has_slopes(seen.case)
+        return self._final and (self._problem is not None or as_drawn)
 
     def run_battery(self, assumes: frozenset[str], dtype: str, device: str) -> None:
         """Check the weight probes. A fault that the first of them show is then searched for among drawn cases."""

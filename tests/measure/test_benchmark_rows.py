@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_rounds_in_which_the_process_waited_for_a_processor_are_timed_again(monk
 
 def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parents[1])
+    # pytest-benchmark is switched off where pytest-xdist says that it runs several workers
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS.parents[1], env=alone)
 
 
 @pytest.mark.full
