@@ -236,4 +236,5 @@ PREVIOUS_COUNT = bug_of_two_ranks(
     loop=previous_count,
     wanted=SCALED,
     assumes=ASSUMED,
+    least_micro_batches=4,
 )
