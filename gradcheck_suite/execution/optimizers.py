@@ -111,11 +111,13 @@ def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Opti
 
 def _expect_trainable(name: str, model: torch.nn.Module) -> None:
     """Raise `UsageError` where an optimizer cannot train some parameter of a model."""
+    if name not in NEEDS:
+        return
     sparse = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, sparse) and m.sparse}
     fits = {"muon": lambda p: p.ndim == 2 and id(p) not in embeddings, "sparseadam": lambda p: id(p) in embeddings}
     for parameter, p in model.named_parameters():
-        if name in NEEDS and p.requires_grad and not fits[name](p):
+        if p.requires_grad and not fits[name](p):
             raise UsageError(
                 f"optimizer {name} trains {NEEDS[name]}; the model's {parameter} of shape {tuple(p.shape)} is none of "
                 "them: choose another optimizer, or a --problem that it can train"
