@@ -12,7 +12,7 @@ from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.files import write_document
 from gradcheck_suite.records.store import append_record
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         kind, data = found.record
         command = shlex.join(["gradcheck-suite", FOLDER, arguments.what, *arguments.rest])
         append_record(arguments.reports, kind, data, environment=about, command=command)
-    if arguments.json is not None:
-        write_json(arguments.json, {"schema": 1, "environment": about, **found.document})
+    write_document(arguments.json, about, found.document)
     shards.remove()
     print("\n".join(found.lines))
     return found.status

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradcheck_suite.cli.parsers import Parser
+from gradcheck_suite.cli.parsers import Parser, one_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.files import expect_writable_folder
 from gradcheck_suite.records.store import FOLDER
+from gradcheck_suite.schema.case import DEVICES
 
 
 def add_reports(parser: Parser, what: str) -> None:
@@ -15,6 +16,15 @@ def add_reports(parser: Parser, what: str) -> None:
     parser.add_argument(
         "--reports", type=Path, default=Path("reports"), metavar="DIR", help=f"{what} (default %(default)s)"
     )
+
+
+def add_rows(parser: Parser) -> None:
+    """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
+    parser.add_argument(
+        "--device", type=one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as JSON")
+    add_reports(parser, "the rows are recorded in DIR/records")
 
 
 def expect_writable(reports: Path, *folders: str, **files: Path | None) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.columns import aligned
-from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.files import write_document
 from gradcheck_suite.records.store import append_record
-from gradcheck_suite.schema.case import DEVICES
 
 if TYPE_CHECKING:
     from gradcheck_suite.steps.rows import Row
@@ -29,11 +27,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="N",
         help="runs of steps for each optimizer's settings, implementation and dtype (default %(default)s)",
     )
-    parser.add_argument(
-        "--device", type=parsers.one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as JSON")
-    output_paths.add_reports(parser, "the rows are recorded in DIR/records")
+    output_paths.add_rows(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     data = {"device": arguments.device, "rows": [row.to_json() for row in rows]}
     about = environment.environment()
     append_record(arguments.reports, "step", data, environment=about)
-    if arguments.json is not None:
-        write_json(arguments.json, {"schema": 1, "environment": about, **data})
+    write_document(arguments.json, about, data)
     return exit_status.status_of(violated=False, findings=apart > 0)
 
 

@@ -10,7 +10,7 @@ from gradcheck_suite.cli.notes import note_untested_trainers
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution import environment
 from gradcheck_suite.records.columns import aligned
-from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.files import write_document
 from gradcheck_suite.records.store import append_record
 from gradcheck_suite.trainers import PACKAGES, TRAINERS, Trainer
 
@@ -85,9 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
                 print(line(answer), flush=True)
                 append_record(arguments.reports, "trainer", answer.to_json(), environment=about)
     finally:
-        if arguments.json is not None and answers:
-            document = {"schema": 1, "environment": about, "answers": [answer.to_json() for answer in answers]}
-            write_json(arguments.json, document)
+        if answers:
+            write_document(arguments.json, about, {"answers": [answer.to_json() for answer in answers]})
     for text in closing(answers):
         print(text)
     if all(answer.result is None for answer in answers):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
-from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.files import write_document
 from gradcheck_suite.records.store import append_record
 from gradcheck_suite.schema.case import DTYPES
 from gradcheck_suite.schema.results import Result, json_number
@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted = True
     print(summary(rows, sound, asked=len(bugs), interrupted=interrupted))
     data = _data(arguments, rows, sound)
-    if arguments.json is not None:
-        write_json(arguments.json, {"schema": 1, "environment": about, **data})
+    write_document(arguments.json, about, data)
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, "zoo", data, environment=about)
     violated = not (all(row.passed for row in rows) and all(result.holds for result in sound))

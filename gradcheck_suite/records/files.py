@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ def write_json(path: Path, document: Any) -> None:
         UsageError: the file cannot be written; nothing of it remains.
     """
     write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_document(path: Path | None, environment: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Write what a command found, under the environment that it comes from; nothing where there is no path."""
+    if path is not None:
+        write_json(path, {"schema": 1, "environment": environment, **data})
 
 
 def write_text(path: Path, text: str) -> None:

@@ -97,14 +97,20 @@ def clip_and_log_at_the_windows_end(run):
     train(run, before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)))
 
 
-@sound
-def scaler_at_the_windows_end(run):
-    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
+def scaled_windows(run, scaler):
+    """Yield after the scaled backward passes of each window."""
     for window in windows(run):
         run.optimizer.zero_grad()
         total = window_count(run, window)
         for batch in window:
             scaler.scale(part_of_window(run, batch, total)).backward()
+        yield
+
+
+@sound
+def scaler_at_the_windows_end(run):
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
+    for _ in scaled_windows(run, scaler):
         scaler.unscale_(run.optimizer)
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)
         scaler.step(run.optimizer)
@@ -114,11 +120,7 @@ def scaler_at_the_windows_end(run):
 @faulty("wrong-scale")
 def scaler_without_its_step(run):
     scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            scaler.scale(part_of_window(run, batch, total)).backward()
+    for _ in scaled_windows(run, scaler):
         run.optimizer.step()
 
 
