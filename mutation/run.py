@@ -60,7 +60,7 @@ TARGETS = {
     "numerics/least_squares": Target("tests/numerics/test_least_squares.py"),
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
-    "diagnosis/weights": Target("tests/diagnosis/test_weights.py"),
+    "diagnosis/weight_patterns/weights": Target("tests/diagnosis/test_weights.py"),
     **{
         f"diagnosis/{module}": Target(
             "tests/diagnosis/test_gradient.py tests/diagnosis/test_gradient_on_cases.py "
@@ -71,8 +71,8 @@ TARGETS = {
         for module in ("gradient", "gradient_on_case")
     },
     "diagnosis/step_count": Target("tests/diagnosis/test_step_count.py", TORCH),
-    "diagnosis/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
-    "diagnosis/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
+    "diagnosis/on_probe/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
+    "diagnosis/wrong_elements/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
     **{
         f"references/{module}": Target("tests/references/test_reference.py", TORCH, 60.0)
         for module in ("reference", "window", "window_bounds", "agreement")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import event, given
 
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
-from gradcheck_suite.diagnosis.aliasing import find_stolen_buffers
+from gradcheck_suite.diagnosis.wrong_elements.aliasing import find_stolen_buffers
 from gradcheck_suite.evidence.zoo.bugs.backward_buffers import Reusing
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import MODES, RESET_MODES

@@ -14,21 +14,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import (
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.non_finite_losses import SKIPPED, run_with_finite_losses
+from gradcheck_suite.diagnosis.further_runs.repeat import unless_gone
+from gradcheck_suite.diagnosis.gradient_on_case import explain_on_case, explain_run, gradient_of_step, recorded
+from gradcheck_suite.diagnosis.on_probe.probe_weights import WeightProbe, probes_of
+from gradcheck_suite.diagnosis.on_probe.separating_probe import per_micro_batch
+from gradcheck_suite.diagnosis.on_probe.weights_on_probe import explain_weights, not_linear
+from gradcheck_suite.diagnosis.weight_patterns.weights import ALONE, Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.wrong_elements.elements import (
     as_rounded_gradient,
     diagnose_elements,
     place_of_the_fault,
     wrong_and_right,
 )
-from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, is_explained, stolen_buffer
-from gradcheck_suite.diagnosis.gradient_on_case import explain_on_case, explain_run, gradient_of_step, recorded
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.non_finite_losses import SKIPPED, run_with_finite_losses
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe, probes_of
-from gradcheck_suite.diagnosis.repeat import unless_gone
-from gradcheck_suite.diagnosis.separating_probe import per_micro_batch
-from gradcheck_suite.diagnosis.weights import ALONE, Diagnosis, missing_gradient
-from gradcheck_suite.diagnosis.weights_on_probe import explain_weights, not_linear
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case, is_explained, stolen_buffer
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.window import Window

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import place_of_the_fault
-from gradcheck_suite.diagnosis.fitted_weights import diagnose_case
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.loss_calls import LossRecorder, explain_inputs, run_recorded
-from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE, is_same
-from gradcheck_suite.diagnosis.sizes import explain_size, is_linear
-from gradcheck_suite.diagnosis.weights import Diagnosis
-from gradcheck_suite.diagnosis.weights_on_probe import SIZE_DEPENDENT, not_linear
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.loss_calls import LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.diagnosis.further_runs.repeat import NOT_REPEATABLE, is_same
+from gradcheck_suite.diagnosis.on_probe.weights_on_probe import SIZE_DEPENDENT, not_linear
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
+from gradcheck_suite.diagnosis.wrong_elements.elements import place_of_the_fault
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case
+from gradcheck_suite.diagnosis.wrong_elements.sizes import explain_size, is_linear
 from gradcheck_suite.execution.instance import Instance, scaled
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Comparison, Vector

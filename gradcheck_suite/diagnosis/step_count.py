@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.non_finite_losses import SKIPPED, run_with_finite_losses
-from gradcheck_suite.diagnosis.probe_weights import WeightProbe
-from gradcheck_suite.diagnosis.repeat import NOT_REPEATABLE
-from gradcheck_suite.diagnosis.separating_probe import separating_probe
-from gradcheck_suite.diagnosis.step_patterns import Held, fitting_faults, held_by_steps, shown
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.non_finite_losses import SKIPPED, run_with_finite_losses
+from gradcheck_suite.diagnosis.further_runs.repeat import NOT_REPEATABLE
+from gradcheck_suite.diagnosis.on_probe.probe_weights import WeightProbe
+from gradcheck_suite.diagnosis.on_probe.separating_probe import separating_probe
+from gradcheck_suite.diagnosis.on_probe.step_patterns import Held, fitting_faults, held_by_steps, shown
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.records.description import counted

@@ -14,19 +14,19 @@ from typing import Any, Literal
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.live.calls import DECLARED, Call
 from gradcheck_suite.live.ending import UNCLEAR, dropped_tail, why_unjudged
-from gradcheck_suite.live.judge import judge
-from gradcheck_suite.live.losses import Counted
+from gradcheck_suite.live.judging.judge import judge
+from gradcheck_suite.live.judging.steps import Judged, Memory, Step
+from gradcheck_suite.live.judging.words import KNOWN
 from gradcheck_suite.live.options import AuditOptions
-from gradcheck_suite.live.passes import Watched
-from gradcheck_suite.live.patches import Patches
-from gradcheck_suite.live.places import Place, here
 from gradcheck_suite.live.ranks import Ranks, RankWriter, died_before, gather
 from gradcheck_suite.live.ranks_judge import judge_together
-from gradcheck_suite.live.recorder import Recorder
-from gradcheck_suite.live.steps import Judged, Memory, Step
-from gradcheck_suite.live.words import KNOWN
+from gradcheck_suite.live.recording.calls import DECLARED, Call
+from gradcheck_suite.live.recording.losses import Counted
+from gradcheck_suite.live.recording.passes import Watched
+from gradcheck_suite.live.recording.patches import Patches
+from gradcheck_suite.live.recording.places import Place, here
+from gradcheck_suite.live.recording.recorder import Recorder
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
 _open: list[audit] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradcheck_suite.live.passes import Watched
-from gradcheck_suite.live.recorder import Recorder
-from gradcheck_suite.live.weight_judge import DECLARE
-from gradcheck_suite.live.words import SENTENCES
+from gradcheck_suite.live.judging.weight_judge import DECLARE
+from gradcheck_suite.live.judging.words import SENTENCES
+from gradcheck_suite.live.recording.passes import Watched
+from gradcheck_suite.live.recording.recorder import Recorder
 from gradcheck_suite.schema.live_results import LiveViolation
 
 UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"

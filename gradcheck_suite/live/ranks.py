@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.live.passes import Pass, Watched
-from gradcheck_suite.live.places import Place
-from gradcheck_suite.live.recorder import living
-from gradcheck_suite.live.sketches import as_array
-from gradcheck_suite.live.sum_judge import clip_factor
-from gradcheck_suite.live.terms import Term, term
+from gradcheck_suite.live.judging.sum_judge import clip_factor
+from gradcheck_suite.live.judging.terms import Term, term
+from gradcheck_suite.live.recording.passes import Pass, Watched
+from gradcheck_suite.live.recording.places import Place
+from gradcheck_suite.live.recording.recorder import living
+from gradcheck_suite.live.recording.sketches import as_array
 
 Sketches = dict[int, npt.NDArray[np.float64]]
 """The index of a parameter in its optimizer -> a sketch."""

@@ -13,13 +13,13 @@ from itertools import zip_longest
 
 import numpy as np
 
-from gradcheck_suite.live import naming, objectives
+from gradcheck_suite.live.judging import naming, objectives
+from gradcheck_suite.live.judging.reading import History
+from gradcheck_suite.live.judging.sums import Explanation, Sums, empty, explain
+from gradcheck_suite.live.judging.terms import Term
+from gradcheck_suite.live.judging.words import SENTENCES
 from gradcheck_suite.live.ranks import PassLine, RankFile, StepLine
-from gradcheck_suite.live.reading import History
-from gradcheck_suite.live.sketches import PROJECTIONS, resolution, tolerance
-from gradcheck_suite.live.sums import Explanation, Sums, empty, explain
-from gradcheck_suite.live.terms import Term
-from gradcheck_suite.live.words import SENTENCES
+from gradcheck_suite.live.recording.sketches import PROJECTIONS, resolution, tolerance
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 from gradcheck_suite.schema.live_results import LiveViolation
 

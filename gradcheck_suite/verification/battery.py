@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.probe_faults import linear_fault
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.on_probe.probe_faults import linear_fault
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Verdict, Violation

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gradcheck_suite.diagnosis.fitted_weights import diagnose_case
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.gradient import explain_gradient, explain_missing
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.window import Window

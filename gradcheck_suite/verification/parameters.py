@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.optimizers import OPTIMIZERS

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
-from gradcheck_suite.diagnosis.probe_weights import (
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.repeat import unless_gone
+from gradcheck_suite.diagnosis.on_probe.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
+from gradcheck_suite.diagnosis.on_probe.probe_weights import (
     expected_gradients,
     gradients_of_steps,
     held_by,
     may_be_non_finite,
     ranges_text,
 )
-from gradcheck_suite.diagnosis.repeat import unless_gone
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
-from gradcheck_suite.diagnosis.weights import Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, missing_gradient
 from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradcheck_suite.diagnosis.elements import wrong_and_right
 from gradcheck_suite.diagnosis.gradient import OF_ELEMENTS
-from gradcheck_suite.diagnosis.weights import ALONE, names_of
+from gradcheck_suite.diagnosis.weight_patterns.weights import ALONE, names_of
+from gradcheck_suite.diagnosis.wrong_elements.elements import wrong_and_right
 from gradcheck_suite.schema.results import Violation
 
 SHOWN_BY_LARGER = frozenset(

@@ -9,8 +9,8 @@ from contextlib import suppress
 from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue import is_accumulable
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.weights import names_of
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import ATTEMPTS, RedrawError, run_on_cases

@@ -6,7 +6,7 @@ autocast by mistake would widen its own bound.
 
 from __future__ import annotations
 
-from gradcheck_suite.diagnosis.weights import Diagnosis
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF

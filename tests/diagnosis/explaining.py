@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.gradient import explain_gradient
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
 from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.windows import backward_window, windows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
-from gradcheck_suite.diagnosis.fitted_weights import diagnose_case, stolen_buffer
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case, stolen_buffer
 from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.reference import Reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
-from gradcheck_suite.diagnosis.sizes import explain_size
+from gradcheck_suite.diagnosis.wrong_elements.sizes import explain_size
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE, probe_case
 from tests.diagnosis.explaining import explained, then, weight_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
-from gradcheck_suite.diagnosis.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.runner import run_loop

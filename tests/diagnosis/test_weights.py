@@ -10,8 +10,8 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from gradcheck_suite.diagnosis.naming import diagnose
-from gradcheck_suite.diagnosis.weights import Weights
+from gradcheck_suite.diagnosis.weight_patterns.naming import diagnose
+from gradcheck_suite.diagnosis.weight_patterns.weights import Weights
 
 COUNTS = (2.0, 1.0, 2.0, 3.0, 4.0)
 WINDOW = (1, 2, 3)

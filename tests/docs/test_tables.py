@@ -15,7 +15,7 @@ import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, exit_status
 from gradcheck_suite.cli.options import DEFAULTS, MARKER_OPTIONS
-from gradcheck_suite.diagnosis.weights import names_of
+from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S

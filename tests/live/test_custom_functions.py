@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradcheck_suite.live import custom_functions
-from gradcheck_suite.live.custom_functions import LEAST, first_calls, judge_function
+from gradcheck_suite.live.judging import custom_functions
+from gradcheck_suite.live.judging.custom_functions import LEAST, first_calls, judge_function
 
 
 def custom(forward, backward, **more):

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.live.patches import Patches
-from gradcheck_suite.live.recorder import Recorder
+from gradcheck_suite.live.recording.patches import Patches
+from gradcheck_suite.live.recording.recorder import Recorder
 
 
 def _places():

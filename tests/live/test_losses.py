@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
-from gradcheck_suite.live.losses import LOSSES, counted
+from gradcheck_suite.live.recording.losses import LOSSES, counted
 
 
 def _normal(*shape):

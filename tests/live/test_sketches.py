@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.live.sketches import PROJECTIONS, as_array, resolution, sketch, tolerance
+from gradcheck_suite.live.recording.sketches import PROJECTIONS, as_array, resolution, sketch, tolerance
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
 SMALLEST = {"float64": 1e-12, "float32": 5e-4, "bfloat16": 3.0}

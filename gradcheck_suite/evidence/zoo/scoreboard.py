@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from gradcheck_suite.diagnosis.weights import names_of
+from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.evidence.zoo.bug import Bug
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS

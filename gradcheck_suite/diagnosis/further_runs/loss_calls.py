@@ -1,0 +1,222 @@
+"""What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
+
+The losses are computed again from what they were called with. Where that gives the observed gradient, and the right
+inputs do not, the inputs are the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, listed
+from gradcheck_suite.execution.batches import leaves, map_leaves, named_leaves
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.references.torch_reference import Gradients, parameter_gradients
+from gradcheck_suite.schema.contract import Batch
+
+Flat = Callable[[Gradients], Vector]
+CLOSE = 1e-9
+"""Share of the largest element up to which a gradient that is computed again is the same."""
+
+
+@dataclass
+class LossCall:
+    """A call of the loss.
+
+    Attributes:
+        step: number of optimizer steps before it.
+        batch: a copy of the batch.
+        parameters: name -> a copy of the value, of the model that it was called with.
+        training: name of each module -> its mode.
+        cotangent: what backward handed to the loss; None where the loss was not sent backward.
+    """
+
+    step: int
+    batch: Batch
+    parameters: dict[str, torch.Tensor]
+    training: dict[str, bool]
+    cotangent: torch.Tensor | None = None
+
+    def note(self, cotangent: torch.Tensor) -> None:
+        """Add what a backward hands to the loss."""
+        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+
+
+class LossRecorder:
+    """Records the calls of a loss.
+
+    Attributes:
+        calls: those with a `torch.nn.Module`, in order.
+        called: whether the loop calls the loss to train, which a look under `no_grad` is not.
+        original: the instance whose loss is recorded.
+        instance: the instance that records.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self.calls: list[LossCall] = []
+        self.called = False
+        self.original = instance
+        self._loss, self._steps = instance.problem.loss, 0
+        self.instance = replace(instance, problem=replace(instance.problem, loss=self._recorded))
+
+    def note_step(self, *_: Any) -> None:
+        """Count an optimizer's step."""
+        self._steps += 1
+
+    def _recorded(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        self.called |= torch.is_grad_enabled()
+        if not (isinstance(model, torch.nn.Module) and torch.is_grad_enabled()):
+            return self._loss(model, batch)
+        call = LossCall(
+            self._steps,
+            map_leaves(lambda t: t.detach().clone(), batch),
+            {name: p.detach().clone() for name, p in model.named_parameters()},
+            {name: module.training for name, module in model.named_modules()},
+        )
+        loss = self._loss(model, batch)
+        if loss.requires_grad:
+            self.calls.append(call)
+            loss.register_hook(call.note)
+        return loss
+
+
+def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
+    """Run a loop and record its losses; the outcome is None where it raised or no run is left."""
+    recorder = LossRecorder(instance)
+    if instance.case.plan.ranks:
+        # the losses are called in the ranks' own processes, where nobody records them
+        recorder.called = True
+        outcome = runner.run(instance)
+        return recorder, None if outcome is None or outcome.raised is not None else outcome
+    handle = register_optimizer_step_post_hook(recorder.note_step)
+    try:
+        outcome = runner.run(recorder.instance)
+    finally:
+        handle.remove()
+    return recorder, None if outcome is None or outcome.raised is not None else outcome
+
+
+def explain_inputs(
+    recorder: LossRecorder, flat: Flat, members: Sequence[int], observed: Vector, step: int
+) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
+
+    Args:
+        recorder: of a run whose optimizer left the parameters as they were.
+        flat: returns gradients by name as one vector, (P,).
+        members: indices of the micro-batches of the step's window.
+        observed: (P,): the wrong gradient.
+        step: index of the step.
+    """
+    sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
+    instance = recorder.original
+    # what an earlier pass over the window computed may have been cleared
+    for calls in (sent, sent[-len(members) :]) if len(sent) > len(members) else (sent,):
+        if not calls or not _gives(instance, flat, calls, observed):
+            continue
+        found = {}
+        for name, sentence, corrected in _differences(instance, members, calls):
+            if corrected is None or not _gives(instance, flat, corrected, observed):
+                found[name] = sentence
+        if found:
+            return Diagnosis(" or ".join(found), "; or: ".join(found.values()))
+    return None
+
+
+def _gives(instance: Instance, flat: Flat, calls: Sequence[LossCall], observed: Vector) -> bool:
+    """Whether the losses, computed again as they were called, have a gradient."""
+    total = np.zeros_like(observed)
+    for call in calls:
+        model = instance.model()
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        if modules.keys() != call.training.keys() or parameters.keys() != call.parameters.keys():
+            return False
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(call.parameters[name])
+        for name, module in modules.items():
+            module.training = call.training[name]
+        assert call.cotangent is not None
+        loss = instance.problem.loss(model, map_leaves(torch.clone, call.batch))
+        total += flat(parameter_gradients(loss * call.cotangent, model))
+    return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
+
+
+def _differences(
+    instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
+) -> Iterator[tuple[str, str, list[LossCall] | None]]:
+    """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
+    model = instance.model()
+    right = {name: module.training for name, module in model.named_modules()}
+    if any(call.training != right for call in calls):
+        yield "wrong-mode", _mode_text(right, calls), [replace(call, training=right) for call in calls]
+    start = {name: p.detach() for name, p in model.named_parameters()}
+    if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
+        yield "other-parameters", _moved_text(start, calls), [replace(call, parameters=start) for call in calls]
+    if changed := _changed_text(instance, members, calls):
+        yield "changed-batch", changed, None
+
+
+def _mode_text(right: dict[str, bool], calls: Sequence[LossCall]) -> str:
+    off = [[name for name, training in call.training.items() if training != right[name]] for call in calls]
+    number = sum(map(bool, off))
+    which = "the window's losses" if number == len(calls) else f"{number} of the window's {len(calls)} losses"
+    names = list(dict.fromkeys(name for call in off for name in call))
+    where = "" if "" in names else f" in {listed(names)}"
+    mode = "train" if calls[0].training.get(names[0]) and number == len(calls) else "eval"
+    return (
+        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in {mode} mode{where}, while the run hands "
+        "the model over in train mode: call model.train() after an evaluation"
+    )
+
+
+def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> str:
+    values = [(name, value) for call in calls for name, value in call.parameters.items()]
+    moved = [(name, value) for name, value in values if not torch.equal(value, start[name])]
+    name, value = moved[0]
+    own, at = start[name].flatten(), int((value - start[name]).abs().argmax())
+    names = list(dict.fromkeys(name for name, _ in moved))
+    return (
+        f"the losses are computed at other values of {listed(names)} than those that the step changes ({name} has "
+        f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there: look for a "
+        "copy or an average of the model, and for parameters that are perturbed or rounded and restored before the step"
+    )
+
+
+def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
+    """Return how a batch of the window is none that the loader yields, or None."""
+    plan = instance.case.plan
+    yielded = [dict(named_leaves(instance.batch(plan.items(j)))) for j in range(len(plan.micro_batches))]
+    for place, call in enumerate(calls):
+        given = dict(named_leaves(call.batch))
+        if any(_equal(given, own) for own in yielded):
+            continue
+        index = members[min(place, len(members) - 1)]
+        own = yielded[index]
+        items, due = len(next(leaves(call.batch), ())), plan.micro_batches[index]
+        what = f"{items} items in place of {due}"
+        if items == due:
+            off = [name for name in own if name not in given or not _equal({"": given[name]}, {"": own[name]})]
+            what = f"other values in {listed(off)}"
+        return (
+            f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
+            f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
+            "the loss (a normalisation in place, augmentation, truncation, padding, a split)"
+        )
+    return None
+
+
+def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+    return given.keys() == own.keys() and all(
+        t.shape == own[name].shape and t.dtype == own[name].dtype and bool(((t == own[name]) | (t != t)).all())
+        for name, t in given.items()
+    )

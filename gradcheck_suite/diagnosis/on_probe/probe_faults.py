@@ -1,0 +1,277 @@
+"""Naming the fault that a loop shows on a weight probe, by at most three further runs of the loop.
+
+The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with all
+slopes 1 tells faults of the weights from faults that depend on the size of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.loss_calls import run_recorded
+from gradcheck_suite.diagnosis.further_runs.repeat import NOT_REPEATABLE
+from gradcheck_suite.diagnosis.on_probe.clipping import clipping
+from gradcheck_suite.diagnosis.on_probe.probe_weights import (
+    WeightProbe,
+    expected_gradients,
+    gradients_of_steps,
+    held_by,
+    may_be_non_finite,
+    ranges_text,
+)
+from gradcheck_suite.diagnosis.on_probe.weights_on_probe import explain_weights, not_linear, probe_inputs
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.weight_probe import slopes_of
+
+SKIPPED = (
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
+    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
+    "finite-gradients"
+)
+NOT_IN_GRADIENT = Diagnosis(
+    "skipped-non-finite",
+    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
+    "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
+)
+Steps = Sequence[Vector | None]
+COARSE = ("bfloat16", "float16")
+"""Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
+POISONED = (
+    "the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: it "
+    "scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN"
+)
+
+
+def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a wrong gradient on a weight probe.
+
+    Args:
+        case: the probe.
+        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    seen = steps[step]
+    assert seen is not None, "a skipped step is not compared"
+    if case.spec is not None and "slopes" not in case.spec.loss.o:
+        return other_windows(case, steps) or _of_weights(case, steps, step, runner)
+    plain = _without_slopes(case, runner)
+    if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
+        return _of_weights(case, plain, step, runner)
+    return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
+
+
+def other_windows(case: Case, steps: Steps) -> Diagnosis | None:
+    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
+    plan = case.plan
+    held = [held_by(plan, items) for items in steps if items is not None]
+    right = list(plan.windows) * plan.epochs
+    if [j for step in held for j in step] != [j for window in right for j in window]:
+        return None
+    first = next((s for s, seen in enumerate(held) if s >= len(right) or tuple(seen) != right[s]), None)
+    if first is None:
+        return None
+    near = slice(max(0, first - 1), first + 2)
+    shown, due = (" | ".join(ranges_text(window) for window in windows[near]) for windows in (held, right))
+    return Diagnosis(
+        "wrong-windows",
+        f"the loop steps at other places: from step {near.start} on its windows are micro-batches {shown}, where "
+        f"{due} are right (accumulation_steps = {plan.accumulation_steps}, anew in every epoch)",
+    )
+
+
+def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
+    """Name a fault that depends on the size of the gradient, in a loop whose weights are wrong anyway; None without.
+
+    The loop is held to the weights that it gives on the same plan where all slopes are 1.
+
+    Args:
+        case: a probe with slopes.
+        runner: of the loop.
+    """
+    slopes = np.array(slopes_of(case))
+    plain, sized = _without_slopes(case, runner), _probe(case, case.dtype).run(runner, slopes=slopes.tolist())
+    if plain is None or sized is None or sized.skipped:
+        return None
+    steps = gradients_of_steps(sized)
+    if len(steps) != len(plain):
+        return _skips(case, steps) if len(steps) < len(plain) else None
+    # what other windows leave behind may be no multiple of their slopes, and is named already
+    own = [np.isin(np.arange(len(slopes)), case.plan.window_items(w)) for w in range(len(case.plan.windows))]
+    expected = []
+    for step, weights in enumerate(plain):
+        inside = own[step % len(own)] & (weights != 0)
+        expected.append(np.multiply(weights, slopes, out=np.zeros_like(slopes), where=inside))
+        steps[step] = np.where(own[step % len(own)] | ~np.isfinite(steps[step]), steps[step], 0.0)
+    close = 64 * UNIT_ROUNDOFF[case.dtype]
+    for step, (right, seen) in enumerate(zip(expected, steps, strict=True)):
+        diverged = may_be_non_finite(right) & ~np.isfinite(seen)
+        if not (diverged | np.isclose(seen, right, rtol=close, atol=0)).all():
+            return _size_fault(case, expected, steps, step, runner)
+    return None
+
+
+def explain_skips(case: Case, outcome: Outcome, runner: LoopRunner) -> Diagnosis | None:
+    """Name the fault of a loop that takes fewer steps because of the size of gradients; None where that is not why."""
+    if set(slopes_of(case)) == {1.0} or len(outcome.observations) >= case.plan.steps:
+        return None
+    plain = _without_slopes(case, runner)
+    if plain is None or len(plain) != case.plan.steps:
+        return None
+    return _skips(case, gradients_of_steps(outcome))
+
+
+def _skips(case: Case, steps: Sequence[Vector]) -> Diagnosis:
+    """Return the diagnosis of skipped windows, from the gradients of the steps that were taken."""
+    expected, taken = expected_gradients(case), {tuple(held_by(case.plan, seen)) for seen in steps}
+    skipped = [right for window, right in zip(case.plan.windows, expected, strict=True) if window not in taken]
+    finite = [right for right in skipped if np.isfinite(right).all()]
+    if not finite:
+        return Diagnosis("skipped-non-finite", SKIPPED)
+    norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
+    return Diagnosis(
+        "skipped-by-size",
+        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
+        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
+    )
+
+
+def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
+    return _probe(case, case.dtype).observed_weights(runner)
+
+
+def _probe(case: Case, dtype: str) -> WeightProbe:
+    assert case.spec is not None
+    return WeightProbe(case.plan, case.spec.loss.reduction, dtype=dtype)
+
+
+def _is_right(observed: Vector, case: Case, step: int) -> bool:
+    right = _probe(case, case.dtype).right_weights(step % len(case.plan.windows))
+    unit = UNIT_ROUNDOFF[case.dtype]
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=16 * unit**2)
+
+
+def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
+    dtype = "float64" if case.dtype in COARSE else case.dtype
+    probe = _probe(case, dtype)
+    windows = len(case.plan.windows)
+    # a step that a gradient scaler skipped says nothing of the weights
+    seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
+    if dtype != case.dtype:
+        finer = probe.observed_weights(runner)
+        right = probe.right_weights(step % windows)
+        if finer is None or step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
+            return Diagnosis(
+                "low-precision",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
+                "compute counts and their quotients in float32, and accumulate gradients in float32",
+            )
+        seen = finer
+    if not np.isfinite(seen[step]).all():
+        return not_linear("on the read-out probe, whose gradients are finite, it is not even finite")
+    return explain_weights(probe, seen, step, runner)
+
+
+# Faults that depend on the size of the gradient
+
+
+def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
+
+    Args:
+        case: the probe, with slopes.
+        expected: the right gradient of every step.
+        steps: as in `explain_probe`.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    window = step % len(case.plan.windows)
+    items = list(case.plan.window_items(window))
+    right, seen = expected[step], steps[step]
+    assert seen is not None
+    if not np.isfinite(right).all():
+        return _of_non_finite(case, right, seen, window)
+    poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
+    if poison and not np.isfinite(seen).all():
+        source = poison[-1] % len(case.plan.windows)
+        return Diagnosis("poisoned-by-earlier-window", POISONED.format(window=source))
+    if runner.runs_left > 1:
+        # one is kept for a larger gradient
+        recorder, outcome = run_recorded(runner, generated_instance(case))
+        again = gradients_of_steps(outcome) if outcome else []
+        if step < len(again) and not np.array_equal(again[step], seen, equal_nan=True):
+            return NOT_REPEATABLE
+        if found := probe_inputs(recorder, case.plan.windows[window], seen, step):
+            return found
+    wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
+    if not wrong:
+        wrong = items
+    if not np.isfinite(seen).all():
+        return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
+    if np.abs(right[items]).max() < 1 and not seen[wrong].any():
+        return Diagnosis(
+            "flushed-to-zero",
+            f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
+            "right: small values are set to zero, or they are lost in a coarser dtype",
+        )
+    if np.abs(right[items]).max() > 1 and not seen[wrong].any():
+        return Diagnosis(
+            "skipped-by-size",
+            f"a gradient of {_size(right[wrong])} is not in the step's, while one of about 1 is: a loss or a gradient "
+            "above some size is left out; switch that off for the verification",
+        )
+    if clipped := clipping(case, seen, right, step, runner):
+        return clipped
+    return not_linear(
+        f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
+        "something depends on the gradient's size (clipping, normalising, a coarser dtype)"
+    )
+
+
+def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diagnosis:
+    """Name the fault of a window whose right gradient is infinite or NaN in some elements."""
+    poisoned = ~np.isfinite(right)
+    what = "NaN" if np.isnan(right[poisoned]).any() else "infinite"
+    plan = case.plan
+    beside = [
+        i
+        for j in plan.windows[window]
+        if poisoned[plan.items(j).start : plan.items(j).stop].any()
+        for i in plan.items(j)
+        if not poisoned[i]
+    ]
+    if not seen[poisoned].any() and not (beside and seen[beside].any()):
+        return NOT_IN_GRADIENT
+    if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
+        return Diagnosis(
+            "clipped",
+            f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
+            "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
+        )
+    values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
+    if not values:
+        return not_linear(
+            f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "
+            "come out wrong: something depends on the loss's value or on the largest element (a comparison, a "
+            "threshold, a norm)"
+        )
+    return Diagnosis(
+        "replaced-non-finite",
+        f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
+        "finite, such as nan_to_num or a clamp, and hides that the run diverged",
+    )
+
+
+def _size(elements: Vector) -> str:
+    sizes = np.abs(elements)
+    low, high = f"{sizes.min():.2g}", f"{sizes.max():.2g}"
+    return high if low == high else f"{low} to {high}"

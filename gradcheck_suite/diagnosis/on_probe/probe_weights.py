@@ -1,0 +1,201 @@
+"""The weight read-out probe under a case's plan: the weight that a loop gives each item, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.execution.batches import Items
+from gradcheck_suite.execution.instance import Instance, generated_instance, recounted, scaled
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.schema.results import ItemWeight
+from gradcheck_suite.schema.spec import Reduction
+from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case, slopes_of, slopes_text
+
+Count = Callable[[list[int]], float]
+"""What the mean over some items, given by their indices, divides by."""
+EXACT, COARSE = 1e-13, 1e-5
+"""Relative tolerances of weights that are read off in float64 and in coarser dtypes."""
+MOST_ROWS = 12
+"""Micro-batches that a table has a row each for; where there are more, a row stands for a run of equal ones."""
+
+
+@dataclass(frozen=True)
+class WeightProbe:
+    """A probe: how its items are cut up and what its mean divides by.
+
+    Attributes:
+        plan: of the run.
+        reduction: of the probe's loss.
+        count: what the mean over some items divides by, if not their number.
+        dtype: of the parameter.
+    """
+
+    plan: Plan
+    reduction: Reduction
+    count: Count | None = None
+    dtype: str = "float64"
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of its weights that rounding explains."""
+        return EXACT if self.dtype == "float64" else COARSE
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """What the mean over each micro-batch divides by."""
+        if self.count is None:
+            return self.plan.micro_batches
+        return tuple(self.count(list(self.plan.items(j))) for j in range(len(self.plan.micro_batches)))
+
+    def right_weights(self, window: int) -> Vector:
+        """Return (total items,): the weight of each item in a window's gradient, 0 in those without valid targets."""
+        right, counts, members = np.zeros(self.plan.total_items), self.counts, self.plan.windows[window]
+        share = 1.0 if self.reduction == "sum" else 1.0 / sum(counts[j] for j in members)
+        for j in members:
+            right[self.plan.items(j).start : self.plan.items(j).stop] = share if counts[j] else 0.0
+        return right
+
+    def instance(self, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Instance:
+        """Return the probe, ready to run."""
+        case = probe_case(self.plan, self.reduction, dtype=self.dtype, slopes=slopes_text(slopes))
+        instance = generated_instance(case)
+        if self.count is not None:
+            instance = recounted(instance, self.count)
+        return scaled(instance, scale)
+
+    def run(self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Outcome | None:
+        """Run the loop on the probe; None where it raised or no run is left.
+
+        Args:
+            runner: of the loop.
+            scale: the factor that the probe's loss is multiplied by.
+            slopes: the derivative of each item's loss, 1 each if empty.
+        """
+        outcome = runner.run(self.instance(scale=scale, slopes=slopes))
+        return None if outcome is None or outcome.raised is not None else outcome
+
+    def observed_weights(
+        self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()
+    ) -> list[Vector] | None:
+        """Run the loop on the probe and return the weights it gave the items, times their slopes.
+
+        Args:
+            runner: of the loop.
+            scale: the factor that the probe's loss is multiplied by, and the weights divided.
+            slopes: the derivative of each item's loss, 1 each if empty.
+
+        Returns:
+            For each step the weight of each item, (total items,); None where the loop raised or no run is left.
+        """
+        outcome = self.run(runner, scale=scale, slopes=slopes)
+        return None if outcome is None else [seen / scale for seen in gradients_of_steps(outcome)]
+
+
+def gradients_of_steps(outcome: Outcome) -> list[Vector]:
+    """Return the gradient of each step that a loop took on a probe, (total items,) float64, zeros where it is None."""
+    empty = torch.zeros_like(outcome.start[PARAMETER])
+    return [flat_on_probe(observation.gradients, empty) for observation in outcome.observations]
+
+
+def flat_on_probe(gradients: Mapping[str, torch.Tensor | None], empty: torch.Tensor) -> Vector:
+    """Return the gradient of a probe's parameter, (total items,) float64; `empty` where it is None."""
+    found = gradients[PARAMETER]
+    seen: Vector = (empty if found is None else found).to("cpu", torch.float64).numpy()
+    return seen
+
+
+def expected_gradients(case: Case) -> list[Vector]:
+    """Return the gradient of each window of a probe: the weight of each item times the slope of its loss."""
+    assert case.spec is not None
+    probe, slopes = WeightProbe(case.plan, case.spec.loss.reduction), np.array(slopes_of(case))
+    rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
+    return [np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights]
+
+
+def probes_of(instance: Instance) -> Iterator[WeightProbe]:
+    """Yield the probes that show what a loop does to the weights of an instance's items, the most telling first.
+
+    The first counts what the case counts, but items where each counts the same, and items in micro-batches without
+    valid targets, whose weights could not be read otherwise. Where there are such, the second counts none there.
+    """
+    plan, items = instance.case.plan, Items(instance.data)
+    reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
+
+    def count(indices: list[int]) -> float:
+        return float(instance.count(items.__getitems__(indices)))
+
+    counts = [count(list(plan.items(j))) for j in range(len(plan.micro_batches))]
+    empty = {i for j, counted in enumerate(counts) if not counted for i in plan.items(j)}
+    shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
+    if reduction == "sum" or len(shares) == 1:
+        yield WeightProbe(plan, reduction)
+    else:
+        yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
+    if reduction == "mean" and empty:
+        yield WeightProbe(plan, reduction, count)
+
+
+def may_be_non_finite(expected: Vector) -> npt.NDArray[np.bool_]:
+    """Return which elements of a step's gradient may be infinite or NaN, (total items,).
+
+    Where one is rightly so, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers call to log the norm,
+    multiplies by infinity over infinity. The optimizer's step diverges anyway.
+    """
+    return np.full(len(expected), not np.isfinite(expected).all())
+
+
+def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[ItemWeight, ...]:
+    """Return the right and the observed weights of a step.
+
+    Args:
+        probe: that they were read on.
+        observed: the weight of each micro-batch's items.
+        window: of the step.
+
+    Returns:
+        A row for each micro-batch, and of a long plan one row for each run of equal ones.
+    """
+    expected = probe.right_weights(window)[list(probe.plan.starts)]
+    ranks = [rank if probe.plan.ranks else None for rank in probe.plan.owners]
+    rows = [
+        (float(n), float(e), float(o), rank)
+        for n, e, o, rank in zip(probe.counts, expected, observed, ranks, strict=True)
+    ]
+    runs: list[range] = []
+    for j, row in enumerate(rows):
+        if len(rows) > MOST_ROWS and runs and _digits(rows[runs[-1].start]) == _digits(row):
+            runs[-1] = range(runs[-1].start, j + 1)
+        else:
+            runs.append(range(j, j + 1))
+    return tuple(ItemWeight(ranges_text(list(run)), *rows[run.start]) for run in runs)
+
+
+def _digits(row: tuple[float, float, float, int | None]) -> list[str]:
+    """Return a row with the digits that are shown: equal weights may differ by rounding in further ones."""
+    return [f"{number:.6g}" for number in row if number is not None]
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return increasing numbers with runs of them written as `0-15`."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], n)
+        else:
+            runs.append((n, n))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def held_by(plan: Plan, items: Vector) -> list[int]:
+    """Return the micro-batches of which some item has a weight other than 0."""
+    held: list[int] = np.flatnonzero(np.logical_or.reduceat(items != 0, list(plan.starts))).tolist()
+    return held

@@ -1,0 +1,131 @@
+"""Naming a fault from the weights that a loop gives to the items of a weight read-out probe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.diagnosis.further_runs.loss_calls import LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.diagnosis.on_probe.probe_weights import (
+    WeightProbe,
+    flat_on_probe,
+    gradients_of_steps,
+    item_weights,
+)
+from gradcheck_suite.diagnosis.on_probe.separating_probe import per_micro_batch, reading, readings, separating_probe
+from gradcheck_suite.diagnosis.on_probe.step_patterns import fitting_faults, held_by_steps
+from gradcheck_suite.diagnosis.weight_patterns.naming import diagnose, names_nothing
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights
+from gradcheck_suite.diagnosis.wrong_elements.moved_elements import projection
+from gradcheck_suite.diagnosis.wrong_elements.sizes import explain_size, is_linear
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.schema.weight_probe import PARAMETER, SMALL_SCALE, probe_case
+
+SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
+
+
+def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of the weights of a step, by at most two further runs of the loop.
+
+    Args:
+        probe: that the weights were read on.
+        steps: for each step the weight of each item, (total items,).
+        step: index of the step, whose weights are wrong and finite.
+        runner: of the loop.
+    """
+    items, window = steps[step], step % len(probe.plan.windows)
+    observed = per_micro_batch(probe, items)
+    table = () if observed is None else item_weights(probe, observed, window)
+    weights = None if observed is None else reading(probe, step, observed)
+    right = probe.right_weights(window)
+    if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
+        return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
+    if weights is not None:
+        named = diagnose(weights, _others(readings(probe, steps), step))
+        # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
+        known = not names_nothing(named) and "wrong-scale" not in named.names
+        if (known or runner.runs_left > 1) and (found := _separated(runner, probe, weights, steps)):
+            return replace(found, weights=table)
+        if known and not runner.runs_left:
+            return replace(named, weights=table)
+    recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    if outcome is None or step >= len(outcome.observations):
+        return not_linear("on the read-out probe the items' weights are wrong, and the loop stops if the loss is small")
+    small_step = gradients_of_steps(outcome)[step]
+    if not is_linear(items, small_step, probe.tolerance):
+        found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
+        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
+    if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
+        return found
+    if weights is None:
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+    if names_nothing(named):
+        named = diagnose(weights)
+    return replace(named, weights=table)
+
+
+def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:
+    """Return the diagnosis of a probe's gradient that is right for other batches than the loader's, or None."""
+    empty = torch.zeros(len(seen))
+    return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
+
+
+def not_linear(why: str) -> Diagnosis:
+    """Return the diagnosis of a gradient that no known fault explains."""
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
+def _parameters_of(probe: WeightProbe) -> Vector:
+    model = generated_instance(probe_case(probe.plan, probe.reduction, dtype=probe.dtype)).model()
+    values: Vector = model.get_parameter(PARAMETER).detach().double().numpy()
+    return values
+
+
+def _separated(runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]) -> Diagnosis | None:
+    """Return the fault that explains this run and one on the separating probe, with a small loss, or None."""
+    separating = separating_probe(probe, runner.assumes)
+    seen = separating.observed_weights(runner, scale=SMALL_SCALE)
+    if seen is None or not np.isfinite(seen).all():
+        return None
+    miscounted = len(seen) != separating.plan.steps
+    other = _whole_windows(separating, seen) if miscounted else readings(separating, seen)
+    named = None
+    if other and not all(w.is_right for w in other):
+        step = weights.epoch * len(weights.windows) + (weights.index or 0)
+        named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
+    if named is not None and not names_nothing(named):
+        return named
+    return _by_steps(separating, seen) if miscounted else None
+
+
+def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:
+    """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
+
+    A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
+    there.
+    """
+    found: list[Weights] = []
+    for step, items in enumerate(seen[: len(probe.plan.windows)]):
+        observed = per_micro_batch(probe, items)
+        if observed is None or tuple(np.flatnonzero(observed)) != tuple(probe.plan.windows[step]):
+            break
+        found.append(reading(probe, step, observed))
+    return found
+
+
+def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
+    """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
+    faults = fitting_faults(probe.plan, held_by_steps(probe.plan, seen))
+    for name, account in faults.items():
+        if name != "never-stepped":
+            said = f"under another plan the loop takes {len(seen)} steps in place of {probe.plan.steps}"
+            return Diagnosis(name, f"{said}{account}")
+    return None
+
+
+def _others(run: list[Weights] | None, step: int) -> list[Weights]:
+    return [] if run is None else [w for i, w in enumerate(run) if i != step]

@@ -1,0 +1,323 @@
+"""Factors of a run by which every item of a window may be too heavy or too light, each with its remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradcheck_suite.diagnosis.weight_patterns.weights import Weights
+from gradcheck_suite.schema.options import MAX_RANKS
+
+LEAST_LOSS_SCALE = 2**7
+Value = Callable[[Weights], float | None]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor with a meaning.
+
+    Attributes:
+        value: the factor in a step, or None where the step does not have it.
+        text: what it is in a step, as the end of a sentence.
+        remedy: what to do about it.
+        rare: 1 if it counts only where nothing simpler fits, 2 if two windows must tell it from a coincidence as well.
+    """
+
+    value: Value
+    text: Callable[[Weights], str]
+    remedy: str
+    rare: int = 0
+
+
+DIVIDE_ONCE = "divide each summed loss by the window's count, and by nothing else"
+UNDIVIDED = f"a division is left out: {DIVIDE_ONCE}"
+TWICE = f"something divides a second time: {DIVIDE_ONCE}"
+SHORT = "a short window is divided as if it were whole: divide by its own count"
+OTHER_COUNT = "divide by the count of the micro-batches that this step is about"
+
+
+def _other_count(micro_batches: Callable[[Weights], tuple[int, ...] | None]) -> Value:
+    """Return the window's count over another one; None where it is the same or there is no such count."""
+
+    def value(w: Weights) -> float | None:
+        chosen = micro_batches(w)
+        if chosen is None or w.reduction == "sum" or not (count := w.count_of(chosen)):
+            return None
+        return w.window_count / count
+
+    return value
+
+
+def _neighbour(step: int) -> Callable[[Weights], tuple[int, ...] | None]:
+    """Return the window so many before or after, of the epoch before or after where necessary."""
+
+    def window(w: Weights) -> tuple[int, ...] | None:
+        if w.index is None:
+            return None
+        epoch, index = divmod(w.index + step, len(w.windows))
+        return None if w.epoch + epoch < 0 else w.windows[index]
+
+    return window
+
+
+def _first(w: Weights) -> tuple[int, ...] | None:
+    return w.windows[0] if w.windows else None
+
+
+def _one_more(w: Weights) -> tuple[int, ...] | None:
+    return (*w.window, w.window[-1] + 1) if w.window[-1] + 1 < len(w.counts) else None
+
+
+def _epoch(w: Weights) -> tuple[int, ...] | None:
+    return tuple(range(len(w.counts))) if w.windows else None
+
+
+def _so_far(w: Weights) -> float | None:
+    if w.index is None or w.reduction == "sum":
+        return None
+    before = w.epoch * sum(w.counts) + sum(w.count_of(v) for v in w.windows[: w.index])
+    return w.window_count / (before + w.window_count)
+
+
+def _of_means(count: Callable[[Weights], float], times: Callable[[Weights], float]) -> Value:
+    return lambda w: None if w.reduction == "sum" or not count(w) else w.window_count / (times(w) * count(w))
+
+
+def _items(w: Weights) -> float | None:
+    """Return the window's items where they are not what is counted."""
+    if not w.items or w.items == w.counts or w.reduction == "sum":
+        return None
+    return float(sum(w.items[j] for j in w.window))
+
+
+def _with_empty(weigh: Callable[[Weights, int], float]) -> Value:
+    """Return the window's count over that and something for each micro-batch without valid targets."""
+
+    def value(w: Weights) -> float | None:
+        empty = [j for j in w.window if not w.counts[j]]
+        if not empty or w.reduction == "sum":
+            return None
+        return w.window_count / (w.window_count + sum(weigh(w, j) for j in empty))
+
+    return value
+
+
+def _rounded_count(whole: Callable[[float], float], *, each: bool) -> Value:
+    """Return the window's count over the same made a whole number; None where it is one."""
+
+    def value(w: Weights) -> float | None:
+        counts = [w.counts[j] for j in w.window] if each else [w.window_count]
+        count = sum(map(whole, counts))
+        return None if w.reduction == "sum" or not count or count == w.window_count else w.window_count / count
+
+    return value
+
+
+def _k(w: Weights) -> int:
+    return w.accumulation_steps
+
+
+def _short(w: Weights) -> int | None:
+    return len(w.window) if len(w.window) != w.accumulation_steps * w.world_size else None
+
+
+def _part_of_rank(rank: int) -> Callable[[Weights], tuple[int, ...] | None]:
+    def part(w: Weights) -> tuple[int, ...] | None:
+        own = tuple(j for j in w.window if w.owners and w.owners[j] == rank)
+        return own if len(own) < len(w.window) else None
+
+    return part
+
+
+OF_RANKS = (
+    *(
+        Factor(
+            lambda w, power=power: float(w.world_size) ** power if w.owners else None,  # type: ignore[misc]
+            lambda w, what=what: f"{what}, {w.world_size}",  # type: ignore[misc]
+            "DistributedDataParallel and other wrappers average over ranks; divide by the number of ranks, or multiply "
+            "by it, once or not at all",
+        )
+        for power, what in (
+            (1, "the number of ranks"),
+            (-1, "one over the number of ranks"),
+            (2, "the square of the number of ranks"),
+            (-2, "one over the square of the number of ranks"),
+        )
+    ),
+    *(
+        Factor(
+            lambda w, times=times, rank=rank: (  # type: ignore[misc]
+                (value := _other_count(_part_of_rank(rank))(w)) and value / w.world_size**times
+            ),
+            lambda w, times=times, rank=rank: (  # type: ignore[misc]
+                f"its count over {'the number of ranks times ' * times}that of rank {rank}, "
+                f"{w.window_count:g}/{w.count_of(_part_of_rank(rank)(w) or ()) * w.world_size**times:g}"
+            ),
+            "add up the counts of all ranks",
+        )
+        for times in (0, 1)
+        for rank in range(MAX_RANKS)
+    ),
+)
+
+FACTORS = (
+    Factor(
+        lambda w: (n := _short(w)) and n / _k(w),
+        lambda w: f"the short window's micro-batches over accumulation_steps, {len(w.window)}/{_k(w)}",
+        SHORT,
+    ),
+    Factor(
+        lambda w: (n := _short(w)) and _k(w) / n,
+        lambda w: f"accumulation_steps over the short window's micro-batches, {_k(w)}/{len(w.window)}",
+        f"{OTHER_COUNT}, and not by its number of micro-batches",
+    ),
+    Factor(_k, lambda w: f"accumulation_steps = {_k(w)}", UNDIVIDED),
+    *OF_RANKS,
+    Factor(lambda w: 1 / _k(w), lambda w: f"1/accumulation_steps = 1/{_k(w)}", TWICE),
+    Factor(
+        lambda w: len(w.window),
+        lambda w: f"the {'short ' if _short(w) else ''}window's micro-batches, {len(w.window)}",
+        UNDIVIDED,
+        rare=1,
+    ),
+    Factor(
+        lambda w: 1 / len(w.window),
+        lambda w: f"one over the {'short ' if _short(w) else ''}window's micro-batches, 1/{len(w.window)}",
+        TWICE,
+        rare=1,
+    ),
+    Factor(lambda w: w.window_count, lambda w: f"the window's count, {w.window_count:g}", UNDIVIDED),
+    Factor(
+        lambda w: 1 / w.window_count,
+        lambda w: f"one over the window's count, 1/{w.window_count:g}",
+        "a sum is divided by the count, or a mean once more: divide a mean's sum once, and a sum never",
+    ),
+    Factor(
+        _other_count(_neighbour(-1)),
+        lambda w: f"its count over the previous window's, {_over(w, _neighbour(-1))}",
+        OTHER_COUNT,
+        rare=2,
+    ),
+    Factor(
+        _other_count(_neighbour(1)),
+        lambda w: f"its count over the next window's, {_over(w, _neighbour(1))}",
+        OTHER_COUNT,
+        rare=2,
+    ),
+    Factor(
+        _other_count(_first), lambda w: f"its count over the first window's, {_over(w, _first)}", OTHER_COUNT, rare=2
+    ),
+    Factor(
+        _other_count(_epoch), lambda w: f"its count over the whole epoch's, {_over(w, _epoch)}", OTHER_COUNT, rare=2
+    ),
+    Factor(
+        _other_count(_one_more),
+        lambda w: f"its count over that of one micro-batch more, {_over(w, _one_more)}",
+        OTHER_COUNT,
+        rare=2,
+    ),
+    Factor(
+        _other_count(lambda w: w.window[:-1] if len(w.window) > 1 else None),
+        lambda w: f"its count over that without its last micro-batch, {_over(w, lambda v: v.window[:-1])}",
+        OTHER_COUNT,
+        rare=2,
+    ),
+    Factor(
+        _other_count(lambda w: w.window[1:] if len(w.window) > 1 else None),
+        lambda w: f"its count over that without its first micro-batch, {_over(w, lambda v: v.window[1:])}",
+        OTHER_COUNT,
+        rare=2,
+    ),
+    Factor(
+        _so_far,
+        lambda w: "its count over that of all windows up to it",
+        "set the count to 0 when a window begins",
+        rare=2,
+    ),
+    *(
+        Factor(
+            _of_means(lambda w, j=j: w.counts[w.window[j]], times),  # type: ignore[misc]
+            lambda w, word=word, named=named: f"its count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
+            "add up the counts of the window's micro-batches: they are not all alike",
+            rare=2,
+        )
+        for j, word in ((0, "first"), (-1, "last"))
+        for times, named in ((_k, "accumulation_steps"), (lambda w: len(w.window), "its micro-batches"))
+    ),
+    Factor(
+        lambda w: (n := _items(w)) and w.window_count / n,
+        lambda w: f"its count over its items, {w.window_count:g}/{_items(w):g}",
+        "divide by run.count(batch), which is not the number of items",
+    ),
+    Factor(
+        lambda w: (n := _items(w)) and w.window_count / (w.window_count + n),
+        lambda w: (
+            f"the window's count over that and its items together, {w.window_count:g}/({w.window_count:g} + "
+            f"{_items(w):g}): one target too many is counted for every item"
+        ),
+        "count the targets that are not ignored",
+    ),
+    Factor(
+        lambda w: None if w.reduction == "sum" else w.window_count / sum(max(w.counts[j], 1.0) for j in w.window),
+        lambda w: "its count over one in which every micro-batch counts at least 1",
+        "do not raise the count of a micro-batch: one without valid targets counts 0",
+    ),
+    *(
+        Factor(
+            _rounded_count(whole, each=each),
+            lambda w: f"its count, {w.window_count:g}, over the same made a whole number",
+            "a count may be a fraction, as a sum of class weights is: do not make it a whole number",
+            rare=1,
+        )
+        for whole in (math.floor, round, math.ceil)
+        for each in (False, True)
+    ),
+    *(
+        Factor(
+            lambda w, power=power: float(_k(w)) ** power,  # type: ignore[misc]
+            lambda w, said=said: f"{said}accumulation_steps**0.5, with {_k(w)} accumulation steps",  # type: ignore[misc]
+            DIVIDE_ONCE,
+            rare=1,
+        )
+        for power, said in ((0.5, ""), (-0.5, "1/"))
+    ),
+    Factor(
+        _with_empty(lambda w, j: w.items[j] if w.items else 0),
+        lambda w: "its count over that and the items of micro-batches without valid targets",
+        "a micro-batch without valid targets counts 0",
+    ),
+)
+
+
+def _over(w: Weights, micro_batches: Callable[[Weights], tuple[int, ...] | None]) -> str:
+    return f"{w.window_count:g}/{w.count_of(micro_batches(w) or ()):g}"
+
+
+def fitting_factors(steps: list[Weights], ratios: list[float]) -> Iterator[Factor]:
+    """Yield the factors that every step's ratio of observed to right weights is."""
+    found = False
+    for factor in FACTORS:
+        # where something simpler explains the weights, a rare factor is the same number
+        if (factor.rare and found) or (factor.rare == 2 and len({w.window_count for w in steps}) < 2):
+            continue
+        values = [factor.value(w) for w in steps]
+        if all(
+            v is not None and not w.close(v, 1.0) and w.close(r, v)
+            for w, r, v in zip(steps, ratios, values, strict=True)
+        ):
+            found = True
+            yield factor
+
+
+def constant_meaning(factor: float) -> tuple[str, str]:
+    """Return what a factor that is the same in all windows means, and a remedy; empty where it says nothing."""
+    if factor == -1:
+        return "the sign is wrong", "subtract where you add, or maximise the right quantity"
+    exponent = float(np.log2(abs(factor))) if factor else 0.5
+    if exponent == round(exponent) and 2 ** abs(exponent) >= LEAST_LOSS_SCALE:
+        what = "never divided out" if exponent > 0 else "divided out twice"
+        return f"2**{exponent:.0f}, such as a loss scale that is {what}", "unscale the gradients once before the step"
+    return "", ""

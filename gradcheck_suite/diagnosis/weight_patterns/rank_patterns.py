@@ -1,0 +1,147 @@
+"""The patterns of weights that faults between ranks give.
+
+They hold for the gradient of any rank: none asks which one it is. They are more special than the patterns of one rank,
+which describe micro-batches in an order that those of several ranks do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gradcheck_suite.diagnosis.weight_patterns.patterns import Pattern
+from gradcheck_suite.diagnosis.weight_patterns.presence import Steps
+from gradcheck_suite.diagnosis.weight_patterns.weights import Array, Weights, listed
+
+REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
+GLOBAL_COUNT = "add up the counts over all ranks (all_reduce) and divide every rank's summed losses by the total"
+
+
+def _owned(w: Weights) -> Array:
+    """Return the rank of each micro-batch inside the window."""
+    return np.array([w.owners[j] for j in w.inside])
+
+
+def _several(w: Weights) -> bool:
+    """Whether micro-batches of several ranks can be read in the window."""
+    return len(set(_owned(w))) > 1
+
+
+def _unequal(w: Weights) -> bool:
+    return len({w.count_of_rank(rank) for rank in set(_owned(w))}) > 1
+
+
+def _ranks_means(share: Callable[[Weights], float]) -> Callable[[Weights], bool]:
+    """Whether each rank's own mean has a weight."""
+
+    def fits(w: Weights) -> bool:
+        if w.foreign or w.reduction == "sum" or not len(w.inside):
+            return False
+        return w.close(w.observed[w.inside], [share(w) / w.count_of_rank(rank) for rank in _owned(w)])
+
+    return fits
+
+
+def _busy(w: Weights) -> int:
+    """Return the number of ranks that count something in the window."""
+    return len(set(_owned(w)))
+
+
+def _only_one_rank(w: Weights) -> int | None:
+    """Return the rank whose micro-batches alone are in the gradient, or None."""
+    present = set(_owned(w)[w.ratio != 0])
+    if w.foreign or len(present) != 1:
+        return None
+    (rank,) = present
+    return int(rank) if np.all(w.ratio[_owned(w) == rank]) else None
+
+
+def _complete_rank(w: Weights) -> int | None:
+    """Return the rank whose micro-batches are all right, where some of the other ranks' are missing; or None."""
+    if w.foreign:
+        return None
+    right = np.isclose(w.ratio, 1, rtol=w.tolerance, atol=0)
+    if not np.all(right | (w.ratio == 0)) or np.all(right):
+        return None
+    whole = [int(rank) for rank in set(_owned(w)) if np.all(right[_owned(w) == rank])]
+    others = right[_owned(w) != whole[0]] if len(whole) == 1 else right[:0]
+    return whole[0] if len(others) else None
+
+
+def _reduced_again(w: Weights) -> bool:
+    """Whether each of a rank's micro-batches weighs as many times the next one of its as there are ranks."""
+    if w.foreign or not len(w.inside):
+        return False
+    powers = np.zeros(len(w.inside))
+    for rank in set(_owned(w)):
+        own = np.flatnonzero(_owned(w) == rank)
+        powers[own] = np.arange(len(own))[::-1]
+    scaled = w.ratio / float(w.world_size) ** powers
+    return bool(np.all(scaled != 0)) and w.close(scaled, scaled[0])
+
+
+def _longer(w: Weights) -> bool:
+    owners = list(_owned(w))
+    return any(owners.count(rank) > 1 for rank in set(owners))
+
+
+def _some_of_others(w: Weights) -> bool:
+    """Whether micro-batches of several ranks are in the gradient, though not all of them."""
+    return len(set(_owned(w)[w.ratio != 0])) > 1 and not np.all(w.ratio)
+
+
+def _said_alone(w: Weights, wrong: Steps) -> str:
+    return (
+        f"only rank {_only_one_rank(w)}'s micro-batches are in the gradient: it was not added up over the ranks; look "
+        "for a no_sync that is still on in the last backward, a rank that leaves out its all-reduce, a buffer that is "
+        f"no longer the gradient's; {REDUCE_ONCE}"
+    )
+
+
+def _said_partly(w: Weights, wrong: Steps) -> str:
+    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    return (
+        f"rank {_complete_rank(w)}'s micro-batches are all in the gradient, and micro-batches {listed(missing)} of "
+        f"other ranks are not: the gradients were added up at another time than after the last backward; {REDUCE_ONCE}"
+    )
+
+
+RANKS: tuple[Pattern, ...] = (
+    Pattern("not-reduced", lambda w: _only_one_rank(w) is not None, _said_alone, -1, informs=_several),
+    Pattern("partly-reduced", lambda w: _complete_rank(w) is not None, _said_partly, -1, informs=_some_of_others),
+    *(
+        Pattern(
+            "mean-of-means",
+            _ranks_means(share),
+            lambda w, wrong, text=text: (  # type: ignore[misc]
+                f"each rank's mean weighs {text} whatever its count, as where ranks divide by their own counts and "
+                f"gradients are averaged: {GLOBAL_COUNT}"
+            ),
+            -1,
+            informs=_unequal,
+        )
+        for share, text in (
+            (lambda w: 1 / w.world_size, "one over the number of ranks"),
+            (lambda w: 1 / _busy(w), "one over the number of ranks that have targets"),
+        )
+    ),
+    Pattern(
+        "local-count",
+        _ranks_means(lambda w: 1.0),
+        lambda w, wrong: f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
+        -1,
+        informs=_unequal,
+    ),
+    Pattern(
+        "reduced-repeatedly",
+        _reduced_again,
+        lambda w, wrong: (
+            f"each of a rank's micro-batches weighs {w.world_size} times its next one: the running sum goes through an "
+            f"all-reduce at every micro-batch, which adds up what is already the sum of all ranks; {REDUCE_ONCE}"
+        ),
+        -1,
+        informs=_longer,
+    ),
+)
+"""Patterns of a window that several ranks share; they apply where the owners of micro-batches are known."""

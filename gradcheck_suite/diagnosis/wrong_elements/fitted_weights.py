@@ -1,0 +1,206 @@
+"""Fitting weights to a wrong gradient: least squares on the gradients of the case's own micro-batches.
+
+The read-out probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
+model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the weights are fitted
+to the case itself, to all elements and then parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning, fitting_factors
+from gradcheck_suite.diagnosis.weight_patterns.naming import MOST_NAMES, diagnose, names_nothing
+from gradcheck_suite.diagnosis.weight_patterns.trial_weights import trial_weights
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights
+from gradcheck_suite.diagnosis.wrong_elements.aliasing import find_stolen_buffers
+from gradcheck_suite.diagnosis.wrong_elements.elements import diagnose_elements, wrong_and_right
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.numerics.comparison import Comparison, Vector
+from gradcheck_suite.numerics.least_squares import fit_weights
+from gradcheck_suite.references.torch_reference import Gradients, gradients_of
+from gradcheck_suite.references.window import Window
+
+Rows = npt.NDArray[np.float64]
+_ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator", "weighted-by-count")
+"""What any one number may look like: named only where more elements agree on the weights than there are weights."""
+_LEAST_TOLERANCE = 1e-12
+
+
+def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+    """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
+
+    Args:
+        window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
+        comparison: of that gradient with the right one.
+        epoch: of the step. The steps before it are right.
+    """
+    if not np.isfinite(comparison.observed).all():
+        return None
+    gradients = _summed_gradients(window)
+    if not np.isfinite(gradients).all():
+        return None
+    everything = slice(0, len(comparison.observed))
+    if whole := _diagnosed(window, epoch, gradients, comparison, everything):
+        return whole
+    elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
+    by_weights = {name: _diagnosed(window, epoch, gradients, comparison, part) for name, part in elements.items()}
+    unread = not all(gradients[j].any() for j in window.members)
+    values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
+    found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
+    return found and _with_second_names(found, window, list(elements))
+
+
+def _with_second_names(found: Diagnosis, window: Window, wrong: Sequence[str]) -> Diagnosis:
+    """Return a diagnosis that says so where parameters under several names are wrong, and they alone."""
+    names: dict[int, list[str]] = {}
+    for name, p in window.model().named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    several = [own for own in names.values() if len(own) > 1]
+    if not wrong or any(not any(name in own for own in several) for name in wrong):
+        return found
+    own = next(own for own in several if wrong[0] in own)
+    said = (
+        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
+        "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
+    )
+    return replace(found, sentence=found.sentence + said)
+
+
+def is_explained(window: Window, comparison: Comparison, weights: Vector) -> bool:
+    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told."""
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return True
+    gradients = _summed_gradients(window)
+    if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
+        return True
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    off = np.abs(weights @ gradients - comparison.observed)
+    return bool((off <= 2 * comparison.allowed + rounding).all())
+
+
+def stolen_buffer(instance: Instance) -> Diagnosis | None:
+    """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
+    batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]
+    try:
+        found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
+    except (RuntimeError, NotImplementedError):
+        return None
+    return Diagnosis("stolen-buffer", found[0].explanation) if found else None
+
+
+def _summed_gradients(window: Window) -> Rows:
+    """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
+    instance, model = window.reference.instance, window.model()
+    rows = [
+        window.reference.flat(
+            gradients_of(instance, model, instance.case.plan.items(j), summed=True, dtype=torch.float64)
+        )
+        for j in range(len(instance.case.plan.micro_batches))
+    ]
+    return np.stack(rows)
+
+
+def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice) -> Diagnosis | None:
+    """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
+    instance = window.reference.instance
+    plan = instance.case.plan
+    observed, allowed = comparison.observed[part], comparison.allowed[part]
+    inside, everything = list(window.members), list(range(len(plan.micro_batches)))
+    counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
+    right = 1.0 if instance.problem.reduction == "sum" else 1.0 / sum(counts[j] for j in inside)
+    # elements that rounding may hide are no evidence
+    evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (np.abs(observed) > allowed)
+    gradients, observed, allowed = gradients[:, part][:, evident], observed[evident], allowed[evident]
+    template = Weights(
+        observed=np.zeros(len(everything)),
+        counts=tuple(counts),
+        window=tuple(inside),
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=instance.problem.reduction,
+        items=plan.micro_batches,
+        unread=frozenset(j for j in everything if not gradients[j].any()),
+        windows=plan.windows,
+        owners=plan.owners if plan.ranks else (),
+    )
+    for members in (inside, everything):
+        fit = fit_weights(observed, gradients[members], allowed)
+        if not (fit.exact and fit.determined):
+            continue
+        values, errors = np.zeros(len(everything)), np.zeros(len(everything))
+        values[members], errors[members] = fit.weights, _errors(gradients[members], observed, allowed)
+        weights = replace(
+            template,
+            observed=np.where(np.abs(values) <= errors, 0.0, values),
+            tolerance=max(_LEAST_TOLERANCE, float(errors.max() / right)),
+        )
+        if not weights.inside or weights.is_right:
+            return None
+        diagnosis = diagnose(weights, _before(weights))
+        read = [j for j in members if j not in template.unread]
+        spare = np.count_nonzero(gradients[members].any(axis=0)) > len(read)
+        # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
+        telling = spare or (
+            members is inside and (len(read) > 1 or not diagnosis.names & set(_ANY_FACTOR) or _is_named(weights, read))
+        )
+        if telling and not names_nothing(diagnosis):
+            return diagnosis
+        break
+    return _by_trial(template, gradients, observed, allowed)
+
+
+def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
+    """Name the faults whose weights give this gradient, where there are too few elements to solve for the weights.
+
+    The faults tried have no free number, so one element that agrees to rounding is no coincidence.
+    """
+    found: dict[str, Diagnosis] = {}
+    for values in trial_weights(template):
+        # each product rounds, as do those of the gradient itself
+        rounding = 64 * np.finfo(np.float64).eps * np.abs(values[:, None] * gradients).sum(axis=0)
+        if (np.abs(values @ gradients - observed) <= 2 * allowed + rounding).all():
+            weights = replace(template, observed=values)
+            diagnosis = diagnose(weights, _before(weights))
+            found |= {} if weights.is_right or names_nothing(diagnosis) else {diagnosis.name: diagnosis}
+    if not found or not len(observed):
+        return None
+    names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
+    sentences = dict.fromkeys(diagnosis.sentence for diagnosis in found.values())
+    return Diagnosis(" or ".join(names), "; or: ".join(sentences)) if len(names) <= MOST_NAMES else None
+
+
+def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
+    """Return (B,): how far rounding may take each fitted weight."""
+    inverse = np.abs(np.linalg.pinv(gradients.T))
+    eps = float(np.finfo(np.float64).eps)
+    errors: Vector = 4 * inverse @ (allowed + eps * np.abs(observed))
+    return errors
+
+
+def _before(weights: Weights) -> list[Weights]:
+    """Return the steps before one, which were judged right."""
+    found = []
+    for epoch in range(weights.epoch + 1):
+        for window in weights.windows:
+            if epoch == weights.epoch and window == weights.window:
+                break
+            right = replace(weights, window=window, epoch=epoch)
+            if not right.inside:
+                continue
+            values = np.zeros(len(weights.counts))
+            values[right.inside] = right.expected
+            found.append(replace(right, observed=values))
+    return found
+
+
+def _is_named(weights: Weights, read: Sequence[int]) -> bool:
+    """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
+    (only,) = read
+    factor = float(weights.observed[only] / weights.expected)
+    return any(fitting_factors([weights], [factor])) or bool(constant_meaning(factor)[0])
