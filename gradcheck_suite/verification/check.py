@@ -48,9 +48,6 @@ SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient 
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 
-TOO_FAR = "at parameters that the optimizer has moved far away, the plain large batch has other rounding errors, too"
-"""Why gradients in a lower precision are not judged where torch's own large batch exceeds the bound as well."""
-
 
 @dataclass(frozen=True)
 class _Finding:
@@ -244,8 +241,8 @@ def _judge_gradients(
         if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
             return NOT_FINITE
         comparison = window.compare(seen, roughly=runner is None)
-        if blamed := _reference_fault(window, wrong=comparison.ratio > 1, far=moved and is_far(reference, evaluation)):
-            return blamed
+        if finding := _reference_fault(window, wrong=comparison.ratio > 1):
+            return _Finding(finding)
     except CannotJudgeError as error:
         return str(error)
     if comparison.ratio <= 1:
@@ -259,8 +256,8 @@ def _judge_gradients(
     return gradient_violation(window, evaluation, comparison, epoch, runner, known)
 
 
-def _reference_fault(window: Window, *, wrong: bool, far: bool) -> _Finding | str | None:
-    """Return where the references themselves are wrong, so that no loop is to blame; why they cannot be judged if so.
+def _reference_fault(window: Window, *, wrong: bool) -> str | None:
+    """Say where the references themselves are wrong, if they are, so that no loop is to blame.
 
     Before the loop ran, torch and JAX were compared at the initial parameters. Torch's accumulation in float64, and
     torch in a lower precision, are looked at where a gradient is wrong.
@@ -268,12 +265,7 @@ def _reference_fault(window: Window, *, wrong: bool, far: bool) -> _Finding | st
     Args:
         window: whose references.
         wrong: whether the loop's gradient differs from them.
-        far: whether parameters have become so large that a lower precision rounds every activation to its limit.
     """
     if (wrong or window.moved) and (finding := disagreement(window)):
-        return _Finding(finding)
-    if wrong and (finding := accumulation_fault(window)):
-        return _Finding(finding)
-    if wrong and (finding := precision_fault(window)):
-        return TOO_FAR if far else _Finding(finding)
-    return None
+        return finding
+    return (accumulation_fault(window) or precision_fault(window)) if wrong else None

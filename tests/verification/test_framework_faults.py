@@ -204,17 +204,23 @@ def test_a_fault_after_the_first_step_is_a_finding(framework, monkeypatch):
     _expect_finding(case, by="at parameters that the optimizer has moved")
 
 
-def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(monkeypatch):
-    """Unless parameters are so far from the start that sound references fail there, too."""
+@pytest.mark.parametrize("far", [False, True])
+def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(far, monkeypatch):
+    """Also where the optimizer has made parameters hundreds of times as large as they were at first."""
     spec = dataclasses.replace(SPEC, layers=(LINEAR,))
+    if far:
+        spec = dataclasses.replace(spec, loss=Loss("cross_entropy_of_large_logits", reduction="mean", scale=10000.0))
     at_start = generated_instance(CASE.replace(problem=spec, dtype="bfloat16")).model().get_parameter("0.weight")
+    largest = []
 
     def moved(weight):
+        largest.append(weight.abs().max().item())
         return weight.dtype is torch.bfloat16 and not torch.equal(weight, at_start)
 
     monkeypatch.setattr(torch.nn.functional, "linear", _in_torch(FAULTS["weight times 3"], moved))
     case = CASE.replace(problem=spec, dtype="bfloat16", optimizer="sgd")
     _expect_finding(case, by="the bfloat16 computation of torch is wrong")
+    assert (max(largest) > 100) == far
 
 
 # momentum takes the parameters to where the gradient is 1e12 and attention's scores saturate
