@@ -44,9 +44,14 @@ class Limit:
 
 
 class _Start:
-    """The moment that a limit counts from."""
+    """The moment that a limit counts from.
 
-    def __init__(self) -> None:
+    Args:
+        loading: whether the block was importing or compiling at that moment.
+    """
+
+    def __init__(self, *, loading: bool = False) -> None:
+        self._loading = loading
         self._clock, self._processor, self._modules = time.monotonic(), time.process_time(), len(sys.modules)
 
     @property
@@ -61,8 +66,8 @@ class _Start:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether modules have been imported since then; compiled code is imported too."""
-        return len(sys.modules) > self._modules
+        """Whether the block has imported since then; compiled code is imported too."""
+        return self._loading or len(sys.modules) > self._modules
 
 
 @contextmanager
@@ -94,8 +99,9 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
         nonlocal start
         if not _inside(frame, block):
             return
-        if not limit.expired and (start.has_loaded or _is_starting(frame, block)) and first.passed < STARTUP_S:
-            start = _Start()
+        loading = _is_starting(frame, block)
+        if not limit.expired and (start.has_loaded or loading) and first.passed < STARTUP_S:
+            start = _Start(loading=loading)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             return
         if not limit.expired and (rest := rest_of_limit(seconds, start.passed, start.computed)):
