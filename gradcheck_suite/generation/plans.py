@@ -89,7 +89,8 @@ def _shares(draw: st.DrawFn, windows: int, k: int, world: int, assumes: frozense
         return (windows * k - (0 if k == 1 else draw(integers(0, k - 1))),) * world
     # a rank may run out of micro-batches before others do, but has at least one
     most = k - 1 if BUSY_RANKS in assumes or windows == 1 else k
-    return tuple(windows * k - (draw(integers(0, most)) if most else 0) for _ in range(world))
+    # what is drawn is what a rank has above the least it may have, so that shrinking takes micro-batches away
+    return tuple(windows * k - most + (draw(integers(0, most)) if most else 0) for _ in range(world))
 
 
 @st.composite

@@ -107,7 +107,7 @@ def check(
             verdict = _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
             if verdict.violation or verdict.finding or SCHEDULES_MICRO_BATCHES in declared:
                 return verdict
-            return replace(verdict, violation=scheduler_fault(case, outcomes[rank]))
+            return replace(verdict, violation=scheduler_fault(case, outcomes[rank], rank))
 
         verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:

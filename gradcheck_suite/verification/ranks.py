@@ -47,15 +47,14 @@ def _weight(outcome: Outcome) -> tuple[bool, bool, bool]:
     return not raised, outcome.timed_out, not raised.startswith(ENDED)
 
 
+def _summary(outcome: Outcome) -> tuple[object, ...]:
+    steps = len(outcome.observations), outcome.skipped, outcome.scheduler_steps
+    return outcome.raised, outcome.endless, outcome.structure, *steps
+
+
 def _same(one: Outcome, other: Outcome) -> bool:
     """Return whether two ranks did the same to the bit, so that one of them need not be judged."""
-    return (one.raised, one.endless, one.structure, one.skipped, len(one.observations)) == (
-        other.raised,
-        other.endless,
-        other.structure,
-        other.skipped,
-        len(other.observations),
-    ) and all(
+    return _summary(one) == _summary(other) and all(
         same_tree(a.parameters, b.parameters) and same_tree(a.after, b.after) and same_tree(a.gradients, b.gradients)
         for a, b in zip(one.observations, other.observations, strict=True)
     )

@@ -351,3 +351,15 @@ def test_fresh_gradients_are_not_called_stolen():
 
 def test_a_model_that_fails_is_not_called_stolen():
     assert _stolen(_Refuses, (1, 2)) is None
+
+
+def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights():
+    """Rounding keeps a factor of -2, so weights of other windows' micro-batches can fit a rounded gradient exactly."""
+    base = np.random.default_rng(1).standard_normal((8, 8))
+    rows, plan = np.hstack([base, -2 * base[:, :7]]), Plan((1,) * 8, 4)
+    expected = rows[:4].sum(axis=0) / 4
+    rounded = torch.tensor(expected).bfloat16().double().numpy()
+    assert _read(rounded, rows=rows, plan=plan).name == "rounded-gradient"
+    # as many elements that are no multiples do show a micro-batch of the next window
+    rows = np.hstack([base, base[:, :7] ** 2])
+    assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"

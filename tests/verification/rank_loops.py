@@ -46,6 +46,30 @@ def wrong_on_rank_1(run):
         run.optimizer.step()
 
 
+def _with_scheduler(run, steps_of):
+    """Train, and step a scheduler so many times in each window."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        add_up_gradients(run)
+        run.optimizer.step()
+        for _ in range(steps_of(run, window)):
+            scheduler.step()
+
+
+def scheduler_per_window(run):
+    _with_scheduler(run, lambda run, window: 1)
+
+
+def scheduler_as_accelerate(run):
+    _with_scheduler(run, lambda run, window: run.world_size)
+
+
+def scheduler_per_micro_batch(run):
+    _with_scheduler(run, lambda run, window: len(window))
+
+
 def exits(run):
     if run.rank == 1:
         os._exit(7)

@@ -101,9 +101,12 @@ def _said_alone(w: Weights, wrong: Steps) -> str:
 
 def _said_partly(w: Weights, wrong: Steps) -> str:
     missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    some = f"micro-batches {listed(missing)} of other ranks are"
+    if len(missing) == 1:
+        some = f"micro-batch {missing[0]} of another rank is"
     return (
-        f"rank {_complete_rank(w)}'s micro-batches are all in the gradient, and micro-batches {listed(missing)} of "
-        f"other ranks are not: the gradients were added up at another time than after the last backward; {REDUCE_ONCE}"
+        f"rank {_complete_rank(w)}'s micro-batches are all in the gradient, and {some} not: the gradients were added "
+        f"up at another time than after the last backward; {REDUCE_ONCE}"
     )
 
 

@@ -30,6 +30,8 @@ Rows = npt.NDArray[np.float64]
 _ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator", "weighted-by-count")
 """What any one number may look like: named only where more elements agree on the weights than there are weights."""
 _LEAST_TOLERANCE = 1e-12
+_PARALLEL = 1e-12
+"""1 - |cosine| of the angle between two elements' gradients, over micro-batches, that are multiples of each other."""
 
 
 def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
@@ -144,7 +146,7 @@ def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparis
             return None
         diagnosis = diagnose(weights, _before(weights))
         read = [j for j in members if j not in template.unread]
-        spare = np.count_nonzero(gradients[members].any(axis=0)) > len(read)
+        spare = _has_more_elements(gradients[members], len(read))
         # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
         telling = spare or (
             members is inside and (len(read) > 1 or not diagnosis.names & set(_ANY_FACTOR) or _is_named(weights, read))
@@ -153,6 +155,20 @@ def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparis
             return diagnosis
         break
     return _by_trial(template, gradients, observed, allowed)
+
+
+def _has_more_elements(gradients: Rows, count: int) -> bool:
+    """Return whether more than so many elements of the gradient are no multiples of each other.
+
+    A multiple is no evidence: whatever rounds x to y rounds -x to -y and 2x to 2y.
+    """
+    rest = gradients[:, gradients.any(axis=0)]
+    rest = rest / np.linalg.norm(rest, axis=0)
+    for _ in range(count + 1):
+        if not rest.size:
+            return False
+        rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _PARALLEL]
+    return True
 
 
 def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:

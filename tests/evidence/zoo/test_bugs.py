@@ -33,18 +33,7 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     assert bug.wanted.intersection(names), f"diagnosis {names}, should be one of {bug.wanted}"
 
 
-LARGE = "shrinking ends at four micro-batches, where fewer suffice"
-OPEN = {
-    "gradient-reduced-in-bfloat16": "on two ranks it is named later-window on seed 0",
-    "buckets-reduced-before-the-last-backward": LARGE,
-    "first-micro-batch-only-reduced": LARGE,
-}
-"""Bugs with a wrong name or a large case, which are still to be mended."""
-
-
 def _marks(bug):
-    if bug.name in OPEN:
-        return [pytest.mark.full, pytest.mark.xfail(reason=OPEN[bug.name], strict=True)]
     return [] if bug.name in SEARCHED else [pytest.mark.full]
 
 
