@@ -23,7 +23,7 @@ from gradcheck_suite.report.records_view import Records
 from gradcheck_suite.report.sections.claims import claim_list
 from gradcheck_suite.report.sections.decision import current_steps, ratio_figures, timed_steps
 from gradcheck_suite.report.sections.memory import window_figure
-from gradcheck_suite.report.sections.verification import matrix, newest_verdicts
+from gradcheck_suite.report.sections.verification import disagreement, matrix, newest_verdicts, place_order, share_text
 from gradcheck_suite.report.sections.zero_or_none import moved_by_zeros
 
 EQUIVALENCE = "C2.5"
@@ -68,13 +68,28 @@ def _holds_sentence(newest: Sequence[Record]) -> tuple[str, str]:
     if violated:
         brief = f"No: {len(violated)} of {len(modes)} are violated"
         return brief, f"{brief} ({', '.join(sorted(violated))})."
-    cases = min(int(d.get("judged", 0)) for d in datas)
+    judged = sorted({int(d.get("judged", 0)) for d in datas})
+    cases = " to ".join(f"{count:,}" for count in dict.fromkeys((judged[0], judged[-1])))
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
     brief = f"Yes, all {len(modes)} modes hold"
-    return brief, (
-        f"{brief}: in each of {cases:,} random cases the gradient is that of one large batch. The worst error is "
-        f"{worst:.2g} of what rounding allows."
+    disagreeing = f" {disagreement(datas)}." if disagreement(datas) else ""
+    return f"{brief}{_where_all(datas)}", (
+        f"{brief}: in {cases} random cases each, the gradient is that of one large batch. The worst error is "
+        f"{share_text(worst)} of what rounding allows.{disagreeing}"
     )
+
+
+def _where_all(datas: Sequence[Mapping[str, Any]]) -> str:
+    """Return the dtypes in which every mode was verified, by device; empty if there are none."""
+    modes: dict[tuple[str, str], set[str]] = {}
+    for data in datas:
+        place = (str(data.get("dtype", "?")), str(data.get("device", "?")))
+        modes.setdefault(place, set()).add(str(data["loop"]))
+    most = max(len(mine) for mine in modes.values())
+    devices: dict[str, list[str]] = {}
+    for dtype, device in sorted((place for place in modes if len(modes[place]) == most), key=place_order):
+        devices.setdefault(device, []).append(dtype)
+    return " and".join(f" in {', '.join(dtypes)} on the {device_name(device)}" for device, dtypes in devices.items())
 
 
 def _differs(records: Sequence[Record], optimizers: Sequence[Record]) -> Answer:
@@ -83,9 +98,10 @@ def _differs(records: Sequence[Record], optimizers: Sequence[Record]) -> Answer:
     return Answer(
         "differs",
         "Where do they differ?",
-        "Unused parameters, kept gradients",
+        f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in moved_by_zeros(optimizers))}) and clears a "
+        "kept gradient; None does neither",
         f"Unused parameter: zero_ moves it on by momentum ({moved:.2f} in {STEPS} steps){_also_moved(optimizers)}; "
-        f"None does not. Kept gradient: zero_ sets it to {kept['zero_'][1]:g}, None leaves it.",
+        f"None does not. Kept gradient: zero_ sets it to {kept['zero_'][1]:g}; None keeps it.",
         "atlas" if optimizers else "claims",
         figures=(
             Figure(
@@ -93,7 +109,7 @@ def _differs(records: Sequence[Record], optimizers: Sequence[Record]) -> Answer:
                 unused_parameter_plot(HEIGHT),
                 "A parameter that only the first step uses, under SGD with momentum 0.9: under zero_ it moves on from "
                 f"{unused['zero_'][0]:g} to {unused['zero_'][-1]:.2f}, under None it stays at {unused['None'][-1]:g}",
-                "A parameter used only in step 1, SGD, momentum 0.9",
+                "A parameter used in step 1 alone, SGD, momentum 0.9",
             ),
             Figure(
                 "kept-gradient",
@@ -135,7 +151,7 @@ def _costs_in_brief(measured: Sequence[Record], memory: Sequence[Record]) -> str
     rows, neither = len(found.rows), len(found.where("neither"))
     kept = _kept_gradients(memory)
     settings = f"{_of(neither, rows)} {_devices(found.rows)}settings"
-    said = [f"Time: no difference shown in {settings} ({_medians(found.rows)})"] if rows else []
+    said = [f"Time: no difference shown in {settings}"] if rows else []
     said += (
         [
             f"{'m' if said else 'M'}emory between steps, {kept[0] / 1e6:.0f} M parameters: zero_ keeps {kept[1]:.0f} "

@@ -6,9 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gradcheck_suite.report.answers import answers
-from gradcheck_suite.report.content import Answer, Report, Section, Table
-from gradcheck_suite.report.provenance import sources
-from gradcheck_suite.report.records_view import Records, environments, made_from, read_all
+from gradcheck_suite.report.content import Answer, Report, Section
+from gradcheck_suite.report.records_view import Pairs, Records, environments, made_from, read_all
 from gradcheck_suite.report.sections.atlas import atlas
 from gradcheck_suite.report.sections.bridge import bridge
 from gradcheck_suite.report.sections.calibration import calibration
@@ -16,6 +15,7 @@ from gradcheck_suite.report.sections.claims import claims
 from gradcheck_suite.report.sections.compiled import compiled
 from gradcheck_suite.report.sections.costs import costs
 from gradcheck_suite.report.sections.decision import decision, timed_steps
+from gradcheck_suite.report.sections.environment import environment
 from gradcheck_suite.report.sections.findings import findings
 from gradcheck_suite.report.sections.memory import memory
 from gradcheck_suite.report.sections.steps import steps
@@ -27,6 +27,7 @@ from gradcheck_suite.report.sections.zoo import zoo
 from gradcheck_suite.report.violation import stored_violations
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
+SUBTITLE = "zero_ writes zeros to p.grad; None releases it: p.grad = None"
 
 
 def build(reports: Path) -> Report:
@@ -35,10 +36,11 @@ def build(reports: Path) -> Report:
     violations, unread = stored_violations(reports)
     return Report(
         title=TITLE,
+        subtitle=SUBTITLE,
         made=datetime.now(UTC).isoformat(timespec="minutes"),
         answers=answered,
         sections=sections,
-        environments=environments(record for kind in records.by_kind.values() for record in kind),
+        environments=_made_on(records),
         problems=(*records.problems, *unread),
         violations=violations,
     )
@@ -62,28 +64,11 @@ def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[S
         atlas(records.of("atlas")),
         zero_or_none(records.of("zero-or-none")),
         steps(records.of("step")),
-        _provenance(records),
     ]
-    return answers(records), tuple(section for section in sections if section is not None)
+    answered, written = answers(records), tuple(section for section in sections if section is not None)
+    last = environment(records, answered, written, _made_on(records))
+    return answered, (*written, *([last] if last else []))
 
 
-def _provenance(records: Records) -> Section | None:
-    rows = tuple(
-        (kind, source.records, source.date or None, source.commit or None, source.command or None,
-         source.machine or None, "older" if source.older else "current", "unclean" if source.unclean else None)
-        for kind, found in records.by_kind.items()
-        for source in sources(found)
-    )  # fmt: skip
-    if not rows:
-        return None
-    columns = ("records", "number", "date", "commit", "command", "machine", "code", "working tree")
-    table = Table(
-        "Every run behind this report",
-        columns,
-        rows,
-        "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
-        "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
-        "claims of what verifies. One command can write both kinds. A section shows the newest record of each "
-        "subject; earlier runs are listed too.",
-    )
-    return Section("provenance", "Where the figures come from", "environment", tables=(table,))
+def _made_on(records: Records) -> tuple[Pairs, ...]:
+    return environments(record for kind in records.by_kind.values() for record in kind)

@@ -196,6 +196,7 @@ class Report:
 
     Attributes:
         title: of the page.
+        subtitle: what the page is about, in a line that explains its first words.
         made: when, ISO 8601.
         answers: of the first screen.
         sections: in order.
@@ -205,6 +206,7 @@ class Report:
     """
 
     title: str
+    subtitle: str
     made: str
     answers: tuple[Answer, ...]
     sections: tuple[Section, ...]

@@ -15,6 +15,7 @@ class Source:
     """A run, or several of the same command at the same commit.
 
     Attributes:
+        kind: of the records.
         command: that made the records.
         commit: of the repository, nine digits; empty where it is unknown.
         date: the day of the newest record; empty where it is unknown.
@@ -24,6 +25,7 @@ class Source:
         unclean: whether the working tree had uncommitted changes.
     """
 
+    kind: str
     command: str
     commit: str
     date: str
@@ -35,14 +37,14 @@ class Source:
 
 def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     """Return the runs behind some records, the newest first."""
-    groups: dict[tuple[str, str, bool, bool, str], list[Record]] = {}
+    groups: dict[tuple[str, str, str, bool, bool, str], list[Record]] = {}
     for record in records:
         older = record.judge != code_digest(record.kind)
-        key = (record.command, record.commit[:9], older, record.clean is False, machine(record.environment))
-        groups.setdefault(key, []).append(record)
+        run = (record.kind, record.command, record.commit[:9])
+        groups.setdefault((*run, older, record.clean is False, machine(record.environment)), []).append(record)
     found = [
-        Source(command, commit, max(r.time for r in group)[:10], where, len(group), older, unclean)
-        for (command, commit, older, unclean, where), group in groups.items()
+        Source(kind, command, commit, max(r.time for r in group)[:10], where, len(group), older, unclean)
+        for (kind, command, commit, older, unclean, where), group in groups.items()
     ]
     return tuple(sorted(found, key=lambda source: source.date, reverse=True))
 

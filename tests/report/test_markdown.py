@@ -74,7 +74,9 @@ def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
 def test_the_json_holds_what_the_page_does():
     table = Table("c", ("a",), ((1.5,),))
     section = Section("k", "t", "cost", ("p",), figures=(Figure("f", {"mark": "bar"}, "alt", "cap"),), tables=(table,))
-    report = Report("title", "now", (Answer("k", "q", "b", "a", "cost"),), (section,), ((("processor", "x"),),))
+    report = Report(
+        "title", "subtitle", "now", (Answer("k", "q", "b", "a", "cost"),), (section,), ((("processor", "x"),),)
+    )
     data = json.loads(json.dumps(to_json(report)))
     assert data["schema"] == 2
     assert data["answers"][0]["answer"] == "a"

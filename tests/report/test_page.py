@@ -73,7 +73,7 @@ def test_every_page_is_there_with_its_figures(html):
     text = "".join(_read(html).text)
     for expected in (
         "Does every mode hold?",
-        "Yes, all 2 modes hold: in each of 200 random cases the gradient is that of one large batch",
+        "Yes, all 2 modes hold: in 200 random cases each, the gradient is that of one large batch",
         "Of 1 widely read claims 0 are true (confirmed), 1 true under a condition, 0 false (refuted).",
         "True where: it rains",
         "200 cases for each of",

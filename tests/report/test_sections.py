@@ -185,12 +185,36 @@ def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
     verdict(tmp_path, "zero_", dtype="bfloat16", worst_error_over_allowed=0.5)
     verdict(tmp_path, "mine.py:wrong", state="violated", violation={"kind": "gradient", "diagnosis": "no-divide"})
     (matrix,) = _section(build(tmp_path), "verified").matrices
-    assert matrix.columns == ("bfloat16 CPU", "float64 CPU", "GPU")
+    columns = tuple(column.replace("\N{NO-BREAK SPACE}", " ") for column in matrix.columns)
+    assert columns == ("float64 CPU (200)", "bfloat16 CPU (200)", "any GPU")
+    assert matrix.caption == "Columns: dtype, device (cases). Cells: worst error / allowed"
+    not_run = ("none", ("not run",))
     assert matrix.rows == (
-        ("mine.py:wrong", (("none", ("not run",)), ("bad", ("violated", "no-divide")), ("none", ("not run",)))),
-        ("zero_", (("good", ("✓ 200", "0.5")), ("good", ("✓ 200", "0.12")), ("none", ("not run",)))),
-        ("mine.py:right", (("none", ("not run",)), ("good", ("✓ 200", "0.12")), ("none", ("not run",)))),
+        ("mine.py:wrong", (("bad", ("violated", "no-divide")), not_run, not_run)),
+        ("zero_", (("good", ("✓ 0.12",)), ("good", ("✓ 0.5",)), not_run)),
+        ("mine.py:right", (("good", ("✓ 0.12",)), not_run, not_run)),
     )
+    verdict(tmp_path, "zero_", device="cuda", judged=1500)
+    verdict(tmp_path, "mine.py:right", device="cuda", judged=1400)
+    (matrix,) = _section(build(tmp_path), "verified").matrices
+    assert (matrix.columns[2], matrix.caption) == ("float64 GPU", "Cases, worst error / allowed")
+    assert dict(matrix.rows)["zero_"][2] == ("good", ("✓ 1,500", "0.12"))
+
+
+def test_where_torch_and_jax_disagree_is_said_and_what_was_not_judged_has_its_reason(tmp_path):
+    verdict(tmp_path, "zero_", skipped={"not implemented": 7}, judged=193)
+    assert "disagree" not in build(tmp_path).answers[0].answer
+    for mode in ("zero_", "set_to_none"):
+        verdict(tmp_path, mode, dtype="bfloat16", findings=["they differ in case 1"])
+    report = build(tmp_path)
+    said = "In 1 gradient torch and JAX disagree"
+    assert report.answers[0].answer.endswith(f"{said}.")
+    assert "in 193 to 200 random cases each" in report.answers[0].answer
+    section = _section(report, "verified")
+    assert section.text[1].startswith(said)
+    verdicts, found = section.tables[:2]
+    assert [row[-1] for row in verdicts.rows] == ["7: not implemented", None, None]
+    assert found.rows[0] == ("zero_", "bfloat16", "they differ in case 1")
 
 
 def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
@@ -303,7 +327,13 @@ def test_the_first_screen_shows_the_modes_and_counts_other_loops(tmp_path):
     answer, (everything,) = report.answers[0], _section(report, "verified").matrices
     assert {name for name, _ in answer.matrix.rows} == set(MODES)
     assert answer.matrix.caption.endswith("; 1 more loops, 1 violated")
-    assert answer.brief == f"Yes, all {len(MODES)} modes hold"
+    assert answer.brief == f"Yes, all {len(MODES)} modes hold in float64 on the CPU"
+    verdict(tmp_path, "zero_", dtype="float32", worst_error_over_allowed=0.9964)
+    assert "The worst error is 0.996 of" in build(tmp_path).answers[0].answer
+    for mode in MODES:
+        verdict(tmp_path, mode, dtype="bfloat16")
+    brief = build(tmp_path).answers[0].brief
+    assert brief == f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU"  # float32: one mode alone
     assert everything.rows[0][0] == "mine"
     assert everything.notes[0].startswith("Not run: ")
 

@@ -53,7 +53,7 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
         layer("rule", {"y": {"datum": 1}}, color=colour("soft"), strokeDash=[4, 3]),
         layer("rule", {**place, "y": number("low", RATIO, scale=scale), "y2": {"field": "high"}}, strokeWidth=2),
         layer("point", {**place, "y": number("ratio", RATIO, scale=scale, axis=axis), "tooltip": told}, filled=True,
-              size=45, opacity=1),
+              size=30, opacity=1),
         height=height,
     )  # fmt: skip
 

@@ -70,14 +70,14 @@ def ratio_figures(rows: Sequence[Mapping[str, Any]], height: int = 240) -> tuple
 
 def _ratio_figure(rows: Sequence[Mapping[str, Any]], device: str, height: int) -> Figure:
     shown = [_ratio(row) for row in sorted(rows, key=lambda row: int(row["parameters"])) if not row.get("disturbed")]
-    intervals = "Bars: the middle half of the pairs. " if any(row["low"] is not None for row in shown) else ""
+    bars = " and middle half (bar)" if any(row["low"] is not None for row in shown) else ""
     return Figure(
         f"ratio-{device}",
         ratio_plot(shown, height),
         f"Time of a step under None over that under zero_ on the {device_name(device)}: "
         + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
-        f"Time of a step under None / zero_ on the {device_name(device)}; the modes alternate. {intervals}Each point: "
-        "the median of one setting. Below 1, None was faster; it may be noise.",
+        f"Step time on the {device_name(device)}, None / zero_, in turn: median (point){bars} of each setting's pairs. "
+        "A setting: items of a micro-batch, K micro-batches in a step. Below 1 None is faster.",
     )
 
 

@@ -87,8 +87,8 @@ def window_figure(records: Sequence[Record], height: int = 200) -> Figure | None
         "window-memory",
         window_memory_plot({TRACED[mode]: both[setting][mode]["window"] for mode in TRACED}, height),
         f"Bytes alive after each operation of one window. {said}",
-        f"Memory through one window of {setting[0]:,} parameters, K = {-setting[1]}, after each operation, by the "
-        f"ledger. {said}.",
+        f"Bytes of live tensors, counted by the suite's ledger after each operation of one window: K = {-setting[1]} "
+        f"micro-batch{'es' * (setting[1] != -1)}, step and reset, {setting[0]:,} parameters. {said}.",
     )
 
 

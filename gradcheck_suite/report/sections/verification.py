@@ -13,6 +13,7 @@ from gradcheck_suite.report.charts.evidence import counts_plot
 from gradcheck_suite.report.content import Cell, Figure, Matrix, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources
 from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.schema.case import DTYPES
 
 KEY, TITLE, TAB = "verified", "What was verified", "verification"
 MOST_BARS = 14
@@ -37,12 +38,26 @@ def verification(records: Sequence[Record]) -> Section:
     datas = [record.data for record in newest]
     verdicts = Table(
         "Every loop and its verdict",
-        ("loop", "verdict", "cases judged", "dtype", "device", "optimizer", "worst error / allowed", "diagnosis"),
+        (
+            "loop",
+            "verdict",
+            "cases judged",
+            "dtype",
+            "device",
+            "optimizer",
+            "worst error / allowed",
+            "diagnosis",
+            "cases not judged, and why",
+        ),
         tuple(_verdict_row(data) for data in datas),
         "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
         "that hold. A loop that is no built-in is a user's.",
     )
     tables, figures = [verdicts], []
+    disagreements = [(str(d.get("loop", "?")), str(d.get("dtype", "")), each) for d in datas for each in found_by(d)]
+    if disagreements:
+        tables.append(Table("Where torch and JAX disagree, and no loop is to blame", ("loop", "dtype", "finding"),
+                            tuple(disagreements)))  # fmt: skip
     reached, of = _reached(datas), _judged_text(datas)
     for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
         if counts := dict(reached.get(category, Counter()).most_common()):
@@ -52,6 +67,7 @@ def verification(records: Sequence[Record]) -> Section:
     text = (
         "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
         "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
+        *([f"{disagreement(datas)}, which is no loop's fault. A table below says where."] if disagreements else []),
     )
     return Section(
         KEY, TITLE, TAB, text, (matrix(newest),), tuple(figures), tables=tuple(tables), sources=sources(newest)
@@ -73,28 +89,73 @@ def matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
         known = cells.setdefault(str(data.get("loop", "?")), {}).get(place)
         if known is None or (data["verdict"] != "holds", _ratio(data)) > (known["verdict"] != "holds", _ratio(known)):
             cells[str(data.get("loop", "?"))][place] = data
-    places = sorted({p for row in cells.values() for p in row}, key=lambda p: (p[1] != "cpu", p))
+    places = sorted({place for row in cells.values() for place in row}, key=place_order)
+    names = [_place_name(*place) for place in places]
     if "cuda" not in {device for _, device in places}:
         places.append(("", "cuda"))
+        names.append(_place_name("any", "cuda"))
     holding = {loop: all(d["verdict"] == "holds" for d in row.values()) for loop, row in cells.items()}
     order = sorted(cells, key=lambda loop: (most is not None and loop not in MODES, holding[loop], loop not in MODES))
-    columns = tuple(f"{dtype} {device_name(device)}".strip() for dtype, device in places)
-    rows = tuple((loop, tuple(_cell(cells[loop].get(place)) for place in places)) for loop in order[:most])
+    counts = [
+        {
+            _judged(row[place])
+            for loop in order[:most]
+            if place in (row := cells[loop]) and row[place]["verdict"] == "holds"
+        }
+        for place in places
+    ]
+    counted = any(len(mine) > 1 for mine in counts)
+    if not counted:
+        names = [f"{name}{''.join(map(_cases, mine))}" for name, mine in zip(names, counts, strict=True)]
+    rows = tuple((loop, tuple(_cell(cells[loop].get(place), counted) for place in places)) for loop in order[:most])
     left = order[len(rows) :]
     bad = sum(not holding[loop] for loop in left)
     more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
-    caption = f"Cases, worst error / allowed{more}"
+    caption = f"{'Cases, worst' if counted else 'Columns: dtype, device (cases). Cells: worst'} error / allowed{more}"
     empty = most is None and any(kind == "none" for _, cells in rows for kind, _ in cells)
-    return Matrix(caption, "loop" if most is None else "mode", columns, rows, NOT_RUN if empty else ())
+    return Matrix(caption, "loop" if most is None else "mode", tuple(names), rows, NOT_RUN if empty else ())
 
 
-def _cell(data: Mapping[str, Any] | None) -> tuple[str, tuple[str, ...]]:
+def found_by(data: Mapping[str, Any]) -> list[str]:
+    """Return where torch and JAX disagree, as a record has it."""
+    return [str(each) for each in data.get("findings") or ()]
+
+
+def disagreement(datas: Sequence[Mapping[str, Any]]) -> str:
+    """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
+    count = len({each for data in datas for each in found_by(data)})
+    return f"In {count} gradient{'s' * (count != 1)} torch and JAX disagree" if count else ""
+
+
+def share_text(ratio: float) -> str:
+    """Return a share with two digits, or with as many as show that it is below 1."""
+    texts = (f"{ratio:.{digits}g}" for digits in (2, 3, 4))
+    return next((text for text in texts if ratio >= 1 or text != "1"), "almost 1")
+
+
+def _cases(number: int) -> str:
+    return f"\N{NO-BREAK SPACE}({number:,})"
+
+
+def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
+    """Return what dtypes and devices are sorted by: the CPU first, then the dtypes as the suite lists them."""
+    dtype, device = place
+    return device != "cpu", DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), place
+
+
+def _place_name(dtype: str, device: str) -> str:
+    """Return a dtype and a device as the header of a column."""
+    return f"{dtype} {device_name(device)}"
+
+
+def _cell(data: Mapping[str, Any] | None, counted: bool) -> tuple[str, tuple[str, ...]]:
     if data is None:
         return "none", ("not run",)  # NOT_RUN says why
     if data["verdict"] != "holds":
         violation = data.get("violation") or {}
         return "bad", ("violated", str(violation.get("diagnosis", "")))
-    return "good", (f"\N{CHECK MARK} {_judged(data):,}", f"{_ratio(data):.2g}")
+    said = (f"{_judged(data):,}", share_text(_ratio(data))) if counted else (share_text(_ratio(data)),)
+    return "good", (f"\N{CHECK MARK} {said[0]}", *said[1:])
 
 
 def _ratio(data: Mapping[str, Any]) -> float:
@@ -139,6 +200,7 @@ def _verdict_row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
         data.get("optimizer"),
         data.get("worst_error_over_allowed"),
         title_of(data.get("violation")),
+        "; ".join(f"{count}: {why}" for why, count in (data.get("skipped") or {}).items()) or None,
     )
 
 

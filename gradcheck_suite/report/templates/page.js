@@ -60,6 +60,18 @@
     show();
   }
 
+  // on a narrow screen the claims follow the short answers; moved, not only drawn there, for the keyboard's order
+  const claims = document.querySelector(".card.claims:has(li)");
+  const narrow = matchMedia("(max-width: 60rem)");
+  function placeClaims() {
+    if (narrow.matches) document.querySelector("ul.brief").after(claims);
+    else document.querySelector(".answers").append(claims);
+  }
+  if (claims) {
+    narrow.addEventListener("change", placeClaims);
+    placeClaims();
+  }
+
   // a closed table would be missing on paper
   let opened = [];
   window.addEventListener("beforeprint", () => {

@@ -10,6 +10,7 @@ import pytest
 from gradcheck_suite.report import page as pages
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.violation import read_violation
+from gradcheck_suite.schema.case import DTYPES
 from tests.report.made_up import EVIL, benchmark, calibration, claim, counterexample, fill, record, verdict
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -54,7 +55,9 @@ def _fill(folder, text):
     if text == EVIL:
         fill(folder)
     for mode in MODES:
-        verdict(folder, mode, reached={"layers": {text: 3}, "losses": {text: 2}, "splits": {text: 1}})
+        for dtype in DTYPES:
+            reached = {"layers": {text: 3}, "losses": {text: 2}, "splits": {text: 1}}
+            verdict(folder, mode, dtype=dtype, reached=reached)
     for i in range(1, 21):
         words = {
             name: f"{name} {text}" for name in ("source", "text", "how", "sentence", "condition", "counterexample")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradcheck_suite.schema.case import DTYPES
 from tests.report.made_up import EVIL
 
 WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
@@ -30,7 +31,7 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
     for card in ("holds", "differs", "costs", "claims"):
         assert page.locator(f".card.{card} .answer").evaluate(SEEN)
-    assert page.locator(".card.holds td.good").count() == 8
+    assert page.locator(".card.holds td.good").count() == 8 * len(DTYPES)
     assert page.locator(".card.holds td.good").last.evaluate(SEEN)
     for card, plots in (("differs", 2), ("costs", 2)):
         drawn = page.locator(f".card.{card} .chart svg")
@@ -45,19 +46,35 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
-def test_the_kept_report_answers_all_four_questions_without_scrolling(open_page, size):
-    page = open_page(KEPT, width=size[0], height=size[1])
-    if size[0] == 1280:
-        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
-        assert not page.locator("ul.claims .said").evaluate_all(f"all => all.some({CUT})")
-        return
-    lines = page.locator(".brief li")
-    assert lines.count() == 4
-    assert all(lines.nth(i).evaluate(SEEN) for i in range(4))
-    for i, card in enumerate(("holds", "differs", "costs", "claims")):
+@pytest.mark.parametrize("name", ["plain.html", KEPT], ids=["made-up", "kept"])
+def test_a_laptop_shows_all_four_answers_without_scrolling(open_page, name):
+    page = open_page(name)
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    assert not page.locator("ul.claims .said").evaluate_all(f"all => all.some({CUT})")
+    box = page.locator(".card.holds .scroll")  # the matrix is whole
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
+@pytest.mark.parametrize("name", ["plain.html", pytest.param(KEPT, marks=pytest.mark.full)], ids=["made-up", "kept"])
+def test_a_phone_shows_all_four_answers_without_scrolling(open_page, name):
+    page = open_page(name, width=390, height=844)
+    brief = page.locator(".brief li")
+    assert brief.count() == 3
+    assert all(brief.nth(i).evaluate(SEEN) for i in range(3))
+    claims = page.locator("ul.claims li")
+    assert claims.count() == 20
+    assert claims.evaluate_all(f"all => all.every({SEEN})")
+    said = page.locator(".card.claims .key").inner_text()
+    assert [int(number) for number in re.findall(r"\d+", said)] == [
+        page.locator(f"ul.claims li.{kind}").count() for kind in ("good", "warn", "bad")
+    ]
+    places = page.locator("#overview :is(a, summary):visible").evaluate_all(
+        "all => all.map(place => place.getBoundingClientRect().top)"
+    )
+    assert places == sorted(places)  # the keyboard goes as the eye does
+    for i, card in enumerate(("holds", "differs", "costs")):
         page.evaluate("scrollTo(0, 0)")
-        lines.nth(i).locator("a").click()
+        brief.nth(i).locator("a").click()
         _until(page, f"document.activeElement.id === 'question-{card}'")
         assert page.locator("#overview.current").count() == 1
 
@@ -101,13 +118,17 @@ def test_no_page_scrolls_sideways(open_page, width):
 
 
 @pytest.mark.full
-def test_on_a_phone_the_answers_follow_each_other(open_page):
-    page = open_page(width=390, height=844)
-    boxes = [page.locator(f".card.{card}").bounding_box() for card in ("holds", "differs", "costs", "claims")]
-    assert [box["x"] for box in boxes] == [boxes[0]["x"]] * 4
-    tops = [box["y"] for box in boxes]
-    assert tops == sorted(tops)
-    assert all(box["width"] <= 390 for box in boxes)
+def test_the_claims_move_with_the_width_of_the_window(open_page):
+    page = open_page("plain.html", width=390, height=844)
+
+    def order():
+        return page.locator(".card").evaluate_all("all => all.map(card => card.classList[1])")
+
+    assert order() == ["claims", "holds", "differs", "costs"]
+    assert all(box["width"] <= 390 for box in (card.bounding_box() for card in page.locator(".card").all()))
+    page.set_viewport_size({"width": 1280, "height": 800})
+    _until(page, "document.querySelector('.answers .card.claims') !== null")
+    assert order() == ["holds", "differs", "costs", "claims"]
 
 
 def test_tables_sort_and_filter(open_page):
@@ -126,7 +147,7 @@ def test_tables_sort_and_filter(open_page):
     assert column(1) == sorted(column(1), key=str.lower)
     part.locator("thead button").first.click()
     assert part.locator("thead th").first.get_attribute("aria-sort") == "descending"
-    part.locator("input").fill("holds zero_grad")
+    part.locator("input").fill("holds zero_grad float64")
     assert set(column(1)) == {"zero_grad", "zero_grad_foreach"}
     assert part.locator("output").inner_text() == f"2 of {everything} rows"
     part.locator("input").fill("")

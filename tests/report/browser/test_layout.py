@@ -36,7 +36,7 @@ def layout(tmp_path_factory):
         Section("trust", "Trust", "trust", ("More.",)),
     )
     path = tmp_path_factory.mktemp("layout") / "layout.html"
-    path.write_text(pages.render(Report("A report", "2026-01-01", (), sections)), encoding="utf-8")
+    path.write_text(pages.render(Report("A report", "On it", "2026-01-01", (), sections)), encoding="utf-8")
     return path
 
 
