@@ -38,15 +38,7 @@ def assert_follows(*, counterpart: Counterpart, settings, dtype, implementation,
     )
 
 
-MUON = pytest.mark.xfail(
-    strict=False,  # depends on how many examples are drawn
-    reason="the bound of Muon's step, which is orthogonalised in bfloat16, is too small for seed 0 at 1e-7: 1.2 times",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(*p.values, marks=[*p.marks, MUON]) if p.values == ("muon",) else p for p in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-9, 3))
 def test_every_implementation_takes_the_steps_of_optax(name, seed, exponent):
@@ -206,6 +198,11 @@ FAULTS = {
         "muon",
         {"weight_decay": 10.0},
         lambda *, lr, momentum, nesterov: optax.contrib.muon(lr, beta=momentum, nesterov=nesterov),
+    ),
+    "muon, epsilon added to the norm": (
+        "muon",
+        {"eps": 4.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+        lambda *, lr, eps: optax.contrib.muon(lr, beta=0.0, nesterov=False, eps=eps),
     ),
     "lbfgs, the first step of optax": (
         "lbfgs",

@@ -18,7 +18,7 @@ UNIT = 2.0**-9
 ROUNDINGS = 2
 """Rounded operations by which torch computes an element of a product of matrices or of their weighted sum."""
 _TINY = 1e-300
-"""An epsilon that changes no norm: optax adds it, torch takes the larger of the two."""
+"""An epsilon that changes no norm."""
 
 
 def _muon(
@@ -28,19 +28,26 @@ def _muon(
     momentum: Any,
     nesterov: bool,
     ns_coefficients: tuple[Any, ...],
+    eps: Any,
     ns_steps: int,
     adjust_lr_fn: str | None,
 ) -> Transformation:
     average = optax.ema(momentum, debias=False)
-    # without a momentum of its own, since optax corrects its bias: this is the orthogonalization alone
-    orthogonal = scale_by_muon(
-        jnp.stack(ns_coefficients),
-        ns_steps,
-        beta=0.0,
-        eps=_TINY,
-        nesterov=False,
-        weight_dimension_numbers=lambda leaves: per_leaf(lambda leaf: MuonDimensionNumbers(), leaves),
-    )
+
+    def orthogonal(matrix: jax.Array) -> jax.Array:
+        # optax adds epsilon to the norm, torch takes the larger of the two: this epsilon adds what the norm lacks
+        lacks = jnp.maximum(eps - jnp.linalg.norm(matrix), _TINY)
+        # without a momentum of its own, since optax corrects its bias: this is the orthogonalization alone
+        inner = scale_by_muon(
+            jnp.stack(ns_coefficients),
+            ns_steps,
+            beta=0.0,
+            eps=lacks,
+            nesterov=False,
+            weight_dimension_numbers=MuonDimensionNumbers(),
+        )
+        direction, _ = inner.update(matrix, inner.init(matrix))
+        return _factor(adjust_lr_fn, matrix.shape) * direction
 
     def init(params: Any) -> tuple[Any, Any]:
         return average.init(params), per_leaf(jnp.zeros_like, params)
@@ -48,8 +55,7 @@ def _muon(
     def advance(gradients: Any, state: tuple[Any, Any], params: Any = None) -> tuple[Any, Any]:
         mean, kept = average.update(gradients, state[0])
         mixed = per_leaf(lambda g, m: (1.0 - momentum) * g + momentum * m, gradients, mean) if nesterov else mean
-        direction, _ = orthogonal.update(mixed, orthogonal.init(mixed))
-        return per_leaf(lambda u: _factor(adjust_lr_fn, u.shape) * u, direction), (kept, mixed)
+        return per_leaf(orthogonal, mixed), (kept, mixed)
 
     core = optax.GradientTransformation(init, advance)
     return framed(core, lr, weight_decay=weight_decay, decoupled=1.0)
@@ -61,18 +67,18 @@ def _factor(rule: str | None, shape: tuple[int, ...]) -> float:
     return 0.2 * float(max(rows, columns)) ** 0.5 if rule == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
 
 
-def _newton_schulz(x: jax.Array, coefficients: tuple[Any, ...], steps: int, errors: list[jax.Array]) -> Any:
+def _newton_schulz(x: jax.Array, settings: Mapping[str, Any], errors: list[jax.Array]) -> Any:
     """Return the orthogonalization with errors added to its intermediate results, and the sizes of these errors."""
-    a, b, c = coefficients
+    a, b, c = settings["ns_coefficients"]
     given, sizes = iter(errors), []
 
     def rounded(value: jax.Array, magnitude: jax.Array, times: int = ROUNDINGS) -> jax.Array:
         sizes.append(times * UNIT * magnitude)
         return value + next(given)
 
-    x = x / (jnp.linalg.norm(x) + _TINY)
-    x = rounded(x, jnp.abs(x), 3)  # the conversion, the norm and the quotient
-    for _ in range(steps):
+    x = x / jnp.maximum(jnp.linalg.norm(x), settings["eps"])
+    x = rounded(x, jnp.abs(x), 3)  # the conversion, the norm or epsilon, and the quotient
+    for _ in range(settings["ns_steps"]):
         gram = rounded(x @ x.T, jnp.abs(x) @ jnp.abs(x).T)
         mixed = rounded(b * gram + c * gram @ gram, jnp.abs(b * gram) + jnp.abs(c) * jnp.abs(gram) @ jnp.abs(gram))
         x = rounded(a * x + mixed @ x, jnp.abs(a * x) + jnp.abs(mixed) @ jnp.abs(x))
@@ -81,16 +87,15 @@ def _newton_schulz(x: jax.Array, coefficients: tuple[Any, ...], steps: int, erro
 
 def _in_bfloat16(state: Any, settings: Mapping[str, Any]) -> Any:
     """Return what bfloat16 may do to each element of the update, to first order in its unit roundoff."""
-    coefficients, steps = settings["ns_coefficients"], settings["ns_steps"]
 
     def of(mixed: jax.Array) -> jax.Array:
         x = mixed.T if mixed.shape[0] > mixed.shape[1] else mixed
         rows, columns = x.shape
         errors = [jnp.zeros((rows, columns))]
-        for _ in range(steps):
+        for _ in range(settings["ns_steps"]):
             errors += [jnp.zeros((rows, rows)), jnp.zeros((rows, rows)), jnp.zeros((rows, columns))]
-        _, sizes = _newton_schulz(x, coefficients, steps, errors)
-        slopes = jax.jacfwd(lambda e: _newton_schulz(x, coefficients, steps, e)[0])(errors)
+        _, sizes = _newton_schulz(x, settings, errors)
+        slopes = jax.jacfwd(lambda e: _newton_schulz(x, settings, e)[0])(errors)
         pairs = zip(slopes, sizes, strict=True)
         moved = sum((jnp.abs(slope) * size).sum((-2, -1)) for slope, size in pairs)
         bound = moved.T if mixed.shape[0] > mixed.shape[1] else moved
@@ -111,7 +116,6 @@ MUON = Counterpart(
     _muon,
     ({}, {"nesterov": False, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}),
     ("single",),
-    outside="matrices whose norm is below epsilon",
     decoupled=True,
     coarse=_in_bfloat16,
 )

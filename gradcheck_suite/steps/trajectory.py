@@ -4,7 +4,8 @@ The bound is derived through the steps. Every number that a step reads or writes
 bound allows, and each gradient, update and entry of the state by the rounded operations that make it. The derivative of
 all later parameters by each of these numbers, times its size, is how far they may be moved by it (first-order forward
 error analysis: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). So a direction that is divided by
-the root of something tiny has a wide bound, exactly there and from then on.
+the root of something tiny has a wide bound, exactly there and from then on. Where JAX takes the gradients itself, at
+the parameters that optax has reached, the derivative goes through them as well.
 
 The derivative is taken with the gradient as it is, and at both ends of its error, since a step need not be smooth: the
 direction of Adam goes from -1 to 1 within epsilon. Where the sign of a gradient is not certain, as it may be for Rprop,
@@ -16,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,10 @@ from jax.flatten_util import ravel_pytree
 
 from gradcheck_suite.steps.counterpart import Counterpart
 
+jax.config.update("jax_enable_x64", True)
+
 Numbers = npt.NDArray[np.float64]
+Gradient = Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
 ROUNDINGS = 8
 """Rounded operations by which torch computes one element of a gradient with decay, of an update or of a state."""
 PARAMETER_ROUNDINGS = 4
@@ -80,6 +84,7 @@ def follow(
     errors: Sequence[Sequence[Numbers]] | None = None,
     unit: float = 2.0**-53,
     implementation: str = "single",
+    gradient: Gradient | None = None,
 ) -> Trajectory:
     """Take the steps of an optimizer in optax, in float64.
 
@@ -87,22 +92,25 @@ def follow(
         counterpart: of the optimizer.
         settings: of the torch optimizer's parameter group; those that the step does not read may be there.
         start: the parameters.
-        gradients: of each step, one array for each parameter.
-        errors: how far each of these may be from the gradients that torch's steps use; zero if None.
+        gradients: of each step, one array for each parameter; what `gradient` reads, where there is one.
+        errors: how far the gradient of each step may be from the one that torch's step uses; zero if None.
         unit: unit roundoff of the dtype in which torch computes its steps.
         implementation: of torch's step.
+        gradient: (parameters, arrays of the step) -> their gradients, in JAX, at the parameters that the steps before
+            have reached; the bound then has what an error of them does to later gradients. None: they are given.
     """
     read = inspect.signature(counterpart.make).parameters
     fixed = [name for name, parameter in read.items() if parameter.annotation in ("bool", "int", "str | None")]
     flags = tuple((name, settings[name]) for name in fixed)
     shapes = tuple(np.shape(p) for p in start)
     units = np.asarray([unit, counterpart.scalars.get(implementation, 0.0)])
-    steps = [_flat(step) for step in gradients]
-    off = np.zeros_like(steps) if errors is None else np.stack([_flat(step) for step in errors])
-    program = _program(counterpart.make, counterpart.coarse, counterpart.decoupled, flags, shapes, len(steps))
+    read_by_step = [[_flat(step)] if gradient is None else step for step in gradients]
+    data = [np.stack(column) for column in zip(*read_by_step, strict=True)]
+    off = np.zeros((len(data[0]), _flat(start).size)) if errors is None else np.stack([_flat(step) for step in errors])
+    program = _program(counterpart.make, counterpart.coarse, counterpart.decoupled, flags, shapes, gradient)
     with jax.default_device(jax.devices("cpu")[0]):
         numbers = {name: _numbers(settings[name]) for name in read if name not in fixed}
-        found = program(numbers, _flat(start), np.stack(steps), off, units)
+        found = program(numbers, _flat(start), data, off, units)
     parameters, allowed, jumped = (np.asarray(value) for value in found)
     return Trajectory(parameters, allowed, jumped > SMOOTH * allowed + np.finfo(np.float64).tiny)
 
@@ -122,16 +130,16 @@ def _program(
     decoupled: bool,
     flags: tuple[tuple[str, Any], ...],
     shapes: tuple[tuple[int, ...], ...],
-    steps: int,
+    gradient_of: Gradient | None,
 ) -> Any:
-    """Return the compiled program: (settings, start, gradients, their errors, unit roundoffs) -> found.
+    """Return the compiled program: (settings, start, data of the steps, errors, unit roundoffs) -> found.
 
     Found are the parameters after each step, what errors may do to them to first order, and what drawn errors do.
     """
     _, unravel = ravel_pytree([jnp.zeros(shape) for shape in shapes])
 
     def run(
-        numbers: Mapping[str, Any], start: jax.Array, gradients: jax.Array, given: jax.Array, units: jax.Array
+        numbers: Mapping[str, Any], start: jax.Array, data: list[jax.Array], given: jax.Array, units: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         unit, scalar = units
         settings = {**numbers, **dict(flags)}
@@ -143,10 +151,12 @@ def _program(
         )
         none, as_errors = ravel_pytree(no_errors)
 
-        def step(carry: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        def step(carry: Any, now: tuple[list[jax.Array], jax.Array, jax.Array], *, nearly: float) -> tuple[Any, Any]:
             flat, state = carry
-            gradient, off = now
-            off = as_errors(off)
+            read, shift, off = now
+            found = read[0] if gradient_of is None else ravel_pytree(gradient_of(unravel(flat), read))[0]
+            gradient, off = found + shift, as_errors(off)
+            gradient += jnp.where(gradient == 0, nearly, 0.0)
             updates, new = optimizer.update(unravel(gradient + off.gradient), state, unravel(flat))
             update, _ = ravel_pytree(updates)
             after = flat + update + off.update
@@ -160,25 +170,39 @@ def _program(
                 + coarsely,
                 [many * jnp.abs(leaf) for leaf in _reals(new)],
             )
-            return (after, new), (after, ravel_pytree(sizes)[0])
+            return (after, new), (after, found, ravel_pytree(sizes)[0])
 
-        def parameters(off: jax.Array, gradients: jax.Array) -> tuple[jax.Array, jax.Array]:
-            _, (after, sizes) = jax.lax.scan(step, (start, first_state), (gradients, off))
-            return after, sizes
+        def parameters(off: jax.Array, shift: jax.Array, nearly: float = 0.0) -> Any:
+            """Return parameters, gradients and sizes of errors, of all steps."""
+            return jax.lax.scan(partial(step, nearly=nearly), (start, first_state), (data, shift, off))[1]
 
-        unmoved = jnp.zeros((steps, *none.shape))
-        after, sizes = parameters(unmoved, gradients)
+        after, gradients, sizes = parameters(jnp.zeros((len(given), *none.shape)), jnp.zeros_like(given))
         sizes = sizes.at[:, : start.size].add(given)
-        given = sizes[:, : start.size]
-        ends = jnp.stack([jnp.where(jnp.abs(gradients) <= given, 0.0, gradients), gradients + given, gradients - given])
-        ends = jnp.where(ends == 0, _NEARLY_ZERO, ends)
-        slopes = jax.vmap(lambda g: jax.jacfwd(lambda off: parameters(off, g)[0])(unmoved))(ends)
-        moved = jnp.where(sizes > 0, jnp.abs(slopes) * sizes, 0.0).sum((-2, -1)).max(0)
-        signs = jax.random.rademacher(jax.random.key(0), (DRAWS, *unmoved.shape), sizes.dtype)
-        drawn = jax.vmap(lambda sign: parameters(sign * sizes, gradients)[0])(signs)
-        return after, moved, jnp.abs(drawn - after).max(0)
+        moved, drawn = _effects(parameters, after, gradients, sizes)
+        return after, moved, drawn
 
     return jax.jit(run, compiler_options=_QUICKLY)
+
+
+def _effects(
+    parameters: Callable[..., Any], after: jax.Array, gradients: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return how far errors of these sizes move the parameters: to first order together, and those that are drawn.
+
+    Args:
+        parameters: (errors, what is added to the gradients, what a gradient of zero becomes) -> (parameters, ...).
+        after: the parameters without errors.
+        gradients: of each step.
+        sizes: of the errors; those of the gradients come first.
+    """
+    unmoved, as_given = jnp.zeros_like(sizes), jnp.zeros_like(gradients)
+    given = sizes[:, : gradients.shape[1]]
+    ends = jnp.stack([jnp.where(jnp.abs(gradients) <= given, -gradients, 0.0), given, -given])
+    slopes = jax.vmap(lambda end: jax.jacfwd(lambda off: parameters(off, end, _NEARLY_ZERO)[0])(unmoved))(ends)
+    moved = jnp.where(sizes > 0, jnp.abs(slopes) * sizes, 0.0).sum((-2, -1)).max(0)
+    signs = jax.random.rademacher(jax.random.key(0), (DRAWS, *sizes.shape), sizes.dtype)
+    drawn = jax.vmap(lambda sign: parameters(sign * sizes, as_given)[0])(signs)
+    return moved, jnp.abs(drawn - after).max(0)
 
 
 def _is_real(leaf: jax.Array) -> bool:

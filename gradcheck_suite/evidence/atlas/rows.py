@@ -16,6 +16,8 @@ from gradcheck_suite.evidence.atlas.conventions import convention
 from gradcheck_suite.evidence.atlas.point import Point
 from gradcheck_suite.schema.results import json_number
 
+jax.config.update("jax_enable_x64", True)
+
 DTYPES = ("float64", "float32")
 ROUNDING = 1024
 """Unit roundoffs, relative to the larger of the two numbers and 1, that two results may differ by and still agree."""
