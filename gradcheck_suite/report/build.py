@@ -9,6 +9,7 @@ from gradcheck_suite.report.answers import answers
 from gradcheck_suite.report.content import Answer, Report, Section
 from gradcheck_suite.report.records_view import Pairs, Records, environments, made_from, read_all
 from gradcheck_suite.report.sections.atlas import atlas
+from gradcheck_suite.report.sections.audits import audits
 from gradcheck_suite.report.sections.bridge import bridge
 from gradcheck_suite.report.sections.calibration import calibration
 from gradcheck_suite.report.sections.claims import claims
@@ -50,6 +51,7 @@ def _parts(records: Records, reports: Path) -> tuple[tuple[Answer, ...], tuple[S
     measured, claimed = records.of("benchmark"), records.of("claim")
     sections: list[Section | None] = [
         verification(records.of("verify")),
+        audits(records.of("audit")),
         decision(measured),
         memory(records.of("memory")),
         costs(measured),

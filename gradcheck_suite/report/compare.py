@@ -1,4 +1,4 @@
-"""What changed between two sets of records: verdicts, claims, known bugs, trainers, times, memory, error rates."""
+"""What changed between two sets of records of any kind."""
 
 from __future__ import annotations
 
@@ -183,9 +183,18 @@ def _traffic(records: list[Record]) -> Facts:
 
 def _zero_or_none(records: list[Record]) -> Facts:
     return {
-        f"{r.data.get('optimizer')}, {r.data.get('variant')}: zeros change": ", ".join(r.data.get("zero_changes", ()))
+        f"{r.data['optimizer']}, {r.data['variant']}: zeros change": ", ".join(r.data["zero_changes"]) or "nothing"
         for r in records
     }
+
+
+def _audits(records: list[Record]) -> Facts:
+    return {str(r.data["loop"]): _verdict(r.data) for r in records}
+
+
+def _steps(records: list[Record]) -> Facts:
+    rows = [row for r in records for row in r.data["rows"]]
+    return {f"step of {row['torch']}": "agrees with optax" if row["agree"] else "differs from optax" for row in rows}
 
 
 READERS: Mapping[str, Callable[[list[Record]], Facts]] = {
@@ -200,4 +209,6 @@ READERS: Mapping[str, Callable[[list[Record]], Facts]] = {
     "atlas": _atlas,
     "zero-or-none": _zero_or_none,
     "traffic": _traffic,
+    "step": _steps,
+    "audit": _audits,
 }

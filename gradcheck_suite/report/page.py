@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.report.charts.theme import config, style_sheet
+from gradcheck_suite.report.citations import with_links
 from gradcheck_suite.report.content import Cell, Figure, Report, Table, shown
 from gradcheck_suite.report.violation import ViolationPage
 
@@ -28,19 +29,8 @@ if TYPE_CHECKING:
 
 GOOD = ("holds", "confirmed", "found", "yes", "current", "True")
 BAD = ("violated", "refuted", "missed", "no", "False")
-WARN = ("conditional", "not run", "older", "unclean")
+WARN = ("conditional", "not run", "older", "unclean", "unjudged")
 SCRIPTS = ("charts.js", "tables.js", "page.js")
-HOMES = {
-    "accelerate": "huggingface/accelerate",
-    "diffusers": "huggingface/diffusers",
-    "Lightning": "Lightning-AI/pytorch-lightning",
-    "pytorch": "pytorch/pytorch",
-    "torchtitan": "pytorch/torchtitan",
-    "torchtune": "pytorch/torchtune",
-    "transformers": "huggingface/transformers",
-}
-"""Project, as bugs are cited by it -> its repository on GitHub."""
-_CITED = re.compile(rf"(?<![\w/-])({'|'.join(HOMES)})#(\d+)\b")
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"^([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?[*%])*$")
 _SOURCE_MAP = re.compile(r"^//# sourceMappingURL=.*$", re.MULTILINE)
@@ -145,10 +135,7 @@ def _environment() -> jinja2.Environment:
         return markupsafe.Markup(_CODE.sub(r"<code>\1</code>", str(markupsafe.escape(text))))
 
     def linked(text: str) -> markupsafe.Markup:
-        link = '<a href="https://github.com/{}/issues/{}" rel="noreferrer">{}</a>'
-        return markupsafe.Markup(
-            _CITED.sub(lambda found: link.format(HOMES[found[1]], found[2], found[0]), str(markupsafe.escape(text)))
-        )
+        return markupsafe.Markup(with_links(str(markupsafe.escape(text))))
 
     def document(text: str) -> markupsafe.Markup:
         return markupsafe.Markup(_markdown(text))

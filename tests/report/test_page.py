@@ -12,8 +12,10 @@ from importlib import resources
 
 import pytest
 
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.report import page as pages
 from gradcheck_suite.report.build import build
+from gradcheck_suite.report.citations import REPOSITORIES, with_links
 from tests.report.made_up import EVIL, counterexample, fill
 
 MOST_BYTES = 3 * 2**20
@@ -69,6 +71,26 @@ def test_a_cited_bug_of_a_known_project_is_a_link(tmp_path):
     assert html.count(link) == 1
 
 
+@pytest.mark.parametrize(
+    ("cited", "home"),
+    [
+        ("Lightning#6147", "Lightning-AI/pytorch-lightning"),
+        ("sentence-transformers#1822", "UKPLab/sentence-transformers"),
+        ("pytorch/examples#1172", "pytorch/examples"),
+        ("NeMo Automodel#3359", "NVIDIA-NeMo/Automodel"),
+        ("transformers#1", "huggingface/transformers"),
+    ],
+)
+def test_a_citation_has_the_repository_of_its_whole_name(cited, home):
+    assert f'"https://github.com/{home}/issues/{cited.partition("#")[2]}"' in with_links(f"see {cited}, {cited}")
+    assert with_links(f"my-{cited} x/{cited}") == f"my-{cited} x/{cited}"
+
+
+def test_almost_every_bug_of_the_zoo_has_a_link():
+    cited = {name for bug in BUGS.values() for name in bug.citations if "#" in name}
+    assert {name for name in cited if "<a " not in with_links(name)} <= {"AnimaLoraStudio#305"}  # of which fork?
+
+
 def test_every_page_is_there_with_its_figures(html):
     text = "".join(_read(html).text)
     for expected in (
@@ -100,7 +122,7 @@ def test_the_page_is_whole_and_fetches_nothing(html):
     page = _read(html)
     assert page.open == []
     outside = [link for link in page.links if not link.startswith(("#", "data:"))]
-    issues = [f"https://github.com/{home}/issues/" for home in pages.HOMES.values()]
+    issues = [f"https://github.com/{repository}/issues/" for repository in REPOSITORIES.values()]
     assert all(link.startswith(tuple(issues)) for link in outside)
     assert all(f'<a href="{link}" rel="noreferrer">' in html for link in outside)  # followed on a click alone
     assert len(html.encode()) < MOST_BYTES

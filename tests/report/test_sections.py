@@ -217,6 +217,19 @@ def test_where_torch_and_jax_disagree_is_said_and_what_was_not_judged_has_its_re
     assert found.rows[0] == ("zero_", "bfloat16", "they differ in case 1")
 
 
+def test_an_audited_script_has_its_last_verdict(tmp_path):
+    record(tmp_path, "audit", loop="train.py", verdict="holds", windows=3, violation=None)
+    violation = {"kind": "gradient", "diagnosis": "tail-leak", "step": 4, "where": "train.py:7", "explanation": "leaks"}
+    record(tmp_path, "audit", loop="train.py", verdict="violated", windows=5, violation=violation)
+    record(tmp_path, "audit", loop="other.py", verdict="unjudged", windows=0, violation=None)
+    section = _section(build(tmp_path), "audits")
+    assert section.text[0].endswith("ran 2 scripts unchanged and judged the optimizer steps; 1 violated.")
+    assert section.tables[0].rows == (
+        ("train.py", "violated", 5, "gradient: tail-leak", 4, "train.py:7", "leaks"),
+        ("other.py", "unjudged", 0, None, None, None, None),
+    )
+
+
 def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
     figures = {
         "bytes, zero_ / None": "16,384 / 0",

@@ -1,0 +1,40 @@
+"""The scripts that were audited: the last verdict on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcheck_suite.records.store import Record
+from gradcheck_suite.report.content import Cell, Section, Table
+from gradcheck_suite.report.provenance import sources
+from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.report.sections.verification import title_of
+
+COLUMNS = ("script", "verdict", "steps judged", "diagnosis", "at step", "loss", "what is wrong")
+
+
+def audits(records: Sequence[Record]) -> Section | None:
+    """Return the section on audited scripts; None where there is none."""
+    newest = latest(records, lambda d: d["loop"])
+    if not newest:
+        return None
+    rows = tuple(_row(record.data) for record in newest)
+    violated = sum(record.data["verdict"] == "violated" for record in newest)
+    return Section(
+        "audits",
+        "Audited scripts",
+        "verification",
+        (
+            f"`gradcheck-suite audit` ran {len(rows)} script{'s' * (len(rows) != 1)} unchanged and judged the "
+            f"optimizer steps; {violated} violated.",
+        ),
+        tables=(Table("Every script and its verdict", COLUMNS, rows),),
+        sources=sources(newest),
+    )
+
+
+def _row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
+    violation = data.get("violation") or {}
+    told = (violation.get(name) for name in ("step", "where", "explanation"))
+    return (str(data["loop"]), str(data["verdict"]), data.get("windows"), title_of(data.get("violation")), *told)
