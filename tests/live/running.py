@@ -1,9 +1,14 @@
-"""Runs a script of `scripts/` in this process under an audit; the command does so in a process of its own."""
+"""Runs a script of `scripts/` under an audit, in this process or on two ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import gradcheck_suite
@@ -26,3 +31,35 @@ def audited(script: Path, *arguments: str, **options):
     finally:
         result = audit.close()
     return result, names
+
+
+def free_port() -> str:
+    """Return a port that no one listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def audited_on_two_ranks(script: Path, path: Path, *arguments: str):
+    """Audit a script on two ranks, started as a launcher does, without the launcher.
+
+    Args:
+        script: the script.
+        path: where the result is written.
+        arguments: of the script.
+
+    Returns:
+        the result as JSON data, and the standard error and status of each rank.
+    """
+    command = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    shared = {**os.environ, **shared, "MASTER_PORT": free_port()}
+    started = [
+        subprocess.Popen(
+            command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    ended = [(one.communicate(timeout=240)[1], one.returncode) for one in started]
+    (result,) = json.loads(path.read_text())["results"]
+    return result, ended

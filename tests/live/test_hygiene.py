@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 import gradcheck_suite
 from gradcheck_suite.live.recording.patches import Patches
 from gradcheck_suite.live.recording.recorder import Recorder
+from tests.live.running import trained
 
 
 def _places():
@@ -66,3 +67,25 @@ def test_scripting_compiling_saving_and_copying_work_under_an_audit():
         twin = copy.deepcopy(model)
         assert not any(p._backward_hooks for p in twin.parameters())
     assert "computed inside torch.compile" in audit.result.unjudged
+
+
+SCRIPTED = """
+import torch
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@torch.jit.script
+class Doubled:
+    def __init__(self):
+        self.value = twice(torch.ones(1))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_class_that_is_scripted_under_an_audit_finds_the_functions_beside_it(tmp_path):
+    """As `torch.distributed.optim` needs when it is imported."""
+    script = tmp_path / "scripted.py"
+    script.write_text(SCRIPTED)
+    with gradcheck_suite.audit():
+        assert trained(script)["Doubled"]().value == 2

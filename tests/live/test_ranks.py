@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import gradcheck_suite
-from tests.live.running import SCRIPTS
+from tests.live.running import SCRIPTS, audited_on_two_ranks, free_port
 
 RANKS = SCRIPTS / "ranks"
 NAMES = {
@@ -26,39 +25,6 @@ NAMES = {
     "faulty_sum_over_ranks": "wrong-scale",
 }
 """Each script -> its diagnosis, or None where it holds."""
-
-
-def _port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def _started(name, path, *arguments):
-    """Start the two ranks as a launcher does, without the launcher."""
-    audit = [
-        sys.executable,
-        "-m",
-        "gradcheck_suite",
-        "audit",
-        "--json",
-        str(path),
-        str(RANKS / f"{name}.py"),
-        *arguments,
-    ]
-    port = _port()
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(audit, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-
-
-def _audited(name, path, *arguments):
-    """Return the result, and the status and standard error of each rank."""
-    ended = [(started.communicate(timeout=240)[1], started.returncode) for started in _started(name, path, *arguments)]
-    (result,) = json.loads(path.read_text())["results"]
-    return result, ended
 
 
 def _expect(name, result, ended):
@@ -125,7 +91,7 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
 
 @pytest.mark.full
 def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path):
-    result, ended = _audited("faulty_gathered_count", tmp_path / "r.json")
+    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json")
     _expect("faulty_gathered_count", result, ended)
     assert "1/2: gradients are averaged over 2 ranks" in result["violation"]["explanation"]
     rows = [(row["rank"], row["count"]) for row in result["violation"]["weights"]]
@@ -137,13 +103,13 @@ def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path):
-    _expect(name, *_audited(name, tmp_path / "r.json", dtype))
+    _expect(name, *audited_on_two_ranks(RANKS / f"{name}.py", tmp_path / "r.json", dtype))
 
 
 @pytest.mark.full
 def test_torchrun_starts_audits(tmp_path):
     path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _port()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(RANKS / "sound_counted.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -153,7 +119,7 @@ def test_torchrun_starts_audits(tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_died_is_said_to_have_died(tmp_path):
-    result, ended = _audited("dying", tmp_path / "r.json")
+    result, ended = audited_on_two_ranks(RANKS / "dying.py", tmp_path / "r.json")
     assert ended[1][1] == -9
     assert any("rank 1 has not ended: it died" in finding for finding in result["findings"]), result
     assert result["violation"]["diagnosis"] == "not-reduced"

@@ -55,6 +55,34 @@ def test_the_first_window_and_every_third_after_it(tmp_path):
         assert json.loads(path.read_text())["results"][0]["again"] == expected, options
 
 
+EVALUATED_IN_TWO_WINDOWS = """
+import toy, torch
+
+model = torch.nn.Sequential(torch.nn.Dropout(0.5), *toy.classifier())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, window in enumerate(toy.windows(*[4] * 14, steps=2)):
+    model.train()
+    for x, y in window:
+        (torch.nn.functional.cross_entropy(model(x), y) / len(window)).backward()
+        if number in (3, 5):
+            model.eval()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("every", "found"), [(1, 3), (3, 3), (5, 5), (4, None), (10, None)])
+def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_window_that_is_due(
+    every, found, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = tmp_path / "evaluated.py"
+    script.write_text(EVALUATED_IN_TWO_WINDOWS)
+    result, _ = audited(script, every=every)
+    assert sum(result.again.values()) == len(range(0, 7, every))
+    assert [(v.diagnosis, v.step) for v in result.violations] == [("mixed-modes", found)] * (found is not None)
+
+
 def _window(sizes, dtype, weight):
     """Train one window and return the model, its gradient, and the gradient of one batch of all items."""
     torch.manual_seed(0)

@@ -137,9 +137,10 @@ class Patches:
         patches = self
 
         @functools.wraps(function)
-        def script(*args: Any, **kwargs: Any) -> Any:
+        def script(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+            # torch looks up the names that a class uses in its caller's frame, which is now one further up
             with patches._aside():
-                return function(*args, **kwargs)
+                return function(*args, _frames_up=_frames_up + 1, **kwargs)
 
         return script
 

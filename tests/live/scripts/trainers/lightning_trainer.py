@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import warnings
 
 import lightning
@@ -43,6 +44,7 @@ trainer = lightning.Trainer(
     accumulate_grad_batches=4,
     gradient_clip_val=0.5,
     accelerator="cpu",
+    devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,

@@ -12,6 +12,7 @@ parser.add_argument("model", choices=["llama", "gpt2", "bert"])
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--left", action="store_true", help="pad on the left")
 parser.add_argument("--rows", type=int, default=16)
+parser.add_argument("--own-count", action="store_true", help="divide by the targets of this process alone")
 args = parser.parse_args()
 
 transformers.set_seed(0)
@@ -70,6 +71,7 @@ with tempfile.TemporaryDirectory() as folder:
             num_train_epochs=2,
             learning_rate=1e-3,
             use_cpu=True,
+            average_tokens_across_devices=not args.own_count,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
