@@ -10,15 +10,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.schema.contract import TrainingRun
+
 
 @cache
-def freeze_imported_objects() -> None:
+def _freeze_imported_objects() -> None:
     """Exclude the objects that exist by now, mostly modules, from garbage collection.
 
     Some trainers collect after every run, and that pass is otherwise half of a small case's time.
     """
     gc.collect()
     gc.freeze()
+
+
+def begin(run: TrainingRun) -> None:
+    """Prepare the process for a trainer's run.
+
+    Raises:
+        CannotRunHere: the run is one of several ranks. Adapters set up one process, and their trainer would be blamed
+            for gradients that nothing reduces.
+    """
+    if run.world_size > 1:
+        raise CannotRunHere(
+            "the adapters of trainers run in one process: audit a script of the trainer on several ranks, as "
+            "`torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`"
+        )
+    _freeze_imported_objects()
 
 
 def reset_accelerate() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.schema.contract import Batch, Loop, TrainingRun
-from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet, reset_accelerate
+from gradcheck_suite.trainers.process_state import begin, quiet, reset_accelerate
 
 
 def transformers_loop(
@@ -94,7 +94,7 @@ def train(
             """Return the loader, prepared as the trainer prepares its own."""
             return self.accelerator.prepare(loader)
 
-    freeze_imported_objects()
+    begin(run)
     reset_accelerate()
     with tempfile.TemporaryDirectory() as folder, quiet("transformers", "accelerate"):
         options = {

@@ -28,8 +28,16 @@ PLAIN = {
 WITH_A_LIBRARY = {
     ("accelerate_loop",): ("accelerate", None),
     ("accelerate_loop", "--samples", "40"): ("accelerate", "wrong-scale"),
+    ("accelerate_recipe",): ("transformers", None),
+    ("accelerate_recipe", "--as-printed"): ("transformers", "wrong-scale"),
+    ("fabric_loop",): ("lightning", None),
+    ("ignite_trainer",): ("ignite", None),
+    ("ignite_trainer", "--batches", "9"): ("ignite", "tail-dropped"),
+    ("ignite_trainer", "--unequal"): ("ignite", "mean-of-means"),
     ("lightning_trainer",): ("lightning", None),
     ("lightning_trainer", "--batches", "10"): ("lightning", "wrong-scale"),
+    ("torchtnt_unit",): ("torchtnt", None),
+    ("torchtnt_unit", "--batches", "10"): ("torchtnt", "wrong-scale"),
     ("transformers_trainer", "llama"): ("transformers", None),
     ("transformers_trainer", "llama", "--left", "--rows", "13"): ("transformers", None),
     ("transformers_trainer", "llama", "--lora"): ("peft", None),
@@ -42,6 +50,12 @@ WITH_A_LIBRARY = {
     ("trl_sft", "llama", "--lora"): ("trl", None),
 }
 """Script with its arguments -> the library that it needs, and the diagnosis."""
+UNJUDGED = {
+    ("keras_fit",): ("keras", "without a torch.optim optimizer"),
+    ("trl_pairs", "dpo"): ("trl", "comes from MeanBackward0"),
+    ("trl_pairs", "reward"): ("trl", "comes from LogSigmoidBackward0"),
+}
+"""Script with its arguments -> the library that it needs, and a part of the reason why nothing is judged."""
 
 
 @pytest.mark.parametrize(("command", "diagnosis"), PLAIN.items(), ids=lambda x: " ".join(x) if x else "holds")
@@ -52,19 +66,33 @@ def test_a_plain_script(command, diagnosis):
     assert [violation.diagnosis for violation in result.violations] == [diagnosis] * (diagnosis is not None), result
 
 
-@pytest.mark.parametrize(("command", "expected"), WITH_A_LIBRARY.items(), ids=str)
-def test_a_script_of_a_library(command, expected, tmp_path):
-    library, diagnosis = expected
+def _audited_alone(library, command, path):
+    """Return the status, the result and the standard error of the command, or skip without the library."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
     script, *arguments = command
-    path = SCRIPTS / "trainers" / f"{script}.py"
-    audit = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(tmp_path / "result.json")]
-    done = subprocess.run([*audit, str(path), *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == (diagnosis is not None), done.stderr
-    (result,) = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert (result["violation"] or {}).get("diagnosis") == diagnosis, done.stderr
-    assert f"{result['windows']} steps judged of {result['windows']}" in done.stderr
+    script = SCRIPTS / "trainers" / f"{script}.py"
+    audit = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
+    done = subprocess.run(audit, capture_output=True, text=True, timeout=300)
+    (result,) = json.loads(path.read_text())["results"]
+    return done.returncode, result, done.stderr
+
+
+@pytest.mark.parametrize(("command", "expected"), WITH_A_LIBRARY.items(), ids=str)
+def test_a_script_of_a_library(command, expected, tmp_path):
+    library, diagnosis = expected
+    status, result, said = _audited_alone(library, command, tmp_path / "result.json")
+    assert status == (diagnosis is not None), said
+    assert (result["violation"] or {}).get("diagnosis") == diagnosis, said
+    assert f"{result['windows']} steps judged of {result['windows']}" in said
+
+
+@pytest.mark.parametrize(("command", "expected"), UNJUDGED.items(), ids=str)
+def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(command, expected, tmp_path):
+    library, reason = expected
+    status, result, said = _audited_alone(library, command, tmp_path / "result.json")
+    assert (status, result["verdict"]) == (2, "unjudged"), said
+    assert reason in said.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings("default")

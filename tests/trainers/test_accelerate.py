@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
 
 from gradcheck_suite import CannotRunHere, Case, Plan, check
+from gradcheck_suite.__main__ import main
 from gradcheck_suite.trainers import TRAINERS
 from gradcheck_suite.trainers.linear_problems import MEAN
 from gradcheck_suite.trainers.questions import PLANS
@@ -50,3 +51,11 @@ def test_a_case_that_failed_leaves_nothing_to_the_next():
 def test_the_scaler_is_refused_on_the_cpu():
     with pytest.raises(CannotRunHere, match="`verify` has --device cuda"):
         check(TRAINERS["accelerate-scaler"].load(), Case("dense", Plan((1,), 1)), problem=MEAN)
+
+
+def test_several_ranks_are_refused_with_what_to_do_instead(tmp_path, capsys):
+    """The adapter reduces nothing between ranks: its trainer would be blamed for that."""
+    problem = "gradcheck_suite.trainers.linear_problems:MEAN"
+    command = ["verify", "accelerate", "--ranks", "2", "--problem", problem, "--examples", "1"]
+    assert main([*command, "--reports", str(tmp_path)]) == 2
+    assert "`torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`" in capsys.readouterr().err

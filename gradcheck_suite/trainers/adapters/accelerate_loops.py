@@ -12,7 +12,7 @@ from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.schema.contract import Batch, TrainingRun, training_loop
-from gradcheck_suite.trainers.process_state import freeze_imported_objects, reset_accelerate
+from gradcheck_suite.trainers.process_state import begin, reset_accelerate
 from gradcheck_suite.trainers.trainer import Trainer
 
 
@@ -92,7 +92,7 @@ TRAINERS = (
 def _accelerator(run: TrainingRun, **settings: Any) -> Any:
     from accelerate import Accelerator
 
-    freeze_imported_objects()
+    begin(run)
     reset_accelerate()
     return Accelerator(cpu=run.device.type == "cpu", **settings)
 

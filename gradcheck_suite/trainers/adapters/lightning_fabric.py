@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from gradcheck_suite.schema.contract import TrainingRun
-from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet
+from gradcheck_suite.trainers.process_state import begin, quiet
 from gradcheck_suite.trainers.trainer import Trainer
 
 
@@ -58,7 +58,7 @@ TRAINERS = (
 def _set_up(run: TrainingRun) -> tuple[Any, Any, Any, Any]:
     from lightning.fabric import Fabric
 
-    freeze_imported_objects()
+    begin(run)
     owner = Fabric(accelerator="cpu" if run.device.type == "cpu" else "gpu", devices=1)
     model, optimizer = owner.setup(run.model, run.optimizer)
     return owner, model, optimizer, owner.setup_dataloaders(run.loader)

@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.schema.contract import Batch, TrainingRun
-from gradcheck_suite.trainers.process_state import freeze_imported_objects, quiet
+from gradcheck_suite.trainers.process_state import begin, quiet
 from gradcheck_suite.trainers.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _fit(run: TrainingRun, module: Any, **settings: Any) -> None:
     """Train with the trainer's own defaults, except that nothing is written, printed or logged."""
     from lightning.pytorch import Trainer as LightningTrainer
 
-    freeze_imported_objects()
+    begin(run)
     with quiet("lightning.pytorch", "lightning.fabric"):
         trainer = LightningTrainer(
             accelerator="cpu" if run.device.type == "cpu" else "gpu",
