@@ -20,6 +20,8 @@ from tests.cli.conftest import files
 from tests.one_problem import LINEAR
 
 SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")
+FEWER = ("calibrate", "--checks", 8, "--planted", 1, "--dtypes", "float32")
+"""For a bound that nothing is within: every check then makes all draws."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +69,7 @@ def too_tight(monkeypatch):
 
 @pytest.mark.usefixtures("too_tight")
 def test_a_fault_of_torch_is_status_3(run):
-    outcome = run(*SMALL)
+    outcome = run(*FEWER)
     assert outcome.status == exit_status.DISAGREEMENT == 3
     assert "the float32 computation of torch is wrong" in outcome.out
 
@@ -75,7 +77,7 @@ def test_a_fault_of_torch_is_status_3(run):
 @pytest.mark.usefixtures("too_tight")
 def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
     monkeypatch.setattr(checking, "precision_fault", lambda window: None)
-    outcome = run(*SMALL)
+    outcome = run(*FEWER)
     assert outcome.status == exit_status.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out
     alarm = _record(project)["data"]["alarms"]["float32"]["alarms"][0]

@@ -59,7 +59,7 @@ def _doubled(run):
         run.optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
 def test_the_rounding_of_saturated_probabilities_is_no_fault_of_torch(dtype):
     case = SATURATED.replace(dtype=dtype)
     reference = REFERENCES.get(case, None)
@@ -75,7 +75,7 @@ def test_a_loss_that_overflows_within_torch_is_not_judged():
     assert check(BUILT_IN["plain"], OVERFLOWS.replace(dtype="float64")).holds
 
 
-@pytest.mark.parametrize("scale", [100.0, 10000.0])
+@pytest.mark.parametrize("scale", [pytest.param(100.0, marks=pytest.mark.full), 10000.0])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_large_logits_are_judged(scale, dtype):
     loss = Loss("cross_entropy_of_large_logits", scale=scale, reduction="mean")

@@ -49,7 +49,7 @@ def test_on_the_command_line_it_is_one_line_and_status_2(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == "gradcheck-suite verify: error: not this one\n"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_fault_in_whole_windows_comes_before_one_of_the_short_last_window(seed):
     violation = verify(two_faults, problem=MEAN, examples=20, seed_value=seed).violation
     assert (violation.diagnosis, violation.case.plan.micro_batches) == ("mean-of-means", (1, 2))

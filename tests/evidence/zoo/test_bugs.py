@@ -20,7 +20,6 @@ SEARCHED = (
     "none-breaks-readers",
     "stolen-buffer",
     "in-batch-negatives",
-    "missing-from-the-last",
 )
 """The bugs that are searched for in every run of the tests, one of each kind; the others are marked `full`."""
 ACCUMULABLE = [b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted]

@@ -57,6 +57,7 @@ def test_a_miss_never_passes(row):
     assert replace(row, runs=(run,), other_dtype=True, within=1).passed
 
 
+@pytest.mark.full
 def test_what_cannot_be_judged_is_not_within_rounding():
     def model(seed):
         torch.manual_seed(seed)
