@@ -47,7 +47,12 @@ def add_arguments(parser: parsers.Parser) -> None:
     for option in OPTIONS:
         add_option(parser, option)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
-    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page on each violation here, one HTML file")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="PATH",
+        help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
+    )
     output_paths.add_reports(parser, "counterexamples go to DIR/counterexamples")
 
 
@@ -146,7 +151,8 @@ def _verify_all(
 
 
 def _write_page(path: Path, done: _Run) -> None:
-    """Write the page of the run and of each violation, and name it."""
+    """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
+    from gradcheck_suite.cli.desktop import open_page
     from gradcheck_suite.records.files import write_text
     from gradcheck_suite.report.page import render_violations
     from gradcheck_suite.report.violation import read_violation
@@ -155,6 +161,8 @@ def _write_page(path: Path, done: _Run) -> None:
     title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
     write_text(path, render_violations(title, done.lines, [read_violation(stored) for stored in done.stored]))
     print(f"page    {path}", flush=True)
+    if done.stored:
+        open_page(path)
 
 
 def _list(ranks: int) -> int:

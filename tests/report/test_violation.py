@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 
@@ -95,6 +100,54 @@ def test_verify_writes_the_page_and_names_it(tmp_path, monkeypatch, capsys):
     assert "gradient: mean-of-means" in html
     assert "gradcheck-suite replay reports/counterexamples/" in html
     assert html.count('class="chart"') == 2
+
+
+@pytest.fixture
+def desktop(tmp_path, monkeypatch):
+    """Return what a browser was asked to open, where every terminal is a desktop's."""
+    asked = tmp_path / "asked"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {asked}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    monkeypatch.setenv("DISPLAY", ":99")
+    monkeypatch.chdir(tmp_path)
+    return lambda: asked.read_text().split() if asked.exists() else []
+
+
+def _at_a_terminal(*arguments):
+    """Run a Python process whose output is a terminal, and return its exit status."""
+    terminal, other_end = pty.openpty()
+    with subprocess.Popen([sys.executable, *arguments], stdout=other_end, stderr=subprocess.DEVNULL) as process:
+        os.close(other_end)
+        with contextlib.suppress(OSError):  # the terminal closes when the process ends
+            while os.read(terminal, 4096):
+                pass
+    os.close(terminal)
+    return process.returncode
+
+
+OPEN = "from pathlib import Path; from gradcheck_suite.cli.desktop import open_page; open_page(Path('page.html'))"
+
+
+def test_a_page_opens_at_a_desktop_s_terminal_alone(tmp_path, desktop, monkeypatch):
+    subprocess.run([sys.executable, "-c", OPEN], stdout=subprocess.PIPE, check=True)
+    assert desktop() == []
+    assert _at_a_terminal("-c", OPEN) == 0
+    assert desktop() == [(tmp_path / "page.html").as_uri()]
+    monkeypatch.delenv("DISPLAY")
+    assert _at_a_terminal("-c", OPEN) == 0
+    assert len(desktop()) == 1
+
+
+@pytest.mark.full
+def test_verify_opens_the_page_of_a_violation_and_none_where_all_holds(tmp_path, desktop):
+    (tmp_path / "my.py").write_text(LOOP)
+    command = ("-m", "gradcheck_suite", "verify", "--examples", "2", "--html", "page.html")
+    assert _at_a_terminal(*command, "zero_") == 0
+    assert desktop() == []
+    assert _at_a_terminal(*command, "my.py:halves") == 1
+    assert desktop() == [(tmp_path / "page.html").as_uri()]
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
