@@ -9,15 +9,18 @@ import re
 import tomllib
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite.evidence.zoo import BUGS
+from gradcheck_suite.records.store import records_path
 from gradcheck_suite.report import page as pages
 from gradcheck_suite.report.build import build
 from gradcheck_suite.report.citations import REPOSITORIES, with_links
 from tests.report.made_up import EVIL, counterexample, fill
 
+KEPT = Path(__file__).parents[2] / "reports"
 MOST_BYTES = 3 * 2**20
 VENDOR = resources.files("gradcheck_suite.report").joinpath("vendor")
 
@@ -132,6 +135,26 @@ def test_the_page_is_whole_and_fetches_nothing(html):
     for script in [s for s in page.scripts if not s.startswith('{"config"')]:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert digest.replace("+", "&#43;") in policy or digest in policy
+
+
+def test_figures_older_than_their_code_have_a_badge(tmp_path):
+    fill(tmp_path)
+    badge = ">older than the code</span>"
+    assert badge not in pages.render(build(tmp_path))
+    path = records_path(tmp_path, "zoo")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "judge": "0" * 16}) + "\n")
+    html = pages.render(build(tmp_path))
+    assert html.count(badge) == 1
+    assert html.index('id="zoo-title"') < html.index(badge) < html.index('class="panel"', html.index('id="zoo-title"'))
+
+
+def test_the_kept_pages_are_as_small_as_promised():
+    assert (KEPT / "report.html").stat().st_size < MOST_BYTES
+    assert len((KEPT / "report.md").read_text().splitlines()) <= 300
+    shown = re.findall(
+        r"!\[([^\]]+)\]\((docs/_static/(?:report|violation)\.png)\)", (KEPT.parent / "README.md").read_text()
+    )
+    assert [(KEPT.parent / path).is_file() for _, path in shown] == [True, True]
 
 
 def test_a_finding_keeps_no_tag_and_no_harmful_link():

@@ -16,7 +16,7 @@ from gradcheck_suite.report.records_view import latest
 KEY, TITLE, TAB = "zoo", "The zoo of known bugs", "zoo"
 OURS = "gradcheck-suite"
 ZOO_COLUMNS = (
-    "",
+    "number",
     "bug",
     "reported as",
     "mechanism",
@@ -77,7 +77,7 @@ def zoo(records: Sequence[Record]) -> Section:
                 "search; each fixed test is one hand-written case, as trainers have them in their tests.",
             ),
             *([_coarser(coarser)] if coarser else []),
-            Table("Reported bugs that are not in the zoo", ("", "why"), tuple(NOT_EXPRESSED.items())),
+            Table("Reported bugs that are not in the zoo", ("number", "why"), tuple(NOT_EXPRESSED.items())),
         ),
         sources=sources((records[-1], *coarser)),
     )

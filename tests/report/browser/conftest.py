@@ -64,7 +64,13 @@ def _fill(folder, text):
         }
         kind = ("confirmed", "conditional", "refuted")[i % 3]
         figures = {f"{text}, zero_ / None": "16 / 0", text: text, "several": [1, 2], "one": 1.0, f"two {text}": 2.0}
-        claim(folder, f"C1.{i}", **{**words, "source": text}, verdict=kind, figures=figures if i < 3 else {})
+        claim(
+            folder,
+            f"C1.{i}" if i < 20 else "C2.5",
+            **{**words, "source": text},
+            verdict=kind,
+            figures=figures if i < 3 else {},
+        )
     calibration(folder)
     for i, size in enumerate((10**5, 10**6, 10**7)):
         benchmark(folder, "both", 0, measures="step", parameters=size, items=1, zero=0.1, none=0.09, saved=0.01,

@@ -43,6 +43,9 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert lines.last.evaluate(SEEN)
     heights = lines.evaluate_all("lines => lines.map(line => line.clientHeight)")
     assert max(heights) <= 28  # one line each
+    colours = lines.evaluate_all("lines => lines.map(line => getComputedStyle(line).backgroundColor)")
+    assert len(set(colours)) == 3
+    assert page.locator(".card.costs .chart svg .mark-rule line").count() >= 3  # intervals
 
 
 @pytest.mark.full
@@ -195,7 +198,7 @@ def test_a_link_opens_a_claim_and_a_violation(open_page):
     page = open_page()
     page.locator(".card.claims a").last.click()
     page.wait_for_selector("#claims.current")
-    assert page.evaluate("document.activeElement.id") == "claims/C2.1"
+    assert page.evaluate("document.activeElement.id") == "claims/C2.5"
     violations = open_page(hash_="#violations")
     violations.locator("#violations .list a").click()
     _until(violations, "document.activeElement.className === 'violation'")
