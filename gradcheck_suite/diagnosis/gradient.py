@@ -28,7 +28,12 @@ from gradcheck_suite.diagnosis.wrong_elements.elements import (
     place_of_the_fault,
     wrong_and_right,
 )
-from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case, is_explained, stolen_buffer
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import (
+    diagnose_case,
+    is_explained,
+    of_one_sign,
+    stolen_buffer,
+)
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.window import Window
@@ -39,8 +44,19 @@ RIGHT_ON_PROBE = (
 )
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
+NOT_BY_VALUES = frozenset(
+    ("no-gradient", "reset-inside-window", "first-only", "dropped-micro-batch", "repeated-micro-batch")
+)
+"""Diagnoses that the probe, where it is right, shows to depend on values or on the model."""
 OF_ELEMENTS = frozenset(
-    ("projected-gradient", "permuted-gradient", "swapped-gradients", "mixed-gradients", "partial-gradient")
+    (
+        "projected-gradient",
+        "permuted-gradient",
+        "swapped-gradients",
+        "mixed-gradients",
+        "partial-gradient",
+        "rounded-gradient",
+    )
 )
 """Diagnoses of the case itself that no weights of micro-batches give."""
 
@@ -74,8 +90,10 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = on_case or diagnosis
     if "rounded-weights" in diagnosis.names:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
-    if diagnosis.name == "no-gradient" and on_probe is None:
+    if on_probe is None and diagnosis.names & NOT_BY_VALUES:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
+    if on_probe is None and diagnosis.names & (NOT_BY_VALUES | {"not-linear"}):
+        diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     diagnosis = unless_gone(
         diagnosis, runner, instance, comparison, lambda run: gradient_of_step(run, window.reference, step)
     )

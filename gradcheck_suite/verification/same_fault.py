@@ -13,6 +13,8 @@ SHOWN_BY_LARGER = frozenset(
     ("no-gradient", "wrong-scale", "partial-gradient", "permuted-gradient", "swapped-gradients", "missing-gradient")
 )
 """Diagnoses that a larger case shows as well as a small one. Where it does not, they fit the small one by chance."""
+MAY_BE_OF_ELEMENTS = frozenset(("no-gradient", "not-linear", "unequal-items", "unrecognised-weights"))
+"""What a weight probe shows of a fault of elements: its parameter has one element for each item."""
 
 
 def window_shape(violation: Violation) -> tuple[bool, ...]:

@@ -23,6 +23,7 @@ from gradcheck_suite.verification.battery import Battery, run_battery
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.same_fault import (
+    MAY_BE_OF_ELEMENTS,
     is_of_elements,
     is_same_fault,
     keeps_right_parameters,
@@ -126,8 +127,9 @@ class Search:
         seen = self._on_probe
         if seen is None or seen.diagnosis == "timed-out":
             return seen is not None
-        # small elements that are 0 are a fault of elements already
-        as_drawn = seen.diagnosis == "flushed-to-zero" or not has_slopes(seen.case)
+        # small elements that are 0 are a fault of elements already, and a name of weights says what a long plan shows
+        as_drawn = seen.diagnosis not in MAY_BE_OF_ELEMENTS and not has_slopes(seen.case)
+        as_drawn |= seen.diagnosis == "flushed-to-zero"
         return self._final and (self._problem is not None or as_drawn)
 
     def run_battery(self, assumes: frozenset[str], dtype: str, device: str) -> None:

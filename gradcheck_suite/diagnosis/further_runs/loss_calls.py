@@ -162,7 +162,9 @@ def _differences(
     start = {name: p.detach() for name, p in model.named_parameters()}
     if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
         yield "other-parameters", _moved_text(start, calls), [replace(call, parameters=start) for call in calls]
-    if changed := _changed_text(instance, members, calls):
+    if (whole := _split_text(instance, members, calls)) is not None:
+        yield *whole, None
+    elif changed := _changed_text(instance, members, calls):
         yield "changed-batch", changed, None
 
 
@@ -190,6 +192,43 @@ def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> st
         f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there: look for a "
         "copy or an average of the model, and for parameters that are perturbed or rounded and restored before the step"
     )
+
+
+def _split_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> tuple[str, str] | None:
+    """Return name and sentence of wrong weights where the batches are parts of the window's micro-batches, or None.
+
+    Items of a micro-batch that count nothing may be left out.
+    """
+    owners: list[int] = []
+    due = [(j, i) for j in members for i in range(instance.case.plan.micro_batches[j])]
+    batches = {j: instance.batch(instance.case.plan.items(j)) for j in members}
+    at = 0
+
+    def part(j: int, first: int, items: int) -> Batch:
+        return map_leaves(lambda t: t[first : first + items], batches[j])
+
+    for call in calls:
+        given, items = dict(named_leaves(call.batch)), len(next(leaves(call.batch), ()))
+        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
+            if instance.count(part(*due[at], 1)):
+                return None
+            at += 1
+        if at == len(due) or not items:
+            return None
+        owners.append(due[at][0])
+        at += items
+    if len(set(owners)) == len(calls) or any(instance.count(part(*one, 1)) for one in due[at:]):
+        return None
+    weights = [float(call.cotangent) for call in calls if call.cotangent is not None]
+    split = f"micro-batches are split, into {len(calls)} parts here, and the "
+    for j in set(owners):
+        own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
+        if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
+            return "unequal-items", f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}: {_BY_COUNT}"
+    return "mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count: {_BY_COUNT}"
+
+
+_BY_COUNT = "divide each part's summed loss by the window's count"
 
 
 def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:

@@ -42,6 +42,10 @@ NOT_IN_GRADIENT = Diagnosis(
     "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
 )
 Steps = Sequence[Vector | None]
+NO_LOSS = (
+    "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a pull towards other "
+    "parameters, noise, or the rounding error of a larger number"
+)
 COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
 POISONED = (
@@ -156,7 +160,8 @@ def _probe(case: Case, dtype: str) -> WeightProbe:
 def _is_right(observed: Vector, case: Case, step: int) -> bool:
     right = _probe(case, case.dtype).right_weights(step % len(case.plan.windows))
     unit = UNIT_ROUNDOFF[case.dtype]
-    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=16 * unit**2)
+    # traces below the rounding of the weights show as themselves where gradients are tiny
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
 
 
 def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
@@ -213,8 +218,10 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         if found := probe_inputs(recorder, case.plan.windows[window], seen, step):
             return found
     wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
-    if not wrong:
-        wrong = items
+    if not wrong and np.abs(right[items]).max() < 1:
+        off = np.abs(seen - right).max()
+        return Diagnosis("added-term", f"an error of {off:.2g} is small beside weights of about 1, {NO_LOSS}")
+    wrong = wrong or items
     if not np.isfinite(seen).all():
         return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
     if np.abs(right[items]).max() < 1 and not seen[wrong].any():
@@ -231,6 +238,12 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         )
     if clipped := clipping(case, seen, right, step, runner):
         return clipped
+    larger = seen[wrong] / right[wrong]
+    if np.abs(right[items]).max() < 1 and (np.abs(larger) > 1).all() and np.ptp(larger) > 1e-2 * np.abs(larger).max():
+        return Diagnosis(
+            "added-term",
+            f"a gradient of {_size(right[wrong])} comes out as one of {_size(seen[wrong])}, {NO_LOSS}",
+        )
     return not_linear(
         f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
         "something depends on the gradient's size (clipping, normalising, a coarser dtype)"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import cycle, islice
 
+import numpy as np
+
 from gradcheck_suite.diagnosis.on_probe.probe_weights import WeightProbe
 from gradcheck_suite.diagnosis.weight_patterns.weights import Weights
 from gradcheck_suite.generation.rank_plans import over_ranks
@@ -84,5 +86,6 @@ def reading(probe: WeightProbe, step: int, observed: Vector) -> Weights:
 def per_micro_batch(probe: WeightProbe, items: Vector) -> Vector | None:
     """Return the weight of each micro-batch's items, or None where they differ within one."""
     first = items[list(probe.plan.starts)]
-    spread = abs(items - first.repeat(probe.plan.micro_batches)).max(initial=0.0)
+    with np.errstate(invalid="ignore"):
+        spread = abs(items - first.repeat(probe.plan.micro_batches)).max(initial=0.0)
     return None if spread > probe.tolerance * abs(items).max(initial=0.0) else first

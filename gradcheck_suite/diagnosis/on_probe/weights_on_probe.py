@@ -41,6 +41,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     observed = per_micro_batch(probe, items)
     table = () if observed is None else item_weights(probe, observed, window)
     weights = None if observed is None else reading(probe, step, observed)
+    elsewhere: list[Weights] = []
     right = probe.right_weights(window)
     if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
         return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
@@ -48,8 +49,10 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         named = diagnose(weights, _others(readings(probe, steps), step))
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
-        if (known or runner.runs_left > 1) and (found := _separated(runner, probe, weights, steps)):
-            return replace(found, weights=table)
+        if known or runner.runs_left > 1:
+            found, elsewhere = _separated(runner, probe, weights, steps)
+            if found:
+                return replace(found, weights=table)
         if known and not runner.runs_left:
             return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
@@ -58,14 +61,46 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
         found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
+        found = found or _by_loss(probe, recorder, step, items, small_step)
         return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
     if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
         return found
     if weights is None:
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
-    if names_nothing(named):
+    # the gradient grows with the loss, so a factor that is none of the run's is one all the same
+    both = diagnose(weights, [*_others(readings(probe, steps), step), *elsewhere])
+    if not names_nothing(both):
+        named = both
+    elif names_nothing(named):
         named = diagnose(weights)
     return replace(named, weights=table)
+
+
+def _by_loss(
+    probe: WeightProbe, recorder: LossRecorder, step: int, items: Vector, small_step: Vector
+) -> Diagnosis | None:
+    """Return the diagnosis of weights that the losses' values decide, or None.
+
+    What backward hands to the losses is then all that is wrong: nothing is done to the gradient after it.
+    """
+    members = probe.plan.windows[step % len(probe.plan.windows)]
+    calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
+    if len(calls) != len(members):
+        return None
+    handed = np.zeros(len(small_step))
+    for j, call in zip(members, calls, strict=True):
+        assert call.cotangent is not None
+        share = probe.counts[j] if probe.reduction == "mean" else 1.0
+        handed[probe.plan.items(j).start : probe.plan.items(j).stop] = SMALL_SCALE * float(call.cotangent) / share
+    if not np.allclose(handed, small_step, rtol=1e-9, atol=0):
+        return None
+    first = probe.plan.items(members[0]).start
+    return Diagnosis(
+        "weighted-by-loss",
+        "a micro-batch's weight depends on the value of its loss: that of the window's first is "
+        f"{items[first]:.6g}, and {small_step[first] / SMALL_SCALE:.6g} with a loss 2**-20 times as large: look for a "
+        "power or a logarithm of the loss, a focal weight, or a scale that is computed from the loss",
+    )
 
 
 def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:
@@ -85,21 +120,28 @@ def _parameters_of(probe: WeightProbe) -> Vector:
     return values
 
 
-def _separated(runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]) -> Diagnosis | None:
-    """Return the fault that explains this run and one on the separating probe, with a small loss, or None."""
+def _separated(
+    runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]
+) -> tuple[Diagnosis | None, list[Weights]]:
+    """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
+
+    The weights of the other run come with it, where it took all its steps and some are wrong.
+    """
     separating = separating_probe(probe, runner.assumes)
     seen = separating.observed_weights(runner, scale=SMALL_SCALE)
     if seen is None or not np.isfinite(seen).all():
-        return None
+        return None, []
     miscounted = len(seen) != separating.plan.steps
     other = _whole_windows(separating, seen) if miscounted else readings(separating, seen)
-    named = None
-    if other and not all(w.is_right for w in other):
+    named, wrong = None, bool(other) and not all(w.is_right for w in other or ())
+    if other and wrong:
         step = weights.epoch * len(weights.windows) + (weights.index or 0)
         named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
     if named is not None and not names_nothing(named):
-        return named
-    return _by_steps(separating, seen) if miscounted else None
+        return named, []
+    if miscounted:
+        return _by_steps(separating, seen), []
+    return None, other or [] if wrong else []
 
 
 def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:
@@ -128,4 +170,5 @@ def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
 
 
 def _others(run: list[Weights] | None, step: int) -> list[Weights]:
-    return [] if run is None else [w for i, w in enumerate(run) if i != step]
+    """Return the weights of the other steps of a run, where they are finite."""
+    return [] if run is None else [w for i, w in enumerate(run) if i != step and np.isfinite(w.observed).all()]

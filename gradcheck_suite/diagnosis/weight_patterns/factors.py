@@ -93,6 +93,16 @@ def _items(w: Weights) -> float | None:
     return float(sum(w.items[j] for j in w.window))
 
 
+def _miscounted(by: int) -> Value:
+    """Return the window's count over that and so many targets for each of its micro-batches."""
+
+    def value(w: Weights) -> float | None:
+        count = w.window_count + by * len(w.window)
+        return None if w.reduction == "sum" or count <= 0 else w.window_count / count
+
+    return value
+
+
 def _with_empty(weigh: Callable[[Weights, int], float]) -> Value:
     """Return the window's count over that and something for each micro-batch without valid targets."""
 
@@ -239,12 +249,16 @@ FACTORS = (
     ),
     *(
         Factor(
-            _of_means(lambda w, j=j: w.counts[w.window[j]], times),  # type: ignore[misc]
+            _of_means(lambda w, chosen=chosen: w.counts[chosen(w)], times),  # type: ignore[misc]
             lambda w, word=word, named=named: f"its count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
             "add up the counts of the window's micro-batches: they are not all alike",
             rare=2,
         )
-        for j, word in ((0, "first"), (-1, "last"))
+        for chosen, word in (
+            (lambda w: w.window[0], "first"),
+            (lambda w: w.window[-1], "last"),
+            (lambda w: max(w.window, key=w.counts.__getitem__), "largest"),
+        )
         for times, named in ((_k, "accumulation_steps"), (lambda w: len(w.window), "its micro-batches"))
     ),
     Factor(
@@ -259,6 +273,15 @@ FACTORS = (
             f"{_items(w):g}): one target too many is counted for every item"
         ),
         "count the targets that are not ignored",
+    ),
+    *(
+        Factor(
+            _miscounted(by),
+            lambda w, how=how: f"its count over one with {how} for each micro-batch",  # type: ignore[misc]
+            "count the targets that the loss divides by, no first or last one more or less",
+            rare=2,
+        )
+        for by, how in ((-1, "one target too few"), (1, "one target too many"))
     ),
     Factor(
         lambda w: None if w.reduction == "sum" else w.window_count / sum(max(w.counts[j], 1.0) for j in w.window),

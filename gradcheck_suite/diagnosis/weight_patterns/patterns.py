@@ -94,14 +94,14 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
     return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_unequal)
 
 
-def _groups(w: Weights) -> int | None:
-    """Return the number of ranks whose own means are averaged, micro-batches dealt to them in turn."""
+def _groups(w: Weights, *, added: bool = False) -> int | None:
+    """Return the number of ranks whose own means are averaged, or added, micro-batches dealt to them in turn."""
     if w.foreign or w.reduction == "sum":
         return None
     place = {j: i for i, j in enumerate(w.window)}
     for ranks in range(2, max(3, len(w.window))):
         counts = [w.count_of(w.window[r::ranks]) for r in range(ranks)]
-        shared = sum(1 for count in counts if count)
+        shared = 1 if added else sum(1 for count in counts if count)
         right = [1 / (shared * counts[place[j] % ranks]) for j in w.inside]
         if w.close(w.observed[w.inside], right):
             return ranks
@@ -177,6 +177,33 @@ def rescaled(wrong: Steps) -> tuple[Pattern, ...]:
     return tuple(pattern(*step) for step in steps)
 
 
+def by_place(wrong: Steps) -> tuple[Pattern, ...]:
+    """Return the pattern of weights that the micro-batches' places in their windows determine, where they do."""
+    longest = max(wrong, key=lambda w: len(w.inside))
+    factors = longest.ratio
+    if len(factors) < 3 or len(factors) < len(longest.window) or np.any(factors == 0):
+        return ()
+    if longest.foreign or longest.close(factors, factors[0]):
+        return ()
+
+    def fits(w: Weights) -> bool:
+        return not w.foreign and w.close(w.ratio, factors[[w.window.index(j) for j in w.inside]])
+
+    shown = ", ".join(f"{factor:.6g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")
+    return (
+        Pattern(
+            "weighted-by-place",
+            fits,
+            lambda w, wrong: (
+                f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the "
+                f"first and those after it, whatever they count: {SHARES}"
+            ),
+            2,
+            informs=lambda w: w is not longest and len(w.inside) > 1,
+        ),
+    )
+
+
 def rounded_to(w: Weights) -> str | None:
     """Return the format that the right weights seem to have been rounded to, or None."""
     if w.foreign or not len(w.inside):
@@ -215,6 +242,15 @@ INSIDE: tuple[Pattern, ...] = (
             f"whatever their counts: {SHARES}"
         ),
         informs=_unequal,
+    ),
+    Pattern(
+        "mean-of-means",
+        lambda w: _groups(w, added=True) is not None,
+        lambda w, wrong: (
+            f"the micro-batches are dealt to {_groups(w, added=True)} groups, as to tasks or ranks, and the groups' "
+            f"means are added up, each with a count of its own: {SHARES}"
+        ),
+        informs=lambda w: len(w.inside) > 2,
     ),
     Pattern(
         "wrong-scale",

@@ -95,6 +95,9 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
     said = f"micro-batches {missing} of the window are not in the gradient"
     last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
     several = any(more_than_two(v) for v in wrong)
+    if any((v.ratio > 1 + v.tolerance).any() for v in wrong):
+        more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
+        return f"{said}, {more}, or that stand in for others"
     if several and gone == {(0,)}:
         return f"{said}, in every wrong window the first: look for what takes it away before the loop"
     if several and all(places(v, lambda ratio: ratio == 0) == (len(v.window) - 1,) for v in wrong) and last:
@@ -103,7 +106,7 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
         return f"{said}, in every wrong window each second one: the iterator is advanced twice"
     if several and all(_has_twin(v) for v in wrong):
         return f"{said}, and each has the count of another in its window: look for what is kept by size or by value"
-    return f"{said}: look for a `continue`, a `break` or a reset between them"
+    return f"{said}{_in_common(wrong)}: look for a `continue`, a `break` or a reset between them"
 
 
 def _has_twin(w: Weights) -> bool:
@@ -118,4 +121,16 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
     said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     said = said.replace(" 2 times", " twice")
-    return f"{said}{f', and {gone} not at all' if gone else ''}: send each loss backward once"
+    return f"{said}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}: send each loss backward once"
+
+
+def _in_common(wrong: Steps) -> str:
+    """Return the size that all wrong micro-batches of several steps have and no right one, as a part of a sentence."""
+    sizes: dict[bool, set[int]] = {True: set(), False: set()}
+    for w in wrong if all(w.items for w in wrong) else ():
+        for j, ratio in zip(w.inside, w.ratio, strict=True):
+            sizes[w.close(ratio, 1.0)].add(w.items[j])
+    if len(wrong) < 2 or len(sizes[False]) != 1 or sizes[False] & sizes[True] or not sizes[True]:
+        return ""
+    (size,) = sizes[False]
+    return f"; in {len(wrong)} wrong steps they all have {size} item{'s' if size > 1 else ''}, and no right one has"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +44,11 @@ def diagnose_elements(
             found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
     if not common:
-        return mixed(comparison, wrong)
+        return mixed(comparison, wrong) or _by_one_factor(comparison, wrong)
     said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
     if right:
-        where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
+        where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
+        where += f"{_kind_of(comparison, wrong, right)}: "
     else:
         where = "" if len(wrong) == 1 else "in every parameter: "
     if len(set(said.values())) > 1:
@@ -56,6 +57,34 @@ def diagnose_elements(
             " or ".join(common), where + "; ".join(f"in {name}, {said[name]}" for name in wrong[:3]) + more
         )
     return Diagnosis(" or ".join(common), where + said[wrong[0]])
+
+
+def _by_one_factor(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
+    """Return the diagnosis of elements of several parameters that are all wrong by one factor, such as 0, or None."""
+    expected, observed, allowed = comparison.expected, comparison.observed, comparison.allowed
+    off, there = ~(np.abs(observed - expected) <= allowed), np.abs(expected) > allowed
+    if len(wrong) < 2 or not (there & ~off).any() or not there[off].all():
+        return None
+    factor = 0.0 if (np.abs(observed[off]) <= allowed[off]).all() else float(np.median(observed[off] / expected[off]))
+    if (np.abs(observed - factor * expected)[off] > (1 + abs(factor)) * allowed[off]).any():
+        return None
+    what = "0" if not factor else f"{_times(factor)} what they should be"
+    return Diagnosis(
+        "partial-gradient",
+        f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
+        "are right: look for a mask, a slice or a dropout of gradients",
+    )
+
+
+def _kind_of(comparison: Comparison, wrong: Sequence[str], right: Sequence[str]) -> str:
+    """Return how many dimensions all wrong parameters have and no right one, as the end of a clause, or nothing."""
+    dimensions = {name: part_of(comparison, name)[0].ndim for name in (*wrong, *right)}
+    if len(dimensions) < 3:
+        return ""
+    for low in (True, False):
+        if all((dimensions[name] < 2) == ((name in wrong) == low) for name in dimensions):
+            return f" (all parameters with {'fewer than two' if low else 'two or more'} dimensions are wrong)"
+    return ""
 
 
 def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
@@ -109,7 +138,13 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             "swapped-gradients",
             f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
         )
-    if weights is None and not how and not other and (there & ~off).any():
+    if weights is None and (levels := _levels(expected, observed)):
+        yield (
+            "rounded-gradient",
+            f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised; "
+            "hand the optimizer the gradient itself",
+        )
+    elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := _format(expected, observed)):
         yield (
@@ -176,10 +211,12 @@ def _other_parameter(comparison: Comparison, name: str) -> str | None:
 
 def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> str:
     where = f"at {[tuple(map(int, index)) for index in np.argwhere(off)[:3]]}"
-    if off.ndim > 1:
-        rows = off.reshape(len(off), -1)
-        if (rows.all(1) | ~rows.any(1) | ~(np.abs(expected) > allowed).reshape(len(off), -1).any(1)).all():
-            where = f"in rows {listed(np.flatnonzero(rows.any(1)).tolist())}"
+    for axis in reversed(range(off.ndim if off.ndim > 1 else 0)):
+        wrong, there = (np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0))
+        rows = np.asarray(wrong.any(axis=1))
+        if bool((wrong | ~there)[rows].all()):
+            what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
+            where = f"in {what} {listed(np.flatnonzero(rows).tolist())}"
     ratio = observed[off] / np.where(expected[off] == 0, np.nan, expected[off])
     what = "other values than they should be"
     if not np.any(np.abs(observed[off]) > allowed[off]):
@@ -189,8 +226,35 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
-        "others are right: look for a slice, a mask or a shard"
+        f"others are right: look for {_cause(expected, allowed, off)}"
     )
+
+
+def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> str:
+    """Return what to look for where some elements are wrong; the sign decides only where both signs are there."""
+    evident = np.abs(expected) > allowed
+    for sign, which in ((1, "positive"), (-1, "negative")):
+        alike = evident & (np.sign(expected) == sign)
+        if (off == alike).all() and (evident & ~alike).any():
+            by_sign = f"what looks at the sign, since all {which} elements are wrong and no others (abs, clamp, relu)"
+            return by_sign if np.count_nonzero(evident) > 4 else f"a slice, a mask or a shard, or {by_sign}"
+    return "a slice, a mask or a shard"
+
+
+LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
+"""Largest whole numbers of the formats that gradients are quantised to."""
+
+
+def _levels(expected: Array, observed: Array) -> int | None:
+    """Return the number of steps from 0 to the largest element that all elements lie on, where they are near enough."""
+    largest = np.abs(observed).max()
+    if np.count_nonzero(observed) < 3 or len(np.unique(np.abs(observed))) < 2:
+        return None
+    for levels in LEVELS:
+        steps = observed / largest * levels
+        if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
+            return levels if (np.abs(observed - expected) <= largest / levels).all() else None
+    return None
 
 
 def _relative(expected: Array, observed: Array) -> float:

@@ -20,6 +20,7 @@ from gradcheck_suite.diagnosis.weight_patterns.trial_weights import trial_weight
 from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights
 from gradcheck_suite.diagnosis.wrong_elements.aliasing import find_stolen_buffers
 from gradcheck_suite.diagnosis.wrong_elements.elements import diagnose_elements, wrong_and_right
+from gradcheck_suite.diagnosis.wrong_elements.second_names import with_second_names
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.numerics.least_squares import fit_weights
@@ -55,23 +56,7 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnos
     unread = not all(gradients[j].any() for j in window.members)
     values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
     found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
-    return found and _with_second_names(found, window, list(elements))
-
-
-def _with_second_names(found: Diagnosis, window: Window, wrong: Sequence[str]) -> Diagnosis:
-    """Return a diagnosis that says so where parameters under several names are wrong, and they alone."""
-    names: dict[int, list[str]] = {}
-    for name, p in window.model().named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    several = [own for own in names.values() if len(own) > 1]
-    if not wrong or any(not any(name in own for own in several) for name in wrong):
-        return found
-    own = next(own for own in several if wrong[0] in own)
-    said = (
-        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
-        "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
-    )
-    return replace(found, sentence=found.sentence + said)
+    return with_second_names(found, window, comparison, list(elements))
 
 
 def is_explained(window: Window, comparison: Comparison, weights: Vector) -> bool:
@@ -84,6 +69,37 @@ def is_explained(window: Window, comparison: Comparison, weights: Vector) -> boo
     rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
     off = np.abs(weights @ gradients - comparison.observed)
     return bool((off <= 2 * comparison.allowed + rounding).all())
+
+
+def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch alone, or None.
+
+    Args:
+        found: the diagnosis, which may be right as well where few elements tell.
+        window: whose gradient is wrong.
+        comparison: of that gradient with the right one.
+    """
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return None
+    wrong, _ = wrong_and_right(comparison)
+    elements = np.concatenate([np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)])
+    gradients = _summed_gradients(window)[:, elements]
+    inside, right = list(window.members), comparison.expected[elements]
+    pivot = int(np.argmax(np.abs(gradients[inside].sum(axis=0))))
+    scale = right[pivot] / gradients[inside].sum(axis=0)[pivot]
+    observed, allowed = comparison.observed[elements], comparison.allowed[elements]
+    for sign, which in ((1, "positive"), (-1, "negative")):
+        kept = np.where(np.sign(gradients[inside]) == sign, gradients[inside], 0.0).sum(axis=0) * scale
+        if (np.abs(kept - observed) <= 8 * allowed).all():
+            sentence = (
+                f"of each micro-batch's gradient only the {which} elements are in the step's: look for a clamp, an abs "
+                "or a relu of gradients"
+            )
+            if np.count_nonzero(np.abs(right) > allowed) > 2:
+                return Diagnosis("partial-gradient", sentence)
+            # so few elements may have one sign by chance
+            return Diagnosis(f"{found.name} or partial-gradient", f"{found.sentence}; or: {sentence}")
+    return None
 
 
 def stolen_buffer(instance: Instance) -> Diagnosis | None:

@@ -31,6 +31,8 @@ def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector |
         values = None if parameters is None else comparison.layout.part(parameters, name)
         if what := projection(expected, observed, 8 * float(allowed.max()), values):
             found[name] = f"{what} has been subtracted from it, and nothing else is wrong"
+        elif what := _averaged(expected, observed, 8 * float(allowed.max())):
+            found[name] = f"each of its elements is {what} of the right gradient"
         elif (np.abs(observed) <= allowed).all():
             zero.append(name)
     if not found or len(found) + len(zero) < len(wrong):
@@ -59,6 +61,20 @@ def projection(expected: Array, observed: Array, allowed: float, parameter: Arra
     size = 0.0 if parameter is None else float((parameter**2).sum())
     if parameter is not None and size and lacks(parameter * (float((parameter * expected).sum()) / size)):
         return "what lies along the parameter itself"
+    return None
+
+
+def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
+    """Return the mean that every element of a gradient is: of all elements, of its row or of its column."""
+    if not (np.abs(observed) > allowed).any():
+        return None
+    axes: list[tuple[tuple[int, ...], str]] = [(tuple(range(expected.ndim)), "the mean of all elements")]
+    if expected.ndim > 1:
+        axes += [(tuple(range(1, expected.ndim)), "the mean of its row"), ((0,), "the mean of its column")]
+    for over, which in axes:
+        mean = np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape)
+        if (np.abs(mean - expected) > allowed).any() and (np.abs(observed - mean) <= allowed).all():
+            return which
     return None
 
 
