@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.bridge.grouped_products import grouped_products
+
 aten = torch.ops.aten
 F64 = torch.float64
 
@@ -101,6 +103,7 @@ HAND: dict[str, Callable[[], list[Any]]] = {
     "_assert_async": lambda: [(aten._assert_async.msg, (torch.tensor(True), "text"), {})],
     "_assert_scalar": lambda: [(aten._assert_scalar.default, (True, "text"), {})],
     "_assert_tensor_metadata": lambda: [(aten._assert_tensor_metadata.default, (tensor(2),), {})],
+    "_grouped_mm": grouped_products,
     "_batch_norm_with_update_functional": lambda: [
         (
             aten._batch_norm_with_update_functional.default,
