@@ -8,6 +8,8 @@ or anything above them: it knows losses, not loops.
 from gradcheck_suite.bridge.errors import BridgeError, NotExportable, RandomnessError, UnknownOperation, WrongLowering
 from gradcheck_suite.bridge.lowered import Lowered, arguments_of, jax_gradient, lower
 from gradcheck_suite.bridge.op_table import register_op, table
+from gradcheck_suite.bridge.own_backwards import accept_backward
+from gradcheck_suite.bridge.wrong_backwards import WrongBackward, wrong_backwards
 
 __all__ = [
     "BridgeError",
@@ -15,10 +17,13 @@ __all__ = [
     "NotExportable",
     "RandomnessError",
     "UnknownOperation",
+    "WrongBackward",
     "WrongLowering",
+    "accept_backward",
     "arguments_of",
     "jax_gradient",
     "lower",
     "register_op",
     "table",
+    "wrong_backwards",
 ]

@@ -1,8 +1,8 @@
-"""Detection of custom backwards and gradient hooks, which `torch.export` drops.
+"""What `torch.export` drops of a loss: gradient hooks, and the backwards of custom `autograd.Function`s.
 
-A custom `autograd.Function` or a gradient hook changes the gradient and leaves no trace in the exported graph. JAX
-would differentiate the forward alone and rightly disagree with torch. The loss is therefore run once in torch, and a
-custom backward or hook is reported by name.
+Neither leaves a trace in the exported graph. A hook is refused. Of a custom function JAX differentiates the forward,
+and `custom_functions` holds its backward to that; where the two differ on purpose, the graph keeps a call of the
+backward itself.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge.errors import BridgeError
 from gradcheck_suite.execution.batches import map_leaves
+from gradcheck_suite.execution.custom_functions import kinds_of
 from gradcheck_suite.schema.contract import Batch
 
-ALLOWED = ("CheckpointFunctionBackward", "GeneratedBackwardFor_")
-"""Prefixes of permitted functions: checkpointing, which recomputes the forward, and custom operations."""
+TORCHS = ("CheckpointFunction", "GeneratedBackwardFor_")
+"""Prefixes of functions that are no user's: checkpointing, which recomputes the forward, and custom operations."""
 _ADVICE = (
     "torch.export keeps only the forward, so JAX would differentiate that and rightly disagree. "
-    "Check this loop without JAX, or write the operation so that its gradient follows from its forward "
-    "(x + (round(x) - x).detach())"
+    "Check this loop without JAX, or change the gradient by an operation of the forward"
 )
 
 
@@ -42,7 +41,7 @@ class _HookRecorder(TorchFunctionMode):
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Restore the buffers and torch's random state afterwards."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -54,8 +53,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
-    """Run the loss once in torch and reject custom backwards and gradient hooks.
+def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> frozenset[type]:
+    """Run the loss once in torch and return the classes of its custom functions, torch's own left out.
 
     Args:
         model: the model; its buffers and torch's random state are restored.
@@ -63,14 +62,13 @@ def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor],
         batch: a tree of dicts, lists and tuples of tensors.
 
     Raises:
-        BridgeError: the loss is not a floating-point scalar, or has a custom backward or a gradient hook, which the
-            message names.
+        BridgeError: the loss is not a floating-point scalar, or has a gradient hook, which the message names.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
     recorder = _HookRecorder()
-    with _restored(model), recorder, torch.enable_grad():
+    with restored(model), recorder, torch.enable_grad():
         value = loss(model, map_leaves(torch.clone, batch))
     if recorder.hooked:
         raise BridgeError(f"the forward registers a gradient hook on a tensor: {_ADVICE}")
@@ -79,18 +77,4 @@ def refuse_custom_gradients(model: nn.Module, loss: Callable[..., torch.Tensor],
         raise BridgeError(
             f"the loss must be one scalar tensor of floating point, got {got}: reduce it with .mean() or .sum()"
         )
-    for node in _ancestors(value.grad_fn):
-        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith(ALLOWED):
-            name = type(node).__name__.removesuffix("Backward")
-            raise BridgeError(f"{name} is an autograd.Function with a backward of its own: {_ADVICE}")
-
-
-def _ancestors(node: Any) -> Iterator[Any]:
-    seen, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        yield current
-        pending.extend(parent for parent, _ in current.next_functions)
+    return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(TORCHS))

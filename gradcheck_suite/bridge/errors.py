@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from textwrap import indent
+
 from gradcheck_suite.errors import UsageError
 
 
 class BridgeError(UsageError):
-    """The loss cannot be translated to JAX."""
+    """The loss cannot be translated to JAX.
+
+    Attributes:
+        reason: why, and what to do, in one line.
+        rewrite: lines of Python that help, which end the message; empty where none are known.
+    """
+
+    def __init__(self, reason: str, rewrite: str = "") -> None:
+        super().__init__(f"{reason}:\n{indent(rewrite, '    ')}" if rewrite else reason)
+        self.reason, self.rewrite = " ".join(reason.split()), rewrite
 
 
 class UnknownOperation(BridgeError):

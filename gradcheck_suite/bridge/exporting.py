@@ -12,10 +12,11 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -24,10 +25,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions
 
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.custom_gradients import refuse_custom_gradients
+from gradcheck_suite.bridge.custom_gradients import functions_of
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
 from gradcheck_suite.bridge.op_table import lowering_of
-from gradcheck_suite.bridge.source_lines import source_line, source_line_of_error
+from gradcheck_suite.bridge.own_backwards import ACCEPTED, exported_functions
+from gradcheck_suite.bridge.rewrites import rewrite_of
+from gradcheck_suite.bridge.source_lines import frame_of_error, source_line
 from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.schema.contract import Batch
 
@@ -72,23 +75,29 @@ class Exported:
     default_float: torch.dtype
 
 
-def export_loss(model: nn.Module, loss: LossFunction, batch: Batch) -> Exported:
+def export_loss(model: nn.Module, loss: LossFunction, batch: Batch, own_backwards: Collection[type] = ()) -> Exported:
     """Export `loss(model, batch)` at this batch's shapes.
 
+    Args:
+        model: a module.
+        loss: (model, batch) -> scalar tensor.
+        batch: a tree of dicts, lists and tuples of tensors.
+        own_backwards: custom functions, beside the accepted ones, whose own backward the graph calls.
+
     Raises:
-        BridgeError: the loss has a custom backward or gradient hook, or is not a scalar.
+        BridgeError: the loss has a gradient hook, or is not a scalar.
         NotExportable: `torch.export` cannot export the loss; the message says what to do.
         UnknownOperation: an operation is not in the table.
         RandomnessError: the loss draws random numbers.
     """
-    refuse_custom_gradients(model, loss, batch)
+    functions = functions_of(model, loss, batch)
     tensors = tuple(leaves(batch))
     module = _LossModule(model, loss, batch).train(model.training)
-    with _quiet():
+    with _quiet(), exported_functions(functions, ACCEPTED.union(own_backwards)):
         try:
             program = torch.export.export(module, tensors, strict=False)
         except Exception as error:
-            raise NotExportable(_not_exportable(error)) from error
+            raise _not_exportable(error, loss) from error
         for graph_module in _graph_modules(program.graph_module):
             _stop_gradients_without_grad(graph_module)
         program = program.run_decompositions(_decompositions())
@@ -185,10 +194,11 @@ def _name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else f"torch.ops.higher_order.{target}"
 
 
-def _not_exportable(error: Exception) -> str:
+def _not_exportable(error: Exception, loss: LossFunction) -> NotExportable:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     depends = "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
+    frame, rewrite = frame_of_error(error), ""
     if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
         advice = (
             "torch.nn's transformer compares the values of its mask with a causal one: say which it is, with is_causal "
@@ -199,9 +209,17 @@ def _not_exportable(error: Exception) -> str:
             "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
             "not repeat. Write it with torch.where, masks or torch.cond, or compute the decision in Problem.batch"
         )
+        if frame is not None:
+            rewrite = rewrite_of(frame.line or "", foreign=frame.filename != _file_of(loss))
     elif "fake tensor in the exported program" in text:
         advice = "tensor.data cannot be exported: write tensor.detach()"
     else:
         advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
     reason = re.split(r"(?<=[.:)]) (?=[A-Z(])", text, maxsplit=1)[0].rstrip(". ")
-    return f"torch.export does not take this loss{source_line_of_error(error)}: {kind}: {reason[:200]}; {advice}"
+    where = "" if frame is None else f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+    return NotExportable(f"torch.export does not take this loss{where}: {kind}: {reason[:200]}; {advice}", rewrite)
+
+
+def _file_of(loss: LossFunction) -> str:
+    code = getattr(loss, "__code__", None)
+    return "" if code is None else str(code.co_filename)

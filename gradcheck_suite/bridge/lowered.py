@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -203,19 +203,21 @@ def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[A
         return parameters, buffers, [to_array(t) for t in leaves(batch)]
 
 
-def lower(model: nn.Module, loss: LossFunction, batch: Batch) -> Lowered:
+def lower(model: nn.Module, loss: LossFunction, batch: Batch, *, own_backwards: Collection[type] = ()) -> Lowered:
     """Translate `loss(model, batch)` to JAX, for this batch's shapes.
 
     Args:
         model: a module in the mode and the dtype in which it is trained. A tensor with several names stays shared.
         loss: (model, batch) -> scalar tensor.
         batch: a tree of dicts, lists and tuples of tensors; anything else in it is a constant.
+        own_backwards: custom `autograd.Function`s whose own backward is called, as that of those for which
+            `accept_backward` was called. JAX differentiates the forward of all others.
 
     Raises:
         BridgeError: the loss cannot be translated; the message says why and what to do.
     """
     with jax.default_device(device()):
-        return Lowered(export_loss(model, loss, batch), model)
+        return Lowered(export_loss(model, loss, batch, own_backwards), model)
 
 
 def jax_gradient(

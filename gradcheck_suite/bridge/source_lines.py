@@ -25,12 +25,10 @@ def source_line(node: fx.Node) -> str:
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
 
 
-def source_line_of_error(error: BaseException) -> str:
-    """Return ` (FILE, line N: code)` of an exception's innermost frame in the user's code, or an empty string."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_the_users(frame.filename):
-            return f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
-    return ""
+def frame_of_error(error: BaseException) -> traceback.FrameSummary | None:
+    """Return an exception's innermost frame in the user's code, or None."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if _is_the_users(frame.filename)), None)
 
 
 def _is_the_users(file: str) -> bool:

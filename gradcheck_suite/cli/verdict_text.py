@@ -77,7 +77,7 @@ def result_lines(
             f"    in {_cases(result.moving_cases)} zeros moved a parameter that None leaves: {result.moved_by_zeros}"
         )
     if result.second_opinion:
-        lines.append(f"    {result.second_opinion}")
+        lines += [f"    {line}" for line in result.second_opinion.splitlines()]
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
     lines += [
         f"    {_cases(count)} could not be judged here: {' '.join(reason.split())}"

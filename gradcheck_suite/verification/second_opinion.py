@@ -11,11 +11,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from textwrap import indent
 from typing import Any
 
 import torch
 
-from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower
+from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower, wrong_backwards
 from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops.sound import plain
@@ -46,6 +47,7 @@ class SecondOpinion:
         findings: windows on which JAX's gradient differs from torch's by more than rounding, one line each.
         refused: number of windows that the bridge cannot translate.
         refusal: why it cannot translate the first of them, or None.
+        rewrite: lines of Python that help there; empty where none are known.
     """
 
     budget_s: float = SECOND_OPINION_S
@@ -56,9 +58,13 @@ class SecondOpinion:
     findings: list[str] = field(default_factory=list)
     refused: int = 0
     refusal: str | None = None
+    rewrite: str = ""
 
     def summary(self) -> str:
-        """Return a sentence about the windows that JAX computed."""
+        """Return a sentence about the windows that JAX computed, and the lines that help where it could not."""
+        return f"{self._sentence()}:\n{indent(self.rewrite, '    ')}" if self.rewrite else self._sentence()
+
+    def _sentence(self) -> str:
         if self.refusal is not None and not self.answered:
             return f"JAX gives no second opinion on the problem: {self.refusal}"
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
@@ -115,6 +121,7 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
         opinion.windows += 1
     for group in sorted(groups.values(), key=len, reverse=True):
         lowered: Lowered | None = None
+        functions: tuple[type, ...] = ()
         before = opinion.answered
         for asked in group:
             if time.perf_counter() - started > budget_s and (opinion.answered or opinion.refused):
@@ -124,11 +131,14 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
                 opinion.windows -= 1
                 continue
             try:
-                lowered = lowered or _lowered(asked.reference, found)
-                finding = _compare(asked.reference, found, lowered)
+                if lowered is None:
+                    functions = _wrong_backwards(asked.reference, found, opinion)
+                    lowered = _lowered(asked.reference, found, functions)
+                finding = _compare(asked.reference, found, lowered, functions)
             except BridgeError as error:
                 # other shapes may be translated all the same
-                opinion.refusal = opinion.refusal or " ".join(str(error).split())
+                if opinion.refusal is None:
+                    opinion.refusal, opinion.rewrite = error.reason, error.rewrite
                 opinion.refused += len(group) - (opinion.answered - before)
                 break
             opinion.answered += 1
@@ -140,15 +150,29 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
     return opinion
 
 
-def _compare(reference: Reference, window: Window, lowered: Lowered) -> str | None:
+def _wrong_backwards(reference: Reference, window: Window, opinion: SecondOpinion) -> tuple[type, ...]:
+    """Note the custom functions whose backward is not the derivative, each as one finding, and return them.
+
+    The windows are then compared with these backwards in place, so that another fault shows beside them.
+    """
+    found = wrong_backwards(window.model(), reference.instance.problem.loss, _batch(reference, window))
+    for wrong in found:
+        name = f"{wrong.function.__name__}.backward "
+        if not any(finding.startswith(name) for finding in opinion.findings):
+            opinion.findings.append(str(wrong))
+    return tuple(wrong.function for wrong in found)
+
+
+def _compare(reference: Reference, window: Window, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
     if disagreement(window, _gradient(reference, window, lowered)) is None:
         return None
     # a model's constants may depend on its seed: a difference counts only with this model's own program
-    return disagreement(window, _gradient(reference, window, _lowered(reference, window)))
+    return disagreement(window, _gradient(reference, window, _lowered(reference, window, functions)))
 
 
-def _lowered(reference: Reference, window: Window) -> Lowered:
-    return lower(window.model(), reference.instance.problem.loss, _batch(reference, window))
+def _lowered(reference: Reference, window: Window, functions: tuple[type, ...]) -> Lowered:
+    loss, batch = reference.instance.problem.loss, _batch(reference, window)
+    return lower(window.model(), loss, batch, own_backwards=functions)
 
 
 def _gradient(reference: Reference, window: Window, lowered: Lowered) -> Vector:

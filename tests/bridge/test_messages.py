@@ -18,8 +18,10 @@ from gradcheck_suite.bridge import (
     table,
 )
 from gradcheck_suite.bridge.op_table import _FAMILY, _TABLE
+from gradcheck_suite.bridge.rewrites import rewrite_of
 from gradcheck_suite.errors import UsageError
 from tests.bridge.agreeing import assert_agrees
+from tests.bridge.torch_models import LossInside
 
 X = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(3, 4)
 MODEL = nn.Linear(4, 4).double()
@@ -112,15 +114,44 @@ def test_a_random_operation_is_refused_with_its_line(loss):
     assert "make the random numbers part of the batch" in message
 
 
-def test_a_python_decision_on_values_is_refused_with_its_line():
+def test_a_python_decision_on_values_is_refused_with_its_line_and_a_rewrite_that_agrees():
     def loss(model, batch):
         out = model(batch)
         return out.mean() if out.sum() > 0 else out.pow(2).mean()
 
     with pytest.raises(NotExportable, match="takes a Python decision") as raised:
         jax_gradient(MODEL, loss, X)
-    assert "torch.where" in str(raised.value)
-    assert "if out.sum() > 0" in str(raised.value)
+    message = str(raised.value)
+    assert "if out.sum() > 0" in message
+    assert message.endswith("\n    return torch.where(out.sum() > 0, out.mean(), out.pow(2).mean())")
+    names = {"torch": torch}
+    exec(f"def loss(model, batch):\n    out = model(batch)\n    {raised.value.rewrite}", names)
+    assert_agrees(MODEL, names["loss"], X, jit=False)
+
+
+def test_a_model_that_decides_on_its_labels_is_refused_with_a_rewrite_that_agrees():
+    model = LossInside().double()
+    batch = {"x": X, "labels": torch.tensor([1, -100, 4])}
+    with pytest.raises(NotExportable, match=r"torch_models.py, line \d+: if kept.size\(0\) > 0:") as raised:
+        jax_gradient(model, lambda model, batch: model(**batch).loss, batch)
+    names = {"torch": torch}
+    exec(raised.value.rewrite, names)
+    assert names["loss"](model, batch).item() == model(**batch).loss.item()
+    assert_agrees(model, names["loss"], batch, jit=False)
+
+
+def test_the_rewrites_of_statements_compute_the_same():
+    x, choice, parts = X, torch.tensor([2, 0, 2]), [torch.sin, torch.exp, torch.cos]
+    names = {"torch": torch, "x": x, "choice": choice, "parts": parts, "out": torch.zeros_like(x)}
+    exec(rewrite_of("for i in choice.unique():", foreign=False), names)
+    assert names["out"].equal(torch.stack([parts[i](row) for i, row in zip(choice, x, strict=True)]))
+    for x in (X, -X):
+        names = {"torch": torch, "x": x, "value_if_true": x, "value_if_false": 2 * x}
+        exec(rewrite_of("if x.sum() > 0:", foreign=False), names)
+        assert names["chosen"].equal(x if x.sum() > 0 else 2 * x)
+    names = {"draw": lambda items, seed: {"x": X}, "number_of": lambda drawn: (drawn["x"] > 0).sum()}
+    exec(rewrite_of("length = int((x > 0).sum())", foreign=False), names)
+    assert names["batch"](3, 0)["number"] == (X > 0).sum()
 
 
 def test_a_decision_inside_torch_is_refused_with_the_losss_line():
@@ -176,23 +207,6 @@ def test_other_export_failures_say_to_make_the_loss_exportable():
 
     with pytest.raises(NotExportable, match="make the loss exportable"):
         jax_gradient(MODEL, loss, X)
-
-
-class Straight(torch.autograd.Function):
-    """A straight-through estimator: its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx, x):  # noqa: D102
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, grad):  # noqa: D102
-        return grad
-
-
-def test_a_custom_backward_is_refused_because_export_drops_it():
-    with pytest.raises(BridgeError, match=r"Straight.*a backward of its own"):
-        jax_gradient(MODEL, lambda model, batch: Straight.apply(model(batch)).mean(), X)
 
 
 def test_a_gradient_hook_is_refused_because_export_drops_it():

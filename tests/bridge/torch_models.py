@@ -54,5 +54,23 @@ class LSTM(nn.Module):
         return SimpleNamespace(loss=_cross_entropy(self.head(self.core(self.tokens(input_ids))[0]), labels))
 
 
+class LossInside(nn.Module):
+    """A classifier that computes its own loss, and looks at the labels first, as DeBERTa-v2 of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        """Return the logits, and the loss of the labels that are no padding."""
+        logits = self.head(x)
+        loss = None
+        if labels is not None:
+            kept = (labels >= 0).nonzero().flatten()
+            if kept.size(0) > 0:
+                loss = nn.functional.cross_entropy(logits[kept], labels[kept])
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

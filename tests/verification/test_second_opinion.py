@@ -53,6 +53,35 @@ def loss(m: nn.Module, b: Any) -> torch.Tensor:
 PROBLEM = Problem(model, batch, loss)
 
 
+def _tanh(slope: float) -> Any:
+    class Tanh(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = torch.tanh(x)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (out,) = ctx.saved_tensors
+            return slope * gradient * (1 - out * out)
+
+    return Tanh.apply
+
+
+@pytest.mark.parametrize(("slope", "findings"), [(1.0, 0), pytest.param(1.001, 1, marks=pytest.mark.full)])
+def test_a_custom_backward_is_one_finding_where_it_is_not_the_derivative(slope, findings):
+    """The windows agree beside it, since JAX takes them with that backward."""
+    tanh = _tanh(slope)
+    problem = Problem(model, batch, lambda m, b: (tanh(m(b[0])) - b[1]).pow(2).mean())
+    opinion = second_opinion([CASE.replace(plan=Plan((2, 1, 2), 1))], problem)
+    assert (opinion.windows, opinion.answered) == (4, 4)
+    assert opinion.refusal is None
+    assert len(opinion.findings) == findings
+    assert all("Tanh.backward is not the derivative" in text for text in opinion.findings)
+    assert all("argument 0 is 1.001 times the derivative" in text for text in opinion.findings)
+
+
 def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
     """Two cases of two windows, three items each: one shape, though the models' constants differ with the seed."""
     opinion = second_opinion([CASE, CASE.replace(seed=1)], PROBLEM)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.execution.custom_functions import Forward, kinds_of, replaced_forwards
 from gradcheck_suite.live.recording.forwards import RandomState
 
 LEAST = 1e-3
@@ -67,19 +68,9 @@ class Call:
     random: RandomState
 
 
-def kinds_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
+def users_kinds_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
     """Return the classes of custom functions, other than torch's own, in the graph of some tensors."""
-    kinds, seen = set(), set()
-    queue: list[Any] = [output.grad_fn for output in outputs]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            kinds.add(vars(type(node))["_forward_cls"])
-        queue.extend(child for child, _ in node.next_functions)
-    return frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
 
 
 @contextlib.contextmanager
@@ -87,28 +78,19 @@ def first_calls(kinds: Set[type]) -> Iterator[dict[type, Call]]:
     """Record the first call of each class while this is open: its arguments are copied."""
     found: dict[type, Call] = {}
 
-    def recording(kind: Any, forward: Any) -> Any:
-        own_context = kind.setup_context is torch.autograd.Function.setup_context
+    def recording(kind: Any) -> Any:
+        def made(forward: Forward, first: int) -> Forward:
+            def recorded(*arguments: Any) -> Any:
+                if kind not in found:
+                    found[kind] = Call(kind, [_copy(value) for value in arguments[first:]], RandomState.now())
+                return forward(*arguments)
 
-        def recorded(*arguments: Any) -> Any:
-            if kind not in found:
-                given = [_copy(value) for value in (arguments[1:] if own_context else arguments)]
-                found[kind] = Call(kind, given, RandomState.now())
-            return forward(*arguments)
+            return recorded
 
-        return staticmethod(recorded)
+        return made
 
-    replaced = [(kind, vars(kind).get("forward"), recording(kind, kind.forward)) for kind in kinds]  # type: ignore[attr-defined]
-    try:
-        for kind, _, wrapper in replaced:
-            kind.forward = wrapper  # type: ignore[attr-defined]
+    with replaced_forwards((kind, recording(kind)) for kind in kinds):
         yield found
-    finally:
-        for kind, before, _ in replaced:
-            if before is None:
-                del kind.forward  # type: ignore[attr-defined]
-            else:
-                kind.forward = before  # type: ignore[attr-defined]
 
 
 def _copy(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.live.judging.custom_functions import kinds_of
+from gradcheck_suite.live.judging.custom_functions import users_kinds_of
 from gradcheck_suite.live.recording.forwards import Forward, RandomState, differentiable
 from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF
 
@@ -190,7 +190,7 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
         both = zip(real.values(), gradients, strict=True)
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
-        result.functions = kinds_of(outputs)
+        result.functions = users_kinds_of(outputs)
 
     handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
