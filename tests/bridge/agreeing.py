@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,14 @@ def assert_agreement(
     *,
     tolerance: float | Callable[[Lowered], float] = TOLERANCE,
     jit: bool = True,
-    own_backwards: Collection[type] = (),
 ) -> Agreement:
     """Assert that JAX's loss, gradient and buffers agree with torch's; return the differences."""
     __tracebackhide__ = True
-    lowered = lower(model, loss, batch, own_backwards=own_backwards)
+    fresh = copy.deepcopy(model)  # some models keep tensors of their last forward
+    lowered = lower(model, loss, batch)
     allowed = tolerance(lowered) if callable(tolerance) else tolerance
     got, gradient, buffers = lowered.value_and_gradient(*arguments_of(model, batch), jit=jit)
-    model = copy.deepcopy(model)
+    model = fresh
     value = loss(model, batch)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expected = torch.autograd.grad(value, list(trainable.values()), allow_unused=True)
@@ -72,6 +72,9 @@ def assert_agreement(
         worst = float(np.abs(gradient[name] - want).max(initial=0))
         assert worst <= allowed * largest, f"{name}: off by {worst:.2g}, the largest entry is {largest:.2g}"
         farthest = max(farthest, worst / largest)
-    for name, buffer in model.named_buffers():
-        np.testing.assert_allclose(buffers[name], buffer.numpy(), rtol=max(allowed, 1e-12), err_msg=name)
+    after = {name: buffer.numpy() for name, buffer in model.named_buffers()}
+    size = max((float(np.abs(b).max(initial=0, where=np.isfinite(b))) for b in after.values()), default=0.0)
+    for name, buffer in after.items():
+        # the running mean of a layer without bias after a normalisation is rounding errors
+        np.testing.assert_allclose(buffers[name], buffer, rtol=max(allowed, 1e-12), atol=1e-15 * size, err_msg=name)
     return Agreement(lowered, abs(got - value.item()) / max(1.0, abs(value.item())), farthest, allowed)

@@ -50,7 +50,9 @@ ARCHITECTURES = (
     Architecture("GraniteMoeForCausalLM", _LOCAL, text, experts="grouped_mm"),
     Architecture("MixtralForCausalLM", _LOCAL, text, experts="batched_mm"),
     Architecture("OlmoeForCausalLM", _ROUTED, text, experts="grouped_mm"),
-    Architecture("PhimoeForCausalLM", _LOCAL, text, experts="grouped_mm", own_backward="PhimoeMultiplier"),
+    Architecture(
+        "PhimoeForCausalLM", _LOCAL, text, experts="grouped_mm", refused="aten.exponential.default draws random numbers"
+    ),
     Architecture(
         "Qwen2MoeForCausalLM",
         {**_ROUTED, "shared_expert_intermediate_size": 8},

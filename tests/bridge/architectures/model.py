@@ -32,7 +32,6 @@ class Architecture:
         attention: implementation of attention; None where the class has only one.
         experts: implementation of a mixture's experts, where it has one.
         refused: a pattern of the message where the bridge refuses the class's own loss; empty where it takes it.
-        own_backward: a custom `autograd.Function` of the class whose backward is no derivative, on purpose.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Architecture:
     attention: str | None = "eager"
     experts: str | None = None
     refused: str = ""
-    own_backward: str = ""
 
     def made(self) -> tuple[torch.nn.Module, Batch]:
         """Return the model in train mode and the batch, both in float64 and always the same."""
@@ -98,9 +96,9 @@ def classified_text() -> Batch:
 
 def pairs() -> Batch:
     """Return rows of text and padded ones that follow from them."""
-    labels = tokens(length=5)
+    labels, ids = tokens(length=5), tokens()
     labels[0, 3:] = IGNORED
-    return {"input_ids": tokens(), "labels": labels}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def classes(rows: int = 3) -> torch.Tensor:
