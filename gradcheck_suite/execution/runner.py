@@ -18,8 +18,8 @@ from gradcheck_suite.execution.observer import Observation, Observer, TooManySte
 from gradcheck_suite.execution.parameters import structure, structure_changes
 from gradcheck_suite.execution.quiet import loop_output
 from gradcheck_suite.execution.ranks.sharded import RankObserver, as_before_sharding
+from gradcheck_suite.execution.scaler_calls import ScalerCalls, scaler_calls
 from gradcheck_suite.execution.scheduler_steps import Calls, scheduler_steps
-from gradcheck_suite.execution.skipped_steps import skipped_steps
 from gradcheck_suite.execution.time_limits import Limit, TimedOut, time_limit
 from gradcheck_suite.execution.tracebacks import hint, is_import_failure
 from gradcheck_suite.schema.contract import Loop
@@ -44,6 +44,7 @@ class Outcome:
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
         scheduler_steps: number of steps of each learning rate scheduler.
         skipped: for each step that a `GradScaler` skipped, the number of steps before it.
+        scaler_calls: (method, number of its calls), one for each `GradScaler` and optimizer.
         deadlock: whether the loop was stopped because its ranks wait for each other.
         mismatched: whether this rank was ended because other ranks were in another collective.
         collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
@@ -62,6 +63,7 @@ class Outcome:
     refused: str | None = None
     scheduler_steps: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()
+    scaler_calls: tuple[tuple[str, int], ...] = ()
     deadlock: bool = False
     mismatched: bool = False
     collectives: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -80,15 +82,14 @@ def run_loop(
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
-    skipped: list[int] = []
-    scheduled = Calls()
+    scaled, scheduled = ScalerCalls(), Calls()
     default_dtype = torch.get_default_dtype()
     try:
         with (
             loop_output(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
-            skipped_steps(lambda: len(observer.observations)) as skipped,
+            scaler_calls(lambda: len(observer.observations)) as scaled,
             scheduler_steps() as scheduled,
             time_limit(time_limit_s) as limit,
         ):
@@ -123,7 +124,8 @@ def run_loop(
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
         scheduler_steps=scheduled.counts,
-        skipped=tuple(skipped),
+        skipped=tuple(scaled.skipped),
+        scaler_calls=scaled.counts,
     )
 
 

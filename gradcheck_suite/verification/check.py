@@ -39,7 +39,7 @@ from gradcheck_suite.verification.moved_by_zeros import explain_zeros, moved_whi
 from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
 from gradcheck_suite.verification.probe_check import judge_probe
 from gradcheck_suite.verification.ranks import judge_ranks
-from gradcheck_suite.verification.schedulers import scheduler_fault
+from gradcheck_suite.verification.step_calls import step_calls_fault
 from gradcheck_suite.verification.steps_of_plan import steps_of_plan
 from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
 
@@ -105,9 +105,10 @@ def check(
             trajectory = Trajectory(case, outcomes[rank], edited=EDITS_PARAMETERS in declared)
             runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank)
             verdict = _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
-            if verdict.violation or verdict.finding or SCHEDULES_MICRO_BATCHES in declared:
+            if verdict.violation or verdict.finding:
                 return verdict
-            return replace(verdict, violation=scheduler_fault(case, outcomes[rank], rank))
+            schedules = SCHEDULES_MICRO_BATCHES in declared
+            return replace(verdict, violation=step_calls_fault(case, outcomes[rank], rank, schedules=schedules))
 
         verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:

@@ -48,7 +48,7 @@ def _weight(outcome: Outcome) -> tuple[bool, bool, bool]:
 
 
 def _summary(outcome: Outcome) -> tuple[object, ...]:
-    steps = len(outcome.observations), outcome.skipped, outcome.scheduler_steps
+    steps = len(outcome.observations), outcome.skipped, outcome.scheduler_steps, outcome.scaler_calls
     return outcome.raised, outcome.endless, outcome.structure, *steps
 
 

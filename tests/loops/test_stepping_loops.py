@@ -117,6 +117,42 @@ def scaler_at_the_windows_end(run):
         scaler.update()
 
 
+@faulty("scaler-per-micro-batch")
+def disabled_scaler_updated_per_micro_batch(run):
+    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+            scaler.update()
+        scaler.step(run.optimizer)
+
+
+@faulty("scaler-per-micro-batch")
+def disabled_scaler_unscaled_per_micro_batch(run):
+    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        total = window_count(run, window)
+        for batch in window:
+            scaler.scale(part_of_window(run, batch, total)).backward()
+            scaler.unscale_(optimizer=run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+@sound
+def two_scalers(run):
+    """One scaler is enabled and one is not; each is called once per window."""
+    scaler, disabled = (torch.amp.GradScaler(run.device.type, 2.0**8, enabled=enabled) for enabled in (True, False))
+    for _ in scaled_windows(run, scaler):
+        disabled.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        disabled.update()
+
+
 @faulty("wrong-scale")
 def scaler_without_its_step(run):
     scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
@@ -153,6 +189,39 @@ def norms_logged_where_there_is_a_gradient(run):
         norms.update({name: p.grad.norm() for name, p in run.model.named_parameters() if p.grad is not None})
 
     train(run, before_step=log)
+
+
+@faulty("clipped")
+def norms_logged_by_clipping(run):
+    """Take the norm from a function that also clips."""
+    norms = []
+    train(run, before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)))
+
+
+# --- an optimizer in the backward
+
+
+def step_in_a_hook(run):
+    """Step in the hook of the last gradient that a backward adds, and release the gradients there."""
+    parameters, arrived = [p for p in run.model.parameters() if p.requires_grad], set()
+
+    def arrive(p):
+        arrived.add(p)
+        if len(arrived) == len(parameters):
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            arrived.clear()
+
+    handles = [p.register_post_accumulate_grad_hook(arrive) for p in parameters]
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            part_of_window(run, batch, total).backward()
+    for handle in handles:
+        handle.remove()
+
+
+FAULTY["step_in_a_hook"] = step_in_a_hook, "step-per-micro-batch"
 
 
 # --- an interruption in mid-window
@@ -204,6 +273,18 @@ def resumed_without_the_optimizer(run):
 # --- freezing
 
 
+@sound
+def frozen_between_windows(run):
+    """Freeze the model while it is evaluated, after each step."""
+
+    def evaluate():
+        run.model.requires_grad_(False)
+        assert not run.loss(run.model, next(iter(run.loader))).requires_grad
+        run.model.requires_grad_(True)
+
+    train(run, after_step=evaluate)
+
+
 def frozen_after_the_first_step(run, *, set_to_none):
     """Freeze the bias after it has had a gradient."""
     for window in windows(run):
@@ -216,9 +297,9 @@ def frozen_after_the_first_step(run, *, set_to_none):
 PLANS = (Plan((2, 2, 2, 2), 2), Plan((1, 3, 2), 2, 2))
 
 
-def found(loop, optimizer):
-    """Return the diagnoses of a loop on two small plans; None where it holds."""
-    cases = (CASES[0].replace(problem=REGRESSION, plan=plan, optimizer=optimizer) for plan in PLANS)
+def found(loop, optimizer, plans=PLANS):
+    """Return the diagnoses of a loop on small plans; None where it holds."""
+    cases = (CASES[0].replace(problem=REGRESSION, plan=plan, optimizer=optimizer) for plan in plans)
     verdicts = [check(loop, case) for case in cases]
     return {None if v.violation is None else v.violation.diagnosis for v in verdicts}, verdicts
 
@@ -235,6 +316,23 @@ def test_a_faulty_loop_is_found_and_named(name):
     for optimizer in OPTIMIZERS:
         names, verdicts = found(loop, optimizer)
         assert names <= set(diagnosis.split(" or ")), [v.violation and v.violation.explanation for v in verdicts]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("only_linear")
+@pytest.mark.parametrize(
+    "name", ["disabled_scaler_updated_per_micro_batch", "disabled_scaler_unscaled_per_micro_batch"]
+)
+def test_a_disabled_scaler_is_found_on_drawn_plans(name):
+    loop, diagnosis = FAULTY[name]
+    violation = verify(loop, examples=10).violation
+    assert violation.diagnosis == diagnosis
+    assert "once per micro-batch" in violation.explanation
+
+
+def test_a_step_in_a_hook_is_sound_for_windows_of_one_micro_batch():
+    for optimizer in OPTIMIZERS:
+        assert found(step_in_a_hook, optimizer, [plan.replace(accumulation_steps=1) for plan in PLANS])[0] == {None}
 
 
 @pytest.mark.usefixtures("only_linear")
@@ -278,6 +376,19 @@ def test_steps_of_a_scheduler_are_counted(make, steps):
     outcome = run_loop(SOUND[make], generated_instance(case))
     assert len(outcome.observations) == 4
     assert outcome.scheduler_steps == (steps,)
+
+
+def test_calls_of_a_scaler_are_counted():
+    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])  # 4 windows of 6 micro-batches
+    calls = {
+        "scaler_at_the_windows_end": {("unscale_", 4), ("step", 4), ("update", 4)},
+        "disabled_scaler_updated_per_micro_batch": {("step", 4), ("update", 6)},
+    }
+    for name, expected in calls.items():
+        loop = SOUND.get(name) or FAULTY[name][0]
+        assert set(run_loop(loop, generated_instance(case)).scaler_calls) == expected
+    outcome = run_loop(SOUND["two_scalers"], generated_instance(case))
+    assert sorted(outcome.scaler_calls) == sorted(2 * [("unscale_", 4), ("update", 4)] + [("step", 4)])
 
 
 def test_a_sequence_and_its_schedulers_are_counted_apart():

@@ -1,0 +1,51 @@
+"""Work that belongs to a step, done at each micro-batch: a learning rate schedule, the update of a gradient scaler.
+
+The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as on a
+CPU, does nothing.
+"""
+
+from __future__ import annotations
+
+from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import SCHEDULES_MICRO_BATCHES
+from gradcheck_suite.schema.results import Violation
+from gradcheck_suite.schema.weight_probe import is_probe
+
+
+def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool) -> Violation | None:
+    """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the optimizer per window.
+
+    Once per window and once per epoch are both right, and any other number may be meant. Several ranks may step a
+    scheduler as many times per window as there are ranks, as Accelerate does. Weight probes are left out.
+
+    Args:
+        case: the case.
+        outcome: of a rank.
+        rank: which one.
+        schedules: whether the loop assumes that its schedule counts micro-batches.
+    """
+    plan = case.plan
+    micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank] * plan.epochs
+    if is_probe(case) or micro_batches in (plan.steps, plan.steps * plan.world_size):
+        return None
+    if micro_batches in outcome.scheduler_steps and not schedules:
+        return Violation(
+            "step-count",
+            "scheduler-per-micro-batch",
+            f"a learning rate scheduler was stepped {micro_batches} times, once per micro-batch, and the optimizer "
+            f"{plan.steps} times, once per window: step the scheduler where the optimizer steps; if its schedule is "
+            f"meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
+            case,
+        )
+    for method, count in outcome.scaler_calls:
+        if count == micro_batches:
+            return Violation(
+                "step-count",
+                "scaler-per-micro-batch",
+                f"GradScaler.{method} was called {count} times, once per micro-batch, and the optimizer was stepped "
+                f"{plan.steps} times, once per window: unscale, step and update once per window, after its last "
+                "backward. A scaler that is disabled, as without CUDA, hides what this does to the gradient",
+                case,
+            )
+    return None
