@@ -146,6 +146,18 @@ def test_a_law_that_is_slightly_off_is_caught(name):
         assert entry in found, (variant, entry)
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_derivations_that_differ_are_caught(name):
+    law = LAWS[name]
+    settings = runs.run(law, law.variants[DECAY], runs.ROUTED, ZERO).settings
+    seen = runs.expected_gradients(law, runs.ROUTED, ZERO)
+    of_sums = by_sums(law, settings, runs.START, seen)
+    assert disagreement(by_recurrence(law, settings, runs.START, seen), of_sums) == []
+    for entry in {PARAMETER, *of_sums[-1][1]}:
+        wrongly = by_recurrence(replace(law, step=off(law, entry)), settings, runs.START, seen)
+        assert f"window 0: {entry}" in disagreement(wrongly, of_sums), entry
+
+
 def off(law: Law, entry: str) -> Callable[..., Point]:
     """Return the law's step with one entry off by 2^-40 of itself; a count is off by 1."""
 

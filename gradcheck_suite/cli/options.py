@@ -87,7 +87,7 @@ OPTIONS = (
         "NAME",
         f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)} "
         "(default: one whose step changes nothing, in some cases normalized)",
-        parsers.one_of(OPTIMIZER_NAMES),
+        lambda name: parsers.one_of(OPTIMIZER_NAMES)(name.lower()),
     ),
     Option(
         "assumes",

@@ -310,3 +310,40 @@ def test_numbers_that_json_lacks_are_strings(run, project, monkeypatch, a_case):
     assert run("verify", "zero_", "--json", "out.json").status == 1
     (result,) = json.loads((project / "out.json").read_text())["results"]
     assert (result["violation"]["error"], result["violation"]["allowed"]) == ("inf", "nan")
+
+
+EXPERTS = """
+import torch
+from gradcheck_suite import Problem
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        for expert in self.experts:
+            torch.nn.init.constant_(expert.weight, 2.0)
+
+    def forward(self, batch):
+        return torch.cat([self.experts[int(route)](x) for x, route in zip(batch["x"], batch["route"])])
+
+PROBLEM = Problem(
+    model=lambda seed: Experts(),
+    batch=lambda items, seed: {"x": torch.ones(items, 1, dtype=torch.float64), "route": torch.arange(items) % 2},
+    loss=lambda model, batch: model(batch).square().mean(),
+)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("without_second_opinion")
+def test_the_decay_of_an_unused_parameter_is_explained_by_its_zeros(run, project):
+    (project / "experts.py").write_text(EXPERTS)
+    options = ("--problem", "experts.py:PROBLEM", "--optimizer", "AdamW", "--examples", 10)
+    # the built-in loops that call zero_grad(set_to_none=False), and zero_grad(set_to_none=True)
+    outcome = run("verify", "zero_grad", "set_to_none", *options)
+    assert outcome.status == 0
+    zeroed, _, released = outcome.out.partition("set_to_none  holds")
+    assert "zeros moved a parameter that None leaves" in zeroed
+    assert "Its gradient was zeros and not None, so adamw stepped on it and moved it by" in zeroed
+    assert "by weight decay" in zeroed
+    assert "zeros moved" not in released
