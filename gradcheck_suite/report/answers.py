@@ -73,7 +73,7 @@ def _holds_sentence(newest: Sequence[Record]) -> tuple[str, str]:
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
     brief = f"Yes, all {len(modes)} modes hold"
     disagreeing = f" {disagreement(datas)}." if disagreement(datas) else ""
-    return f"{brief}{_where_all(datas)}", (
+    return f"{brief}{_where_all(datas)}: the gradient is that of one large batch", (
         f"{brief}: in {cases} random cases each, the gradient is that of one large batch. The worst error is "
         f"{share_text(worst)} of what rounding allows.{disagreeing}"
     )
@@ -99,7 +99,7 @@ def _differs(records: Sequence[Record], optimizers: Sequence[Record]) -> Answer:
         "differs",
         "Where do they differ?",
         f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in moved_by_zeros(optimizers))}) and clears a "
-        "kept gradient; None does neither",
+        "gradient that was kept; None does neither",
         f"Unused parameter: zero_ moves it on by momentum ({moved:.2f} in {STEPS} steps){_also_moved(optimizers)}; "
         f"None does not. Kept gradient: zero_ sets it to {kept['zero_'][1]:g}; None keeps it.",
         "atlas" if optimizers else "claims",

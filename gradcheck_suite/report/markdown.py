@@ -35,6 +35,7 @@ def render(report: Report, place: Place) -> str:
         place: returns where a figure's picture is.
     """
     lines = [f"# {text(report.title)}", "", f"Made {report.made}. `report.html` has every figure and table.", ""]
+    lines += [f"{text(report.subtitle)}.", ""]
     for answer in report.answers:
         lines += _answer(answer, place)
     for section in report.sections:

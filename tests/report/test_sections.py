@@ -340,13 +340,16 @@ def test_the_first_screen_shows_the_modes_and_counts_other_loops(tmp_path):
     answer, (everything,) = report.answers[0], _section(report, "verified").matrices
     assert {name for name, _ in answer.matrix.rows} == set(MODES)
     assert answer.matrix.caption.endswith("; 1 more loops, 1 violated")
-    assert answer.brief == f"Yes, all {len(MODES)} modes hold in float64 on the CPU"
+    assert (
+        answer.brief
+        == f"Yes, all {len(MODES)} modes hold in float64 on the CPU: the gradient is that of one large batch"
+    )
     verdict(tmp_path, "zero_", dtype="float32", worst_error_over_allowed=0.9964)
     assert "The worst error is 0.996 of" in build(tmp_path).answers[0].answer
     for mode in MODES:
         verdict(tmp_path, mode, dtype="bfloat16")
     brief = build(tmp_path).answers[0].brief
-    assert brief == f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU"  # float32: one mode alone
+    assert brief.startswith(f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU:")  # float32: one mode
     assert everything.rows[0][0] == "mine"
     assert everything.notes[0].startswith("Not run: ")
 
