@@ -260,6 +260,15 @@ def test_elements_of_several_parameters_that_are_wrong_by_one_factor(factor, say
     assert says in found.sentence
 
 
+def test_parameters_of_which_some_have_one_element_are_wrong_by_one_factor():
+    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (1,)))
+    expected = np.arange(1.0, 9.0)
+    observed = expected * np.repeat([1.0, 0.1], 4)
+    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("in b, c alone, while a is right (all parameters with fewer than two dimensions")
+
+
 # Two names
 
 

@@ -43,14 +43,14 @@ def diagnose_elements(
         if "no-gradient" in found:
             found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
-    if not common:
-        return mixed(comparison, wrong) or _by_one_factor(comparison, wrong)
-    said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
     if right:
         where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
         where += f"{_kind_of(comparison, wrong, right)}: "
     else:
         where = "" if len(wrong) == 1 else "in every parameter: "
+    if not common:
+        return mixed(comparison, wrong) or _by_one_factor(comparison, wrong, where)
+    said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
     if len(set(said.values())) > 1:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         return Diagnosis(
@@ -59,7 +59,7 @@ def diagnose_elements(
     return Diagnosis(" or ".join(common), where + said[wrong[0]])
 
 
-def _by_one_factor(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
+def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> Diagnosis | None:
     """Return the diagnosis of elements of several parameters that are all wrong by one factor, such as 0, or None."""
     expected, observed, allowed = comparison.expected, comparison.observed, comparison.allowed
     off, there = ~(np.abs(observed - expected) <= allowed), np.abs(expected) > allowed
@@ -68,6 +68,9 @@ def _by_one_factor(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | 
     factor = 0.0 if (np.abs(observed[off]) <= allowed[off]).all() else float(np.median(observed[off] / expected[off]))
     if (np.abs(observed - factor * expected)[off] > (1 + abs(factor)) * allowed[off]).any():
         return None
+    whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
+    if whole and factor:
+        return Diagnosis("wrong-scale", f"{where}every element is {_times(factor)} what it should be")
     what = "0" if not factor else f"{_times(factor)} what they should be"
     return Diagnosis(
         "partial-gradient",
