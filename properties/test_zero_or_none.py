@@ -82,6 +82,31 @@ def test_torch_does_as_predicted_under_every_reset(name):
             assert_as_predicted(law, next(iter(law.variants)), runs.ROUTED, mode)
 
 
+@pytest.mark.parametrize("mode", [ZERO, NONE], ids=lambda mode: mode.name)
+def test_adafactor_does_as_predicted_with_a_vector(mode):
+    """A vector has one average of squares, where a matrix has one for its rows and one for its columns."""
+    law, start = LAWS["Adafactor"], np.ravel(runs.START)
+    seen = [None if g is None else g.ravel() for g in runs.expected_gradients(law, runs.ROUTED, mode)]
+    for variant in law.variants.values():
+        thetas, states = [], []
+        with runs.float64_by_default():
+            p = torch.nn.Parameter(torch.tensor(start))
+            optimizer = torch.optim.Adafactor([p], **variant)
+            for g in seen:
+                p.grad = None if g is None else torch.tensor(g)
+                optimizer.step()
+                thetas.append(p.detach().numpy().copy())
+                states.append({name: value.tolist() for name, value in optimizer.state[p].items()})
+        assert states[-1].keys() == {"step", "variance"}
+        run = runs.Run(dict(optimizer.param_groups[0]), seen, thetas, states)
+        predicted = by_recurrence(law, run.settings, start, seen)
+        assert [d for d in differences(predicted, run) if d.is_wrong] == []
+        assert disagreement(predicted, by_sums(law, run.settings, start, seen)) == []
+        other = None if mode is ZERO else np.zeros_like(start)  # None taken for zeros, zeros taken for None
+        wrongly = by_recurrence(law, run.settings, start, [g if g is not None and g.any() else other for g in seen])
+        assert any(d.is_wrong for d in differences(wrongly, run))
+
+
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_a_gradient_allocated_at_the_start_is_a_zero_from_the_start(name):
     assert_as_predicted(LAWS[name], DECAY, runs.MISSED_FIRST, FLAT)
