@@ -276,11 +276,17 @@ def resumed_without_the_optimizer(run):
 @sound
 def frozen_between_windows(run):
     """Freeze the model while it is evaluated, after each step."""
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+
+    def require(gradients):
+        for p in trained:
+            p.requires_grad_(gradients)
+        run.model.train(gradients)
 
     def evaluate():
-        run.model.requires_grad_(False)
+        require(False)
         assert not run.loss(run.model, next(iter(run.loader))).requires_grad
-        run.model.requires_grad_(True)
+        require(True)
 
     train(run, after_step=evaluate)
 
