@@ -45,8 +45,10 @@ class NormalizedSGD(torch.optim.Optimizer):
                 if p.grad is None or not p.numel():
                     continue
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                largest = gradient.abs().max()
-                direction = torch.where(largest == 0, gradient, gradient / largest)
+                # a sharded gradient is gathered: max() fails on a rank whose part of it is empty
+                whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                largest = float(whole.abs().max())
+                direction = gradient / largest if largest else gradient.clone()
                 state = self.state[p]
                 if "momentum_buffer" in state:
                     direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)

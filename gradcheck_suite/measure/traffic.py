@@ -16,6 +16,7 @@ from gradcheck_suite.loops.ranks.laws import (
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
+    OF_ACTIVATIONS,
     REDUCE_SCATTER,
     Kinds,
     Sharing,
@@ -32,11 +33,19 @@ FEW, MANY = 4, 6
 """Numbers of windows: their difference leaves out what a run communicates once, which takes up to three windows."""
 NAMES = {
     "allreduce_": ALL_REDUCE,
+    "all_reduce": OF_ACTIVATIONS,
     "_allgather_base_": ALL_GATHER,
     "_reduce_scatter_base_": REDUCE_SCATTER,
     "broadcast_": BROADCAST,
 }
-"""Operation of `c10d` -> the collective's name."""
+"""Operation of `c10d`, or of `_c10d_functional` as split layers use it -> the collective's name."""
+ITEMS = 2
+"""Items of each micro-batch."""
+WHY_IT_GROWS = {
+    frozenset({ALL_GATHER}): "every micro-batch gathers the sharded parameters, and each window adds up gradients once",
+    frozenset({OF_ACTIVATIONS}): "every micro-batch adds up activations over the ranks that share the model",
+}
+"""Collectives that a window takes more of with more micro-batches -> why, where that is the wrapper's way."""
 PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
 """A model of two parameters that every micro-batch reaches."""
 
@@ -76,10 +85,8 @@ def traffic_text(found: tuple[Traffic, ...]) -> str:
     grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
     if not grown:
         return f"{said}, whatever its number of micro-batches"
-    why = (
-        "every micro-batch gathers the sharded parameters, and each window adds up gradients once"
-        if grown == {ALL_GATHER}
-        else "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
+    why = WHY_IT_GROWS.get(
+        frozenset(grown), "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
     )
     return (
         f"{said} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
@@ -108,7 +115,7 @@ def traffic_per_window(
 
 
 def _plan(k: int, windows: int, ranks: int) -> Plan:
-    return Plan((2,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
+    return Plan((ITEMS,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
 
 
 def _per_window(few: Kinds, many: Kinds) -> Kinds:
@@ -174,7 +181,7 @@ def traffic_rows(
             loop, wrapper = RANK_LOOPS[name], name.partition("/")[0]
             found = traffic_per_window(loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s)
             for traffic in found:
-                sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps)
+                sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps, ITEMS)
                 expected = predicted(wrapper, sharing)
                 rows.append(TrafficRow(name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected))
     return rows

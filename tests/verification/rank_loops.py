@@ -9,13 +9,14 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_suite.loops.modes import MODES
 from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients, all_reduced
 from gradcheck_suite.loops.ranks.ddp import in_ddp
 from gradcheck_suite.loops.ranks.fsdp2 import in_fsdp2
+from gradcheck_suite.loops.ranks.tensor_parallel import as_one_rank, in_tensor_parallel, split_linear_layers
 from gradcheck_suite.loops.ranks.zero_redundancy import in_zero_redundancy
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 
@@ -169,6 +170,28 @@ def steps_on_one_rank(run):
         run.optimizer.step()
 
 
+def own_items_in_split_layers(run):
+    """Give each rank its own items, as with a sampler for data parallelism, though the ranks share one model."""
+    split_linear_layers(run)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+
+
+def whole_parameters_added_up(run):
+    """Add up gradients of parameters that are not split, which every rank has in full already."""
+    split_linear_layers(run)
+    run = as_one_rank(run)
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        for p in run.model.parameters():
+            if not hasattr(p, "full_tensor"):
+                dist.all_reduce(p.grad)
+        run.optimizer.step()
+
+
 def parts_not_sent(run):
     """Step on the parameters in turn, a half of them on each rank, and send none."""
     every = run.optimizer.param_groups[0]["params"]
@@ -186,12 +209,20 @@ def _here(loop):
     return loop
 
 
+def _under_policy(**dtypes):
+    return _here(in_fsdp2(MODES["zero_grad"], mp_policy=MixedPrecisionPolicy(**dtypes)))
+
+
+fsdp2_reduced_in_bfloat16 = _under_policy(reduce_dtype=torch.bfloat16)
+fsdp2_computed_in_bfloat16 = _under_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""Computes in bfloat16 and does not say so."""
 fsdp2_without_zeros = _here(in_fsdp2(MODES["zero_grad"], reach_all=False))
 WRAPPERS = {
     "all_reduce": all_reduced,
     "ddp": in_ddp,
     "ddp_bucket_view": lambda loop: in_ddp(loop, gradient_as_bucket_view=True),
     "fsdp2": in_fsdp2,
+    "tensor_parallel": in_tensor_parallel,
     "zero_redundancy": in_zero_redundancy,
 }
 IN_MODES = {f"{name}/{mode}": _here(wrap(MODES[mode])) for name, wrap in WRAPPERS.items() for mode in MODES}

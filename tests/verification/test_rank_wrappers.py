@@ -24,6 +24,12 @@ LONG = Plan((1, 3) * 8, 2, ranks=(8, 8))
 """Four windows."""
 SQUARE = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=4),), Loss("mse", reduction="mean"))
 ROUTED = ProblemSpec(Input("vector", size=2), (Layer("mixture", experts=2, features=2),), Loss("mse", reduction="sum"))
+SPLIT = ProblemSpec(
+    Input("vector", size=4),
+    (Layer("linear", bias=True, features=3), Layer("linear", bias=True, features=1)),
+    Loss("mse", reduction="mean"),
+)
+"""Two ranks split the first layer by columns; neither number of features of the second is even, so it stays whole."""
 VARIANTS = [name for name in RANK_LOOPS if name not in RANK_MODES]
 PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 
@@ -83,7 +89,9 @@ def test_the_page_has_every_reset_mode_in_every_wrapper():
 
 @pytest.mark.full
 def test_every_row_of_the_page_is_true():
-    found = {name: outcome(loop, probe_case(EVEN)) for name, loop in rank_loops.IN_MODES.items()}
+    # the weight probe has no layer to split
+    cases = {name: Case(SPLIT, EVEN) if "tensor" in name else probe_case(EVEN) for name in rank_loops.IN_MODES}
+    found = {name: outcome(loop, cases[name]) for name, loop in rank_loops.IN_MODES.items()}
     assert found == _table()
     for name, loop in RANK_LOOPS.items():
         assert found.get(name, "holds") == "holds", (name, loop)
@@ -117,6 +125,39 @@ def test_a_static_graph_under_no_sync_from_the_first_backward_on_is_an_assertion
 def test_a_hook_that_sends_bfloat16_is_named_unless_the_model_is_in_bfloat16():
     for dtype, expected in (("float64", "rounded-gradient"), ("float32", "rounded-gradient"), ("bfloat16", "holds")):
         assert outcome(rank_loops.bfloat16_hook, Case(SQUARE, EVEN, dtype=dtype)) == expected, dtype
+
+
+@pytest.mark.full
+def test_a_mixed_precision_policy_is_declared_and_one_that_adds_up_in_bfloat16_is_named():
+    for dtype in ("float64", "float32"):
+        result = verify(RANK_LOOPS["fsdp2_bfloat16/zero_grad"], examples=4, ranks=2, dtype=dtype)
+        assert result.holds, result.violation
+        assert outcome(rank_loops.fsdp2_reduced_in_bfloat16, Case(SQUARE, EVEN, dtype=dtype)) == "rounded-gradient"
+    # the bound that a policy needs is not the one of a loop that declares none
+    thirds = Plan((1, 2), 1, ranks=(1, 1))
+    assert outcome(rank_loops.fsdp2_computed_in_bfloat16, Case(SQUARE, thirds, dtype="float32")) == "rounded-weights"
+
+
+def test_split_layers_hold_and_a_whole_parameter_that_is_added_up_over_ranks_is_named():
+    two = Plan((1, 3), 1, ranks=(1, 1))
+    assert outcome(RANK_LOOPS["tensor_parallel/set_to_none"], Case(SPLIT, two)) == "holds"
+    found = check(rank_loops.whole_parameters_added_up, Case(SPLIT, two)).violation
+    assert found.diagnosis == "wrong-scale"
+    assert "in 1.weight, 1.bias alone, while 0.weight, 0.bias are right" in found.explanation
+
+
+def test_an_optimizer_that_needs_a_whole_gradient_steps_where_a_rank_has_none_of_it():
+    one = ProblemSpec(
+        Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")
+    )
+    case = Case(one, Plan((1, 1), 1, 2, ranks=(1, 1)), optimizer="normalized")
+    assert outcome(RANK_LOOPS["fsdp2/zero_"], case) == "holds"
+
+
+@pytest.mark.full
+def test_ranks_that_share_a_model_and_get_different_items_are_named():
+    equal = Case(SPLIT, Plan((2,) * 4, 2, ranks=(2, 2)))
+    assert outcome(rank_loops.own_items_in_split_layers, equal) == "not-reduced"
 
 
 @pytest.mark.full

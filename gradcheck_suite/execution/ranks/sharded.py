@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradcheck_suite.execution.observer import Observer, dense_copy
 from gradcheck_suite.execution.parameters import Structure
-from gradcheck_suite.execution.ranks.counting import uncounted
+from gradcheck_suite.loops.ranks.counting import uncounted
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.execution.batches import leaves
-from gradcheck_suite.execution.ranks.counting import is_counted
 from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.loops.ranks.counting import is_counted
 
 Traffic = Counter[tuple[str, int]]
 
@@ -42,6 +42,8 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_counted() and func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.rpartition("::")[2]
+            if name == "wait_tensor":  # the end of a collective that was counted at its start
+                return func(*args, **(kwargs or {}))
             given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             size = sum(t.numel() * t.element_size() for t in leaves(given))
             self._count.collectives[name, size] += 1

@@ -24,6 +24,8 @@ from gradcheck_suite.schema.contract import (
 
 SAME_PARAMETERS = (f"{NO_LAYER}branch", f"{NO_LAYER}mixture")
 """What a loop assumes whose ranks must reach the same parameters: no layers that choose parameters by their input."""
+FLOAT32_BUFFERS = tuple(f"{NO_LAYER}batch_norm{n}d" for n in (1, 2))
+"""What a loop assumes whose mixed precision policy casts parameters and no buffers, which batch norm refuses."""
 UNFIT = ("flat_buffer", "zero_between")
 """The reset modes that `fully_shard` rules out.
 
@@ -32,7 +34,7 @@ whose gradients are not those that the step uses.
 """
 
 
-def in_fsdp2(loop: Loop, *, reach_all: bool = True, **options: Any) -> Loop:
+def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, **options: Any) -> Loop:
     """Return a loop that trains the model after `fully_shard`.
 
     `fully_shard` replaces parameters, so the optimizer gets the new ones. Its reduction averages over ranks, so each
@@ -45,14 +47,20 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, **options: Any) -> Loop:
             a rank has side by side and adds up these buffers, so ranks must have those of the same parameters: else it
             adds gradients of different parameters, or ranks wait for each other (pytorch#158719).
             Otherwise the loop assumes models whose parameters are reached by every input.
+        compute: dtype to which a mixed precision policy casts parameters and inputs of a model in a lower precision
+            than float64; gradients are added up in float32. It is declared as an autocast, whose rounding errors are
+            the same.
         options: of `fully_shard`.
     """
-    assumed = (*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS, *(() if reach_all else SAME_PARAMETERS))
+    assumed = [*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS]
+    assumed += [] if reach_all else SAME_PARAMETERS
+    assumed += [] if compute is None else FLOAT32_BUFFERS
 
-    @training_loop(assumes=assumed)
+    @training_loop(assumes=assumed, autocast=compute)
     @functools.wraps(loop)
     def trained(run: TrainingRun) -> None:
-        model, calls = _sharded(run, options), count()
+        policy = {} if compute is None or run.dtype is torch.float64 else {"mp_policy": _policy(compute)}
+        model, calls = _sharded(run, {**options, **policy}), count()
 
         def loss(_: torch.nn.Module, batch: Batch) -> torch.Tensor:
             model.set_requires_gradient_sync(is_last_of_window(run, next(calls)))
@@ -62,7 +70,8 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, **options: Any) -> Loop:
         loop(replace(run, loss=loss))
 
     first = (loop.__doc__ or "").strip().split("\n")[0]
-    told = "".join(f", {name}={value}" for name, value in options.items())
+    shown = options if compute is None else {**options, "param_dtype": compute}
+    told = "".join(f", {name}={value}" for name, value in shown.items())
     trained.__doc__ = f"{first} After fully_shard{told}."
     return trained
 
@@ -70,6 +79,13 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, **options: Any) -> Loop:
 def _zero_of_each_parameter(model: torch.nn.Module) -> Any:
     """Return 0, with a gradient of zeros for every trainable parameter."""
     return sum((0 * p).sum() for p in model.parameters() if p.requires_grad)
+
+
+def _policy(compute: str) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # the loss is computed in float32, since some losses take no targets of another dtype than the output's
+    return MixedPrecisionPolicy(getattr(torch, compute), reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
 def _sharded(run: TrainingRun, options: dict[str, Any]) -> Any:

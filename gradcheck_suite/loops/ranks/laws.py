@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+OF_ACTIVATIONS = "all-reduce of activations"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
 Kinds = dict[str, tuple[float, float]]
 """Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
@@ -26,12 +27,14 @@ class Sharing:
         itemsize: bytes of an element.
         ranks: number of ranks.
         accumulation_steps: micro-batches of each rank.
+        items: of each micro-batch.
     """
 
     shapes: Sequence[Sequence[int]]
     itemsize: int
     ranks: int
     accumulation_steps: int
+    items: int
 
     @property
     def gradients(self) -> int:
@@ -76,6 +79,13 @@ def _sent_after_the_step(s: Sharing) -> Kinds:
     return {**_reduced_with_flags(s), BROADCAST: (len(s.shapes), s.gradients)}
 
 
+def _added_up_activations(s: Sharing) -> Kinds:
+    """Return what one linear layer takes, split by columns: each rank has a part of every output, a sum over inputs."""
+    outputs, _ = s.shapes[0]
+    micro_batches = s.ranks * s.accumulation_steps
+    return {OF_ACTIVATIONS: (micro_batches, micro_batches * s.items * outputs * s.itemsize)}
+
+
 LAWS: dict[str, Law] = {
     "all_reduce": _reduced_at_once,
     "ddp": _reduced_with_flags,
@@ -83,7 +93,9 @@ LAWS: dict[str, Law] = {
     "ddp_bucket_view": _reduced_with_flags,
     "ddp_static_graph": _reduced_at_once,
     "fsdp2": _gathered(1),
+    "fsdp2_bfloat16": _gathered(1),
     "fsdp2_resharded": _gathered(2),
+    "tensor_parallel": _added_up_activations,
     "zero_redundancy": _sent_after_the_step,
 }
 """Wrapper -> what it communicates in a window."""
@@ -92,8 +104,10 @@ LAWS: dict[str, Law] = {
 def predicted(wrapper: str, sharing: Sharing) -> Kinds:
     """Return what a window of a built-in loop takes: the wrapper's, and two all-reduces of the loop's own.
 
-    The loop adds up whether micro-batches are left, and the counts.
+    The loop adds up whether micro-batches are left, and the counts. Under tensor parallelism each rank has them all.
     """
+    if wrapper == "tensor_parallel":
+        return LAWS[wrapper](sharing)
     found = Counter({ALL_REDUCE: 2}), Counter({ALL_REDUCE: INTEGER + sharing.itemsize})
     for kind, amounts in LAWS[wrapper](sharing).items():
         for total, amount in zip(found, amounts, strict=True):

@@ -1,4 +1,4 @@
-"""Collectives of the suite's own, which are no part of a loop's communication."""
+"""Collectives that are no part of a loop's communication: those of the suite, and those that hand out items."""
 
 from __future__ import annotations
 
