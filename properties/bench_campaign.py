@@ -1,7 +1,7 @@
-"""How much faster two workers of a campaign are than one, and what a shard costs beside its cases.
+"""How much faster two workers of a campaign are than one, and what a shard and the start of Ray cost beside the cases.
 
-Run it by itself on at least two processors, since it takes minutes: `pytest -s properties/bench_campaign.py`. The
-last line says whether other processes ran. Programs are compiled before anything is timed.
+Run it by itself on at least two processors, since it takes minutes: `pytest -s properties/bench_campaign.py`. A line
+says whether other processes ran. Programs are compiled before anything is timed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import pytest
 from gradcheck_suite.cli import run
 from gradcheck_suite.cli.campaigns.shards import CASES
 
-SHARDS = int(os.environ.get("GRADCHECK_SUITE_BENCH_SHARDS", "8"))
+SHARDS = int(os.environ.get("GRADCHECK_SUITE_BENCH_SHARDS", "12"))
 LOOPS = ("zero_", "zero_grad", "set_to_none", "grad_none")
 LEAST_SPEEDUP = 1.8
 MOST_FIXED_S = 3.0
 """Seconds that a shard may take beside its cases."""
+MOST_ENGINE_S = 15.0
+"""Seconds that the start and the end of Ray may take."""
 LOAD = os.getloadavg()[0]
 
 
-def _seconds(folder: Path, workers: int, *asked: str) -> tuple[float, list[str]]:
+def _seconds(folder: Path, workers: int, *asked: str, engine: str = "processes") -> tuple[float, list[str]]:
     """Return how long a campaign of `verify` takes, and its verdicts."""
     result = folder / "result.json"
-    options = ["--workers", str(workers), "--reports", str(folder), "--json", str(result)]
+    options = ["--engine", engine, "--workers", str(workers), "--reports", str(folder), "--json", str(result)]
     began = time.perf_counter()
     assert run(["campaign", *options, "verify", *asked]) == 0
     seconds = time.perf_counter() - began
@@ -57,3 +59,13 @@ def test_a_shard_costs_little_beside_its_cases(tmp_path: Path) -> None:
     fixed = (many - one) / (len(LOOPS) - 1)
     print(f"\na shard of one case takes {fixed:.2f} s, the first one {one:.1f} s with the start of its worker")
     assert fixed <= MOST_FIXED_S
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_ray_costs_little_beside_its_shards(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
+    (own, _), (rays, _) = (
+        _seconds(tmp_path / engine, 1, "zero_", "--examples", "1", engine=engine) for engine in ("processes", "ray")
+    )
+    print(f"\na shard of one case takes {own:.1f} s in a process of one's own, {rays:.1f} s with the start of Ray")
+    assert rays - own <= MOST_ENGINE_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite import Plan, UsageError
+from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.ranks.messages import Request
+from gradcheck_suite.execution.ranks.pool import Pool
 from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
 from gradcheck_suite.verification.check import check
@@ -92,6 +97,33 @@ def test_a_rank_that_computes_forever_is_stopped_by_the_time_limit():
 @pytest.mark.full
 def test_ranks_that_wait_for_one_that_sleeps_are_no_deadlock():
     assert violation(rank_loops.sleeps_first) is None
+
+
+def _right_in_new_ranks():
+    case = probe_case(EVEN)
+    request = Request(source_of(rank_loops.right, "the loop"), case, None, 1.0, None, True, False, tuple(sys.path))
+    pool = Pool(2, "gloo")
+    try:
+        return pool.run(request, 30.0)
+    finally:
+        pool.close()
+        assert pool._server.poll() is not None
+        assert not pool._folder.exists()
+
+
+@pytest.mark.full
+def test_ranks_need_no_port_that_another_program_may_have(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        assert [outcome.raised for outcome in _right_in_new_ranks()] == [None, None]
+
+
+@pytest.mark.full
+def test_ranks_that_find_no_way_to_each_other_are_one_line(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(CannotRunHere, match=r"2 ranks cannot start: the ranks cannot form a group of gloo: .*no-such"):
+        _right_in_new_ranks()
 
 
 def test_a_loop_that_no_module_has_under_a_name_is_refused():

@@ -42,6 +42,7 @@ class Shards:
         """Note a shard's exit status, and put its folder in place in one step."""
         partial = self.folder / f"{number:06d}.partial"
         (partial / STATUS).write_text(f"{status}\n")
+        shutil.rmtree(self.place(number), ignore_errors=True)  # where it is, a file of it was cut short
         partial.rename(self.place(number))
 
     def remove(self) -> None:
@@ -51,8 +52,16 @@ class Shards:
             self.folder.parent.rmdir()
 
     def done(self, number: int) -> bool:
-        """Return whether a shard is done."""
-        return (self.place(number) / STATUS).is_file()
+        """Return whether a shard is done: one with a file that is cut short, as by a full disk, is not."""
+        try:
+            self.status(number)
+            self.result(number)
+            for path in self.place(number).rglob("*.jsonl"):
+                for line in path.read_text().splitlines():
+                    json.loads(line)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def status(self, number: int) -> int:
         """Return the exit status of a shard that is done."""

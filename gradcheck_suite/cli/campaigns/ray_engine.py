@@ -14,6 +14,10 @@ from gradcheck_suite.cli.campaigns.folder import Shards
 from gradcheck_suite.cli.campaigns.worker import run_shard
 from gradcheck_suite.errors import CannotRunHere, UsageError
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""What an HTTP/2 client says first (RFC 9113, section 3.4). A gRPC server, as Ray's is, answers with its settings."""
+SETTINGS = 4
+"""The type of such a frame, which is its fourth byte."""
 ANSWER_S = 5.0
 """Seconds that a cluster has to answer."""
 RETRIES = 3
@@ -30,14 +34,14 @@ def files_of_shard(command: Sequence[str]) -> tuple[int, dict[str, bytes]]:
 
 
 def expect_answer(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray itself would try for minutes.
+    """Refuse an address at which nothing answers as Ray does: Ray itself would try for minutes.
 
     Args:
         address: `HOST:PORT`, or with a scheme such as `ray://HOST:PORT`; `auto` is left to Ray.
 
     Raises:
         UsageError: it is no address.
-        CannotRunHere: nothing listens there.
+        CannotRunHere: nothing listens there, or something that is no gRPC server.
     """
     if address == "auto":
         return
@@ -45,9 +49,14 @@ def expect_answer(address: str) -> None:
     if not host or not port.isdigit():
         raise UsageError(f"--address: expected HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
+            connection.sendall(PREFACE)
+            answer = connection.recv(SETTINGS)
+        reason = None if answer[3:] == bytes([SETTINGS]) else "what listens there is something else"
     except OSError as error:
-        raise CannotRunHere(f"--address {address}: no Ray cluster answers there ({error.strerror or error})") from None
+        reason = error.strerror or str(error)
+    if reason:
+        raise CannotRunHere(f"--address {address}: no Ray cluster answers there ({reason})")
 
 
 def run_on_ray(
@@ -69,7 +78,7 @@ def run_on_ray(
         address: of a cluster to join; None starts one here.
 
     Raises:
-        CannotRunHere: Ray is not installed, or the cluster does not answer.
+        CannotRunHere: Ray is not installed, the cluster does not answer, or a shard ends its worker again and again.
     """
     if address is not None:
         expect_answer(address)
@@ -91,7 +100,13 @@ def run_on_ray(
         while running:
             (done, *_), _ = ray.wait(list(running), num_returns=1)
             number = running.pop(done)
-            status, files = ray.get(done)
+            try:
+                status, files = ray.get(done)
+            except ray.exceptions.WorkerCrashedError:
+                command = " ".join(("gradcheck-suite", *commands[number]))
+                raise CannotRunHere(
+                    f"shard {number} ended {1 + RETRIES} worker processes of Ray: run {command} by itself"
+                ) from None
             folder = shards.partial(number)
             for name, content in files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

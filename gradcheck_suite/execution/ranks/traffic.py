@@ -15,6 +15,8 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.loops.ranks.counting import is_counted
 
 Traffic = Counter[tuple[str, int]]
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations of `_c10d_functional` that end or wrap a collective, which was counted at its start."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_counted() and func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.rpartition("::")[2]
-            if name == "wait_tensor":  # the end of a collective that was counted at its start
+            if name in NO_COLLECTIVES:
                 return func(*args, **(kwargs or {}))
             given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             size = sum(t.numel() * t.element_size() for t in leaves(given))

@@ -81,7 +81,9 @@ def _sent_after_the_step(s: Sharing) -> Kinds:
 
 def _added_up_activations(s: Sharing) -> Kinds:
     """Return what one linear layer takes, split by columns: each rank has a part of every output, a sum over inputs."""
-    outputs, _ = s.shapes[0]
+    outputs, inputs = s.shapes[0]
+    if inputs % s.ranks:
+        return {}
     micro_batches = s.ranks * s.accumulation_steps
     return {OF_ACTIVATIONS: (micro_batches, micro_batches * s.items * outputs * s.itemsize)}
 

@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli import calibrate, verify, zoo
-from gradcheck_suite.cli.campaigns import pool
+from gradcheck_suite.cli.campaigns import pool, ray_engine
 from gradcheck_suite.cli.campaigns import shards as cutting
 from gradcheck_suite.cli.campaigns.folder import Shards
 from gradcheck_suite.cli.campaigns.outcome import merged_result
@@ -158,23 +160,26 @@ def test_a_shard_that_ends_every_worker_stops_the_campaign(tmp_path: Path, monke
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("factor", "status"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("engine", "factor", "status"), [("processes", 1, 0), ("processes", 2, 1), ("ray", 1, 0)])
 def test_a_worker_that_is_killed_loses_nothing(
-    factor: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, factor: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The campaign has the verdict and the records of the same shards run one after the other, each once."""
+    if engine == "ray":
+        pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
     monkeypatch.setattr(cutting, "CASES", 3)
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "killed"
     Path("my_loop.py").write_text(KILLS_ITS_WORKER_ONCE.format(marker=marker, factor=factor))
     options = ["my_loop.py:train", "--assume", "sum-reduction"]
-    campaign = ["campaign", "--workers", "2", "--reports", "merged", "--json", "merged.json"]
+    options = [str(tmp_path / options[0]), *options[1:]]  # a worker of Ray has a folder of its own
+    campaign = ["campaign", "--engine", engine, "--workers", "2", "--reports", "merged", "--json", "merged.json"]
     assert main([*campaign, "verify", *options, "--examples", "6"]) == status
     assert marker.exists()
     assert not Path("merged/campaign").exists()
     alone, counterexamples = [], []
     for seed in ("0", "1"):
-        arguments = ["my_loop.py:train", "--examples", "3", "--seed", seed, "--assume", "sum-reduction"]
+        arguments = [options[0], "--examples", "3", "--seed", seed, "--assume", "sum-reduction"]
         monkeypatch.setattr(sys, "argv", ["gradcheck-suite", "verify", *arguments])
         assert main(["verify", *arguments, "--reports", seed]) == status
         alone += Path(seed, "records", "verify.jsonl").read_text().splitlines()
@@ -274,6 +279,70 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
     assert main(["campaign", "--reports", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_shard_whose_file_is_cut_short_is_done_again(tmp_path: Path) -> None:
+    shards = Shards(tmp_path)
+    for name, content in (
+        ("status", ""),
+        ("result.json", '{"schema": 1, "resu'),
+        ("records/verify.jsonl", '{"a": 1}\n{'),
+    ):
+        place = shards.partial(0)
+        shards.finish(0, 0)
+        assert shards.done(0)
+        (shards.place(0) / name).parent.mkdir(exist_ok=True)
+        (shards.place(0) / name).write_text(content)
+        assert not shards.done(0), name
+        assert not place.exists()
+    run_locally([("verify", "--list")], [0], shards, 1, lambda number: None)
+    assert shards.done(0)
+    assert shards.lines(0, "verify") == []
+
+
+def test_ray_that_is_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["campaign", "--reports", str(tmp_path), "--engine", "ray", "verify", "zero_"]) == 2
+    assert "ray is not installed: pip install 'gradcheck-suite[ray]'" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def _answer_as_ssh(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(b"SSH-2.0")
+
+
+def test_an_address_that_is_silent_or_no_rays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(CannotRunHere, match=f"{address}: no Ray cluster answers there \\(timed out\\)"):
+            ray_engine.expect_answer(address)
+        silent.accept()[0].close()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_answer_as_ssh, silent)
+            with pytest.raises(CannotRunHere, match="what listens there is something else"):
+                ray_engine.expect_answer(address)
+
+
+@pytest.mark.full
+def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        ray_engine.expect_answer(address)
+        command = [sys.executable, "-m", "gradcheck_suite", "campaign", "--engine", "ray", "--address", address]
+        command += ["verify", "zero_", "--examples", "2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    finally:
+        ray.shutdown()
+    children = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert not children.stdout
 
 
 def test_what_a_shard_refuses_is_the_campaign_s_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
