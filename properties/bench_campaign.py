@@ -28,6 +28,7 @@ LOAD = os.getloadavg()[0]
 
 def _seconds(folder: Path, workers: int, *asked: str, engine: str = "processes") -> tuple[float, list[str]]:
     """Return how long a campaign of `verify` takes, and its verdicts."""
+    folder.mkdir(exist_ok=True)
     result = folder / "result.json"
     options = ["--engine", engine, "--workers", str(workers), "--reports", str(folder), "--json", str(result)]
     began = time.perf_counter()
