@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,15 +77,14 @@ class _Grid:
 
 
 @cache
-def _grid(*dtypes: torch.dtype) -> _Grid:
-    """Return the errors of the least precise of some dtypes.
+def _grid(dtype: torch.dtype) -> _Grid:
+    """Return the errors of a dtype.
 
     Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16 and float16, whose
     functions are computed in float32, have 0.7 here. float32 has 1.1, and float64 has 1.7: the least accurate of the
     elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalisation,
     these two round several times, and bfloat16 and float16 do not round.
     """
-    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     eps = torch.finfo(dtype).eps
     step = {torch.float64: 1.5, torch.float32: 1.0}.get(dtype, 0.6) * eps / 2
     inside = 2 * step if dtype in (torch.float64, torch.float32) else step
@@ -95,12 +93,7 @@ def _grid(*dtypes: torch.dtype) -> _Grid:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What is rounded in an operation: its results, and before them which of its arguments.
-
-    Attributes:
-        instead: the same operation as a function of simpler ones, which are rounded in its place; None for most.
-        casts: whether the results are rounded where their dtype is less precise than the first argument's.
-    """
+    """What is rounded in an operation: its results, and before them which of its arguments."""
 
     results: bool
     arguments: tuple[int, ...] = ()
@@ -108,8 +101,6 @@ class _Rounding:
     cancels: bool = False
     shifted: bool = False
     largest: bool = False
-    casts: bool = False
-    instead: Callable[..., Any] | None = None
 
 
 class RandomRounding(TorchDispatchMode):
@@ -142,19 +133,16 @@ class RandomRounding(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation with rounding errors."""
-        rounding = _rounding_of(func)
-        if rounding.instead is not None:
+        if (decomposed := _decompositions().get(func)) is not None:
             with self:
-                return rounding.instead(*args, **(kwargs or {}))
+                return decomposed(*args, **(kwargs or {}))
+        rounding = _rounding_of(func)
         self._operations += self._salted
         given = args
         if rounding.arguments:
-            args = [*args]
-            for i in rounding.arguments[: len(args)]:
-                if _is_rounded(args[i]):
-                    args[i] = self._moved(args[i], 1)
+            args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
         out = func(*args, **(kwargs or {}))
-        if not rounding.results and not (rounding.casts and _narrows(args[0], out)):
+        if not rounding.results and not _narrows(func, args, out):
             return out
         if isinstance(out, torch.Tensor):
             if rounding.cancels:
@@ -172,6 +160,11 @@ class RandomRounding(TorchDispatchMode):
                 self._round(value, rounding.within_one)
         return out
 
+    def _argument(self, value: Any) -> Any:
+        if not _is_rounded(value):
+            return value
+        return self._moved(value, 1)
+
     def _round(self, value: Any, within_one: bool) -> None:
         if not _is_rounded(value):
             return
@@ -188,32 +181,27 @@ class RandomRounding(TorchDispatchMode):
 
     def _moved(self, value: torch.Tensor, salt: int) -> torch.Tensor:
         """Return a tensor with random errors, in float64."""
-        grid = _grid(value.dtype, self._dtype)
+        coarser = max(value.dtype, self._dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        grid, value = _grid(coarser), value.to(torch.float64)
         multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
         multiplier -= 2**64 * (multiplier >= 2**63)
-        # most tensors are small: an operation of numpy takes a third of the time of one of torch
-        array = value.to(torch.float64).numpy(force=True)[np.newaxis]
-        cells = array.view(np.int64)
+        cells = value.view(torch.int64)
         if grid.shift:
-            cells = (cells + (1 << (grid.shift - 1))) >> grid.shift
-        steps = (cells * multiplier) >> 62  # -2, -1, 0 or 1
+            cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
+        steps = cells.mul(multiplier).bitwise_right_shift_(62)  # -2, -1, 0 or 1
         step = grid.inside if salt else grid.step
-        factors = steps * step
-        factors += 1 + step / 2
-        with np.errstate(over="ignore"):  # a mask may hold the largest number
-            factors *= array
-        return torch.from_numpy(factors[0] if value.dim() else factors.reshape(()))
+        return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
 
 
 def _is_rounded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
-def _narrows(given: Any, out: Any) -> bool:
-    """Return whether a cast is to a dtype of lower precision, as at the start of a model's float32 parts."""
-    if not (given.is_floating_point() and out.is_floating_point()):
+def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Return whether an operation casts to a dtype of lower precision, as at the start of a model's float32 parts."""
+    if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
         return False
-    return torch.finfo(out.dtype).eps > torch.finfo(given.dtype).eps
+    return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
 
 
 @cache
@@ -231,12 +219,10 @@ def _decompositions() -> dict[Any, Any]:
 
 @cache
 def _rounding_of(func: Any) -> _Rounding:
-    if (instead := _decompositions().get(func)) is not None:
-        return _Rounding(False, instead=instead)
     schema, name = func._schema, func.overloadpacket.__name__
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if views or name.removesuffix("_") in SELECTING:
-        return _Rounding(False, casts=name == "_to_copy")
+        return _Rounding(False)
     # losses take labels, which are exact, and a slope that changes at 0 does not add up
     elementwise = torch.Tag.pointwise in func.tags or "prelu" in name or "loss" in name or "binary_cross" in name
     read = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is None]
