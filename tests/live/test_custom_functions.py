@@ -158,6 +158,22 @@ def test_a_function_that_writes_to_its_argument():
         assert judged(kind, leaf(8, 5) * 1).fault == fault
 
 
+def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
+    """As the statistics that the fused loss of trl's trainers returns for its log."""
+
+    def forward(context, x):
+        context.save_for_backward(x)
+        logged = x.detach().square().mean()
+        context.mark_non_differentiable(logged)
+        return x.tanh(), logged
+
+    def backward(context, gradient, _):
+        return factor * gradient * slope(*context.saved_tensors)
+
+    for factor, fault in ((1, ""), (2, "with respect to argument 0 it is 2 times the derivative")):
+        assert judged(custom(forward, backward, own_context=True), leaf(8, 5)).fault == fault
+
+
 def test_the_new_style_of_functions():
     class New(torch.autograd.Function):
         @staticmethod

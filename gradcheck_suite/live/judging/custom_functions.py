@@ -182,7 +182,11 @@ class _Line:
         self.call, self.point, self.index, self.direction = call, point, index, direction
         self.leaf = point[index].clone().requires_grad_()
         self.outputs = _outputs(call, [self.leaf if i == index else v for i, v in enumerate(point)], grad=True)
-        self.cotangents = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in self.outputs]
+        # an output that the function marks as not differentiable has no derivative to compare
+        self.cotangents = [
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) * o.requires_grad
+            for o in self.outputs
+        ]
         gradient = self.backward(self.cotangents) if uphill else None
         if gradient is not None:
             # nothing of a sum of products of one sign cancels
