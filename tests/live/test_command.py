@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +58,57 @@ def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
     assert out == f"{[file, '--steps', '9', '-m']} __main__\n"
     assert "2 steps judged" in err
     assert main(["audit", script("sys.exit()")]) == 0
+
+
+def test_a_module_is_run_as_python_runs_it(script, tmp_path, monkeypatch, capfd):
+    package = tmp_path / "package_of_an_audit"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    Path(script("print(sys.argv[1:], __name__, __package__)")).rename(package / "train.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["audit", "-m", f"{package.name}.train", "-m", "--steps", "9"]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"['-m', '--steps', '9'] __main__ {package.name}\n"
+    assert "4 steps judged of 4" in err
+
+
+OF_WORKERS = """
+import torch
+import torch.nn.functional as F
+
+def train(rank=0):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1 - rank):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        RESET
+
+if __name__ == "__main__":
+    START
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("start", "reset", "status", "said"),
+    [
+        ("train()", "optimizer.zero_grad()", 0, "holds  2 steps judged of 2"),
+        ("train()", "pass", 1, "gradient: stale-window at step 1"),
+        ("torch.multiprocessing.spawn(train, (), 1)", "pass", 2, "the script trains nothing here, in another process"),
+    ],
+)
+def test_workers_of_a_loader_change_nothing_and_training_in_another_process_is_unjudged(
+    start, reset, status, said, tmp_path
+):
+    file = tmp_path / "train.py"
+    file.write_text(OF_WORKERS.replace("START", start).replace("RESET", reset))
+    command = [sys.executable, "-m", "gradcheck_suite", "audit", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
 
 
 def test_an_exception_of_the_script_keeps_its_traceback(script, capfd):

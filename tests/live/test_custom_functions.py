@@ -167,10 +167,11 @@ def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
         context.mark_non_differentiable(logged)
         return x.tanh(), logged
 
-    def backward(context, gradient, _):
-        return factor * gradient * slope(*context.saved_tensors)
-
     for factor, fault in ((1, ""), (2, "with respect to argument 0 it is 2 times the derivative")):
+
+        def backward(context, gradient, _, factor=factor):
+            return factor * gradient * slope(*context.saved_tensors)
+
         assert judged(custom(forward, backward, own_context=True), leaf(8, 5)).fault == fault
 
 

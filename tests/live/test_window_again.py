@@ -19,6 +19,7 @@ HOW = {
     "sound_dropout": {"micro-batch by micro-batch": 1},
     "sound_evaluation_mode_of_a_part": {"micro-batch by micro-batch": 1},
     "sound_inputs_in_one_buffer": {"in one batch": 1},
+    "sound_shared_module": {"in one batch": 1},
     "sound_averaged_weights_swapped_back": {"in one batch": 1},
     "sound_compiled_model": {},
     "sound_sharpness_aware": {},

@@ -184,8 +184,7 @@ class _Line:
         self.outputs = _outputs(call, [self.leaf if i == index else v for i, v in enumerate(point)], grad=True)
         # an output that the function marks as not differentiable has no derivative to compare
         self.cotangents = [
-            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) * o.requires_grad
-            for o in self.outputs
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) * o.requires_grad for o in self.outputs
         ]
         gradient = self.backward(self.cotangents) if uphill else None
         if gradient is not None:

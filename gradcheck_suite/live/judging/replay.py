@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,16 +129,24 @@ def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
     return value + signs.to(value.dtype) * (2 * unit) * value
 
 
-class _Whole(torch.nn.Module):
-    """Runs a function of a module while its parameters and buffers are replaced, the backward pass included."""
+@contextlib.contextmanager
+def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Replace parameters and buffers by those with their ids.
 
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, compute: Callable[[torch.nn.Module], None]) -> None:
-        """Run the function."""
-        compute(self.inner)
+    `torch.func.functional_call` would leave its replacements in a submodule that has two names (pytorch#164759).
+    """
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for part in module.modules():
+            for holder in (part._parameters, part._buffers):
+                for name, tensor in list(holder.items()):
+                    if tensor is not None and id(tensor) in tensors:
+                        holder[name] = tensors[id(tensor)]  # type: ignore[assignment]
+                        before.append((holder, name, tensor))
+        yield
+    finally:
+        for holder, name, tensor in before:
+            holder[name] = tensor
 
 
 @contextlib.contextmanager
@@ -163,9 +171,10 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     """
     module = forward.module
     generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
-    real = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    leaves = {name: _nudged(p.detach(), generator).detach().requires_grad_() for name, p in real.items()}
-    state: dict[str, torch.Tensor] = {name: b.detach().clone() for name, b in module.named_buffers()}
+    real = [p for p in module.parameters() if p.requires_grad]
+    leaves = [_nudged(p.detach(), generator).detach().requires_grad_() for p in real]
+    replacing = {id(b): b.detach().clone() for b in module.buffers()}
+    replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
     values = [
         _nudged(v, generator).detach().requires_grad_(need) if isinstance(v, torch.Tensor) else v
         for v, need in zip(arguments, forward.needs_gradient, strict=True)
@@ -174,30 +183,29 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     device, dtype, enabled = forward.autocast
     result, seen = Replayed(), list[Any]()
 
-    def compute(part: torch.nn.Module) -> None:
+    def compute() -> None:
         forward.random.set()
-        for each, training in zip(part.modules(), how.modes or forward.modes, strict=True):
+        for each, training in zip(module.modules(), how.modes or forward.modes, strict=True):
             each.training = training
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            part(*positional, **keywords)
+            module(*positional, **keywords)
         now = RandomState.now()
         states = zip((now.cpu, *now.devices), (forward.random.cpu, *forward.random.devices), strict=True)
         result.random = not all(torch.equal(a, b) for a, b in states)
         outputs = differentiable(seen[-1])
         scaled = [g * how.scale for g in cotangents.values()]
         found = [outputs[index] for index in cotangents]
-        gradients = torch.autograd.grad(found, list(leaves.values()), scaled, allow_unused=True)
-        both = zip(real.values(), gradients, strict=True)
+        gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
+        both = zip(real, gradients, strict=True)
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
         result.functions = users_kinds_of(outputs)
 
     handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
-    replaced = {f"inner.{name}": tensor for name, tensor in {**leaves, **state}.items()}
     try:
-        with _unchanged(module), hooks, quiet(), torch.enable_grad():
-            torch.func.functional_call(_Whole(module), replaced, (compute,))
+        with _unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing):
+            compute()
     finally:
         handle.remove()
     return result
