@@ -52,7 +52,7 @@ WITH_A_LIBRARY = {
 """Script with its arguments -> the library that it needs, and the diagnosis."""
 UNJUDGED = {
     ("keras_fit",): ("keras", "without a torch.optim optimizer"),
-    ("trl_pairs", "dpo"): ("trl", "comes from MeanBackward0"),
+    ("trl_pairs", "dpo"): ("trl", "comes from LogSigmoidBackward0"),
     ("trl_pairs", "reward"): ("trl", "comes from LogSigmoidBackward0"),
 }
 """Script with its arguments -> the library that it needs, and a part of the reason why nothing is judged."""

@@ -138,10 +138,11 @@ def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> I
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for part in module.modules():
-            for holder in (part._parameters, part._buffers):
+            holders: list[dict[str, Any]] = [vars(part)["_parameters"], vars(part)["_buffers"]]
+            for holder in holders:
                 for name, tensor in list(holder.items()):
-                    if tensor is not None and id(tensor) in tensors:
-                        holder[name] = tensors[id(tensor)]  # type: ignore[assignment]
+                    if id(tensor) in tensors:
+                        holder[name] = tensors[id(tensor)]
                         before.append((holder, name, tensor))
         yield
     finally:
