@@ -22,6 +22,8 @@ from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.schema.contract import ASSUMPTIONS
 from gradcheck_suite.schema.results import ViolationKind
 from gradcheck_suite.steps import COUNTERPARTS
+from tests.bridge.architectures import ARCHITECTURES
+from tests.bridge.architectures.__main__ import MARK, table
 from tests.docs.pages import ROOT
 
 PACKAGE = Path(gradcheck_suite.__file__).parent
@@ -204,3 +206,10 @@ def test_the_guide_has_what_differs_in_every_optimizer():
         assert f"| {counterpart.optax} | {'; '.join(counterpart.differs)}" in text, counterpart.torch
     needs = _first_cells(_section("optimizers.md", "# The step of each optimizer"))[:3]
     assert set(needs) == {*NEEDS, *NEEDS_CLOSURE}
+
+
+def test_the_guide_has_the_architectures_of_the_records():
+    page = (GUIDE / "architectures.md").read_text()
+    assert page.partition(MARK)[2] == "\n" + table(ROOT / "reports")
+    shown = re.findall(r"^\| (\w+) \| (?:\d+|refused) \|", page, re.MULTILINE)
+    assert set(shown) - {"LSTM", "Transformer"} <= set(ARCHITECTURES)

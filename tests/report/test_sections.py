@@ -162,8 +162,13 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
     }
     record(tmp_path, "bridge", **found, widened=False, gradient_error=2e-7, allowed=1e-6)
     record(tmp_path, "bridge", **{**found, "narrow": []}, widened=True, gradient_error=3e-16, allowed=1e-10)
+    other = {"architecture": "Other", "package": "p", "version": "1"}
+    record(tmp_path, "bridge", **other, widened=False, refused="it draws")
     section = _section(build(tmp_path), "bridge")
-    assert section.tables[0].rows == (("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),)
+    assert section.tables[0].rows == (
+        ("Some", "p 1", 7, 1e-9, 2e-7, 1e-6, 3e-16, "a"),
+        ("Other", "p 1", None, None, None, None, None, "refused: it draws"),
+    )
 
 
 def test_memory_is_shown_in_mebibytes(tmp_path):

@@ -23,10 +23,11 @@ def bridge(records: Sequence[Record]) -> Section:
             TITLE,
             TAB,
             missing="No architecture has been carried over yet: run "
-            "`pytest tests/bridge/test_architectures.py --bridge-records reports`, which needs transformers.",
+            "`pytest tests/bridge/test_architectures.py --full --bridge-records reports`, which needs transformers.",
         )
     current = latest(records, lambda d: (d["architecture"], d["version"], d["widened"]))
-    newest = [record.data for record in current]
+    refused = [record.data for record in current if "refused" in record.data]
+    newest = [record.data for record in current if "refused" not in record.data]
     wide = {(d["architecture"], d["version"]): d for d in newest if d["widened"]}
     rows = []
     for data in (d for d in newest if not d["widened"]):
@@ -45,6 +46,11 @@ def bridge(records: Sequence[Record]) -> Section:
                 shown or None,
             )
         )
+    for data in refused:
+        nothing = (None,) * 5
+        rows.append(
+            (data["architecture"], f"{data['package']} {data['version']}", *nothing, f"refused: {data['refused']}")
+        )
     agree = sum(data["gradient_error"] <= data["allowed"] for data in newest if not data["widened"])
     return Section(
         KEY,
@@ -54,7 +60,7 @@ def bridge(records: Sequence[Record]) -> Section:
             "`verify --problem` asks JAX about your own model, too: torch exports the loss, the suite translates it to "
             f"JAX operation by operation, and JAX alone differentiates it. Tried on {len(rows)} architectures of "
             f"transformers and torch.nn, small, with random weights, in float64: {agree} gradients agree with torch's "
-            "within the bound.",
+            f"within the bound, and {len(refused)} are refused by name.",
         ),
         figures=(_figure(newest),),
         tables=(
