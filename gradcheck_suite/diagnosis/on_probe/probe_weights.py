@@ -124,8 +124,8 @@ def expected_gradients(case: Case) -> list[Vector]:
 def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     """Yield the probes that show what a loop does to the weights of an instance's items, the most telling first.
 
-    The first counts what the case counts, but items in micro-batches without valid targets, whose weights could not be
-    read otherwise. Where there are such, the second counts none there.
+    The first counts what the case counts, but items where each counts the same, and items in micro-batches without
+    valid targets, whose weights could not be read otherwise. Where there are such, the second counts none there.
     """
     plan, items = instance.case.plan, Items(instance.data)
     reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
@@ -136,7 +136,7 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     counts = [count(list(plan.items(j))) for j in range(len(plan.micro_batches))]
     empty = {i for j, counted in enumerate(counts) if not counted for i in plan.items(j)}
     shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
-    if reduction == "sum" or shares == {1.0}:
+    if reduction == "sum" or len(shares) == 1:
         yield WeightProbe(plan, reduction)
     else:
         yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
