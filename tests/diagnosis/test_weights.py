@@ -341,3 +341,9 @@ def test_a_longer_window_tells_what_a_window_of_two_does_not(long, short, name):
     alone = _run(list(short), k=2, windows=((0, 1),))
     assert name in _first_wrong(alone).names or name == "rescaled-accumulator"
     assert len(_first_wrong(alone).names) > 1
+
+
+def test_missing_micro_batches_whose_window_counts_the_others_alone_are_not_taken_for_samples():
+    others = "others weigh more than they should"
+    assert others not in diagnose(_weights(0, 1 / 5, 1 / 5)).sentence
+    assert others in diagnose(_weights(0, 1 / 8, 3 / 8)).sentence

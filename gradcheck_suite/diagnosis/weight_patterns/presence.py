@@ -95,7 +95,7 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
     said = f"micro-batches {missing} of the window are not in the gradient"
     last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
     several = any(more_than_two(v) for v in wrong)
-    if any((v.ratio > 1 + v.tolerance).any() for v in wrong):
+    if any((v.ratio > 1 + v.tolerance).any() and not some_dropped(v) for v in wrong):
         more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
         return f"{said}, {more}, or that stand in for others"
     if several and gone == {(0,)}:
