@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.bridge.architectures.decoders import DECODER
-from tests.bridge.architectures.encoders import _T5
-from tests.bridge.architectures.model import Architecture, pairs, text
+from tests.bridge.architectures.model import Architecture, text
 
 _ROUTED = {
     **DECODER,
@@ -61,9 +60,4 @@ ARCHITECTURES = (
         refused="for expert_idx in expert_hit",
     ),
     Architecture("Qwen3MoeForCausalLM", {**_ROUTED, "head_dim": 4}, text, experts="grouped_mm"),
-    Architecture(
-        "SwitchTransformersForConditionalGeneration",
-        {**_T5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 8},
-        pairs,
-    ),
 )
