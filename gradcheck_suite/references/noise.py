@@ -16,7 +16,7 @@ import torch
 from gradcheck_suite.execution.autocast import Compute, autocast_context
 from gradcheck_suite.execution.batches import map_leaves
 from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.numerics.bounds import DRAWS, likely_bound, noise_bound, summation_bound
+from gradcheck_suite.numerics.bounds import DRAWS, MANY_DRAWS, likely_bound, noise_bound, summation_bound
 from gradcheck_suite.numerics.comparison import Layout, Vector
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.schema.contract import Batch
@@ -160,6 +160,11 @@ class RoundingErrors:
         """
         ends = [(first, min(first + DRAWS, draws)) for first in range(0, draws, DRAWS)]
         return np.max([noise_bound(self._mean_square(*end), end[1] - end[0]) for end in ends], axis=0)
+
+    def unevenness(self) -> Vector:
+        """Return the largest over the smallest mean square of the groups of `MANY_DRAWS` draws, (P,)."""
+        groups = [self._mean_square(first, first + DRAWS) for first in range(0, MANY_DRAWS, DRAWS)]
+        return np.max(groups, axis=0) / np.maximum(np.min(groups, axis=0), np.finfo(np.float64).tiny)
 
     def likely(self, draws: int) -> Vector:
         """Return a smaller bound, (P,): errors within it are likely to be within the bound of any number of draws."""

@@ -15,7 +15,15 @@ import torch
 
 from gradcheck_suite.execution.autocast import Compute, coarsest
 from gradcheck_suite.execution.devices import torch_dtype
-from gradcheck_suite.numerics.bounds import DRAWS, FEW_DRAWS, MANY_DRAWS, accumulation_bound, coarse_bound, quick_bound
+from gradcheck_suite.numerics.bounds import (
+    DRAWS,
+    FEW_DRAWS,
+    MANY_DRAWS,
+    RARE_DRAWS,
+    accumulation_bound,
+    coarse_bound,
+    quick_bound,
+)
 from gradcheck_suite.numerics.comparison import Comparison, Vector, worst_difference
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.noise import Computation, Part, RoundingErrors, cancellation, shared
@@ -23,6 +31,10 @@ from gradcheck_suite.references.number_range import leaves_range
 
 if TYPE_CHECKING:
     from gradcheck_suite.references.window import Window
+
+UNEVEN = 8.0
+"""Quotient of the mean squares of two groups of `DRAWS` rounding errors from which rare errors are far larger than the
+others. Normally distributed errors reach it once in 1e8 times."""
 
 SMALL = 100_000
 """Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""
@@ -96,23 +108,35 @@ def compare_within(
     return found
 
 
+def is_rarely_rounding(bound: WindowBound, evidence: Comparison) -> bool:
+    """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
+
+    So many are made only where the draws before differ in size from one group to the next.
+    """
+    measured = [errors for errors in (bound.errors, bound.errors_of_parts) if errors is not None]
+    index = evidence.worst.index
+    if len(evidence.observed) > SMALL or not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+        return False
+    return _within(bound, evidence, (errors.noise(RARE_DRAWS) for errors in measured)).ratio <= 1
+
+
 def _compare_drawn(
     bound: WindowBound, evidence: Comparison, measured: Sequence[RoundingErrors], roughly: bool
 ) -> Comparison:
     """Compare two gradients, whose rounding errors may be as large as the largest of those that are measured."""
-
-    def within(noises: Iterable[Vector]) -> Comparison:
-        allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
-        return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
-
-    if roughly and (found := within(errors.noise(FEW_DRAWS) for errors in measured)).ratio > 1:
+    if roughly and (found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))).ratio > 1:
         return found
-    found = within(errors.likely(FEW_DRAWS) for errors in measured)
+    found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
     for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
         if found.ratio <= 1:
             return found
-        found = within(errors.noise(draws) for errors in measured)
+        found = _within(bound, evidence, (errors.noise(draws) for errors in measured))
     return found
+
+
+def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) -> Comparison:
+    allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
+    return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
 
 
 class Float64Bound:

@@ -17,6 +17,7 @@ from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.noise import Computation
 from gradcheck_suite.references.number_range import leaves_range
 from gradcheck_suite.references.reference import REFERENCES
+from gradcheck_suite.references.window_bounds import UNEVEN
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
 SATURATED = Case(
@@ -133,3 +134,43 @@ def test_saturated_attention_under_autocast_is_judged_and_holds():
     assert (verdict.violation, verdict.finding) == (None, None)
     assert (verdict.windows, dict(verdict.windows_skipped)) == (ONE_OR_ZERO.plan.steps, {})
     assert check(_doubled, ONE_OR_ZERO).violation is not None
+
+
+# the first normalisation is over two features: its gradient is 1e5 times as large where bfloat16 rounds them to equal
+# ones, which one of 150 draws of the rounding errors showed
+SPIKE = Case(
+    ProblemSpec(
+        Input("sequence", length=3, padded=False, size=2),
+        (
+            Layer("linear", bias=True, features=2),
+            Layer("gru", bidirectional=False, depth=1, features=2),
+            Layer("transformer", activation="relu", heads=1, norm_first=False),
+            Layer("linear", bias=True, features=2),
+        ),
+        Loss("cross_entropy_and_z", ignore_index=True, reduction="mean"),
+        ties=(("3", "0"),),
+    ),
+    Plan((1, 3, 3, 1), 1),
+    dtype="bfloat16",
+    seed=4020884351,
+)
+
+
+@pytest.mark.full
+def test_a_spike_of_the_gradient_that_rounding_seldom_meets_is_not_judged():
+    verdict = check(BUILT_IN["plain"], SPIKE)
+    assert verdict.holds
+    assert verdict.windows_skipped == {"the gradient jumps where bfloat16 rounds values to equal ones": 1}
+    assert check(_doubled, SPIKE).violation.kind == "gradient"
+
+
+@pytest.mark.full
+def test_rounding_errors_of_a_linear_model_are_even_and_those_of_a_spike_are_not():
+    linear = Case(
+        ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean")),
+        PLAN,
+        "bfloat16",
+    )
+    for case, uneven in ((linear, False), (SPIKE, True)):
+        errors = REFERENCES.get(case, None).window(min(2, len(case.plan.windows) - 1)).bound.errors
+        assert (errors.unevenness() > UNEVEN).any() == uneven
