@@ -147,3 +147,22 @@ def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding():
     result, _ = audited(SCRIPTS / "sound_halved.py")
     assert result.holds
     assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
+
+
+@pytest.mark.parametrize("reset", ["", "optimizer.zero_grad()"])
+def test_a_last_step_that_is_larger_than_what_arrived_is_a_finding(tmp_path, reset):
+    """With parallel gradients an earlier step's cannot be told from a factor, before a third step tells."""
+    script = tmp_path / "parallel.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(3, 1, bias=False)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(2):\n"
+        "    loss = torch.nn.functional.l1_loss(model(torch.ones(4, 3)), torch.full((4, 1), 9.0))\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        f"    {reset}\n"
+    )
+    result, _ = audited(script)
+    assert result.holds
+    assert any("more than what arrived" in finding for finding in result.findings) == (not reset), result

@@ -178,6 +178,12 @@ def clip_factor(passes: Sequence[Pass]) -> float:
 
 
 HANDMADE = "gradients were put together by hand from several backward passes: their sum was not judged"
+GROWN = (
+    "the gradient of a step was more than what arrived in its window, by one factor: something multiplied it after the "
+    "last backward, or gradients of earlier steps are in it"
+)
+LARGER = 0.05
+"""Relative excess over what arrived from which on it is reported; bfloat16 may add 2**-9 for each micro-batch."""
 MOSTLY = 0.5
 """Share of the square of a gradient from which on it counts as that of the last pass, with something added."""
 UNEXPLAINED = 1e-3
@@ -222,8 +228,10 @@ def judge_sum(
             memory.unclear = None
             result.findings.append("gradients were edited between the last backward and the step, not by one factor")
             return replace(before, factor=1.0)
-    unexplained = not found.name and abs(found.factor / clip_factor(passes) - 1) > UNEXPLAINED
-    state.detail = own_buffer or unexplained
+    unexplained = 0.0 if found.name else found.factor / clip_factor(passes) - 1
+    state.detail = own_buffer or abs(unexplained) > UNEXPLAINED
+    if unexplained > LARGER:
+        result.findings.append(GROWN)
     if found.name and (excuse := _excuse(step, found)):
         result.findings.append(excuse)
         # what is left in the gradient is a window of its own
