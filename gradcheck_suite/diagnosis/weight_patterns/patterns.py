@@ -183,7 +183,8 @@ def by_place(wrong: Steps) -> tuple[Pattern, ...]:
     factors = longest.ratio
     if len(factors) < 3 or len(factors) < len(longest.window) or np.any(factors == 0):
         return ()
-    if longest.foreign or longest.close(factors, factors[0]):
+    # whole factors say how often a micro-batch went backward
+    if longest.foreign or longest.close(factors, factors[0]) or longest.close(factors, np.round(factors)):
         return ()
 
     def fits(w: Weights) -> bool:
