@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.records.description import describe_violation, example_text
+from gradcheck_suite.records.description import counted, describe_violation, example_text
 from gradcheck_suite.records.verification import Counterexample
 from gradcheck_suite.schema.contract import DECLARED
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions
@@ -113,7 +113,7 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
     else:
         text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
     if found := sum(len(result.findings) for result in results):
-        text += f"; torch and JAX disagree: {found} finding{'s' * (found > 1)} above"
+        text += f"; torch and JAX disagree: {counted(found, 'finding')} above"
     if interrupted:
         text += f"; interrupted, {len(complete)} of {_loops(asked)} went to the end"
     return text

@@ -12,6 +12,8 @@ from typing import Any
 
 from scipy.stats import binomtest, false_discovery_control
 
+from gradcheck_suite.records.description import counted
+
 Row = Mapping[str, Any]
 LEVEL = 0.05
 """Expected share of wrong answers among the settings in which one mode is called faster (false discovery rate)."""
@@ -140,5 +142,4 @@ def answer(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _setting(row: Row) -> str:
     where = "" if row["device"] == "cpu" else f" on the {DEVICES[row['device']]}"
-    items = f"{row['items']} item{'s' * (row['items'] != 1)}"
-    return f"{row['parameters']:,} parameters, {items}, K = {row['micro_batches']}{where}"
+    return f"{row['parameters']:,} parameters, {counted(row['items'], 'item')}, K = {row['micro_batches']}{where}"

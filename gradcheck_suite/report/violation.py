@@ -10,7 +10,7 @@ from typing import Any
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.records.counterexamples import FOLDER
-from gradcheck_suite.records.description import describe_case, error_text, example_text, violation_title
+from gradcheck_suite.records.description import counted, describe_case, error_text, example_text, violation_title
 from gradcheck_suite.report.charts.violation import elements_plot, micro_batch, table_rows, weights_plot
 from gradcheck_suite.report.content import Figure, Table
 from gradcheck_suite.report.provenance import machine
@@ -144,7 +144,7 @@ def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         ("rank", violation.get("rank")),
         ("parameter", violation.get("parameter")),
         ("error", size),
-        ("found after", None if after is None else f"{after} case{'s' * (after != 1)}"),
+        ("found after", None if after is None else counted(after, "case")),
     )
     return tuple((key, str(value)) for key, value in pairs if value is not None)
 

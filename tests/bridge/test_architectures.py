@@ -9,9 +9,7 @@ within 1e-10.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge import BridgeError, Lowered, lower, wrong_backwards
+from gradcheck_suite.evidence.zero_or_none.runs import float64_by_default
 from tests.bridge import torch_models
 from tests.bridge.agreeing import TOLERANCE, assert_agreement
 from tests.bridge.architectures import ARCHITECTURES
@@ -52,16 +51,6 @@ def _widened_loss(model: Any, batch: Any) -> torch.Tensor:
         return _loss(model, batch)
 
 
-@contextlib.contextmanager
-def _float64_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.fixture
 def _experts_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers use its own operation for products in groups: torch's has no kernel for float64."""
@@ -92,7 +81,7 @@ def test_an_architecture_in_its_own_dtypes_agrees_with_torch(name, note_agreemen
 def test_an_architecture_in_float64_throughout_agrees_with_torch(name, note_agreement):
     kind, row = ARCHITECTURES[name]
     model, batch = row.made()
-    with _float64_by_default():
+    with float64_by_default():
         agreement = assert_agreement(model, _widened_loss, batch)
     assert agreement.lowered.narrow == ()
     note_agreement(model, kind, agreement, widened=True)

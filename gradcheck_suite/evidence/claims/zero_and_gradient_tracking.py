@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from gradcheck_suite.evidence.claims.claim import Claim, Finding
+from gradcheck_suite.execution.custom_functions import ancestors
 
 
 def _parameter(*values: float) -> torch.nn.Parameter:
@@ -183,19 +184,9 @@ def _graph_nodes(*, by_hand: bool) -> list[int]:
                     w.grad.zero_()
             else:
                 optimizer.zero_grad(set_to_none=False)
-            held.append(_reachable(w.grad.grad_fn))
+            held.append(sum(1 for _ in ancestors([w.grad])))
     w.grad = None
     return held
-
-
-def _reachable(node: object) -> int:
-    seen, left = set(), [node]
-    while left:
-        function = left.pop()
-        if function is not None and function not in seen:
-            seen.add(function)
-            left += [other for other, _ in function.next_functions]  # type: ignore[attr-defined]
-    return len(seen)
 
 
 def _outside() -> list[str]:

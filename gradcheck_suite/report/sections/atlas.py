@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gradcheck_suite.records.description import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import counts_plot
 from gradcheck_suite.report.content import Figure, Section, Table
@@ -27,7 +28,7 @@ def atlas(records: Sequence[Record]) -> Section | None:
         "Where torch and JAX choose different derivatives",
         "atlas",
         (
-            f"{points:,} points at kinks, ties and limits, in {_count(len(dtypes), 'dtype')}: of these {len(rows):,} "
+            f"{points:,} points at kinks, ties and limits, in {counted(len(dtypes), 'dtype')}: of these {len(rows):,} "
             f"derivatives, torch and JAX agree in {agree:,}.",
         ),
         figures=(
@@ -35,7 +36,7 @@ def atlas(records: Sequence[Record]) -> Section | None:
                 "atlas-agreement",
                 counts_plot(counts, "points"),
                 "; ".join(f"{name}: {count:,}" for name, count in counts.items()),
-                f"Derivatives at kinks, ties and limits: {points:,} points in {_count(len(dtypes), 'dtype')}.",
+                f"Derivatives at kinks, ties and limits: {points:,} points in {counted(len(dtypes), 'dtype')}.",
             ),
         ),
         tables=(
@@ -47,10 +48,6 @@ def atlas(records: Sequence[Record]) -> Section | None:
         ),
         sources=sources(whole[-1:]),
     )
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _cell(value: object) -> str | int | float | None:

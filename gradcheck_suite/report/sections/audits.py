@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.records.description import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table
 from gradcheck_suite.report.provenance import sources
@@ -26,7 +27,7 @@ def audits(records: Sequence[Record]) -> Section | None:
         "Audited scripts",
         "verification",
         (
-            f"`gradcheck-suite audit` ran {len(rows)} script{'s' * (len(rows) != 1)} unchanged and judged the "
+            f"`gradcheck-suite audit` ran {counted(len(rows), 'script')} unchanged and judged the "
             f"optimizer steps; {violated} violated.",
         ),
         tables=(Table("Every script and its verdict", COLUMNS, rows),),

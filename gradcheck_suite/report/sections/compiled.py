@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradcheck_suite.records.description import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources
@@ -66,11 +67,7 @@ def _turns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for device in sorted({device for device, _ in mine}):
         pair = [mine.get((device, mode)) for mode in ("set_to_none", "zero_")]
         if None not in pair:
-            release, zero = (
-                f"{_milliseconds(row):.3g} ms ({row['graphs']} graph{'s' * (row['graphs'] != 1)})"
-                for row in pair
-                if row
-            )
+            release, zero = (f"{_milliseconds(row):.3g} ms ({counted(row['graphs'], 'graph')})" for row in pair if row)
             found.append(
                 f"With experts by turns on the {device_name(device)}, a window with its compiled step takes {release} "
                 f"under set_to_none and {zero} under zero_. After a release the optimizer skips the parameters that "

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.modes import BENCHMARKED
+from gradcheck_suite.records.description import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.cost import times_plot
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name
@@ -106,7 +107,7 @@ def _device_times(rows: Sequence[Mapping[str, Any]], device: str) -> Table:
             steps = zip(modes, row.get("host") or (), (row["zero"], row["none"]), row.get("busy") or (), strict=False)
             lines += [
                 (
-                    f"step, {row['items']} item{'s' * (row['items'] != 1)}",
+                    f"step, {counted(row['items'], 'item')}",
                     *about,
                     mode,
                     str(row["regime"]),

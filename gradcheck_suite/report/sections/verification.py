@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.modes import MODES
-from gradcheck_suite.records.description import violation_title
+from gradcheck_suite.records.description import counted, violation_title
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import counts_plot
 from gradcheck_suite.report.content import Cell, Figure, Matrix, Section, Table, device_name
@@ -124,7 +124,7 @@ def found_by(data: Mapping[str, Any]) -> list[str]:
 def disagreement(datas: Sequence[Mapping[str, Any]]) -> str:
     """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
     count = len({each for data in datas for each in found_by(data)})
-    return f"In {count} gradient{'s' * (count != 1)} torch and JAX disagree" if count else ""
+    return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""
 
 
 def share_text(ratio: float) -> str:
