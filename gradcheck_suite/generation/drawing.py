@@ -16,6 +16,7 @@ from itertools import chain, count, islice
 from random import Random
 from typing import Any, cast
 from unittest import SkipTest
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, find, given, reject, seed, settings
@@ -29,6 +30,8 @@ from gradcheck_suite.schema.case import Case
 STREAM_BYTES = 4096
 ATTEMPTS = 8
 """Streams that are tried for one number, until a case comes that no earlier number had."""
+MOST_KEPT = 2000
+"""Cases of a strategy that are kept in memory."""
 AHEAD = 8
 """Number of cases that are prepared before they are judged. The first is not: a fault that it shows ends the search."""
 
@@ -49,6 +52,10 @@ _Read = tuple[bytes, Case]
 """A case, and the bytes that it is read from."""
 _Drawn = tuple[_Read, Iterator[_Read]]
 """A case, and those that may take its place."""
+_Kept = dict[tuple[int, int, int], Case | None]
+"""Cases by seed, number and attempt."""
+_KEPT: WeakKeyDictionary[st.SearchStrategy[Case], _Kept] = WeakKeyDictionary()
+"""The cases that were read from each strategy, for the next loop that is verified: they depend on the bytes alone."""
 
 
 class RedrawError(Exception):
@@ -141,7 +148,13 @@ def run_on_cases(
         received.append(case)
 
     fuzz: Callable[[bytes], object] = cast("Any", run).hypothesis.fuzz_one_input
-    numbered = (_distinct(fuzz, received, seen, seed_value, number) for number in range(examples))
+
+    def read(stream: bytes) -> Case | None:
+        fuzz(stream)
+        return received.pop() if received else None
+
+    kept = _KEPT.setdefault(drawn, {})
+    numbered = (_distinct(read, kept, seen, seed_value, number) for number in range(examples))
     source = ((first, attempts) for attempts in numbered if (first := next(attempts, None)))
     for first, others in _prepared(source, prepare):
         for stream, case in chain([first], others):
@@ -176,21 +189,23 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
 
 
 def _distinct(
-    fuzz: Callable[[bytes], object], received: list[Case], seen: set[str], seed_value: int, number: int
+    read: Callable[[bytes], Case | None], kept: _Kept, seen: set[str], seed_value: int, number: int
 ) -> Iterator[_Read]:
     """Yield the cases of one number that differ from all before.
 
     Args:
-        fuzz: reads a case from bytes and appends it to `received`, unless it is invalid.
-        received: empty.
+        read: reads a case from bytes; None where they give an invalid one.
+        kept: what was read before, to which what is read now is added.
         seen: digests of all cases before, to which those of the new ones are added.
         seed_value: as for `run_on_cases`.
         number: of the case.
     """
     for attempt in range(ATTEMPTS):
-        stream = _stream(seed_value, number, attempt)
-        fuzz(stream)
-        if received and (case := received.pop()).digest not in seen:
+        stream, key = _stream(seed_value, number, attempt), (seed_value, number, attempt)
+        case = kept[key] if key in kept else read(stream)
+        if len(kept) < MOST_KEPT:
+            kept[key] = case
+        if case is not None and case.digest not in seen:
             seen.add(case.digest)
             yield stream, case
 

@@ -66,6 +66,23 @@ def test_no_case_is_drawn_twice_and_a_strategy_may_run_out():
     assert sorted(case.plan.total_items for case in found) == [1, 2]
 
 
+def test_a_strategy_is_read_once_however_often_its_cases_are_judged():
+    read: list[int] = []
+
+    @st.composite
+    def counted(draw):
+        read.append(1)
+        return draw(cases())
+
+    kept, anew = counted(), [draw_cases(cases(), examples=6, seed_value=s) for s in (0, 1)]
+    assert draw_cases(kept, examples=4, seed_value=0) == anew[0][:4]
+    assert len(read) == 4
+    assert draw_cases(kept, examples=6, seed_value=0) == anew[0]
+    assert len(read) == 6
+    assert draw_cases(kept, examples=6, seed_value=1) == anew[1]
+    assert len(read) == 12
+
+
 def test_case_that_is_refused_is_shrunk_and_its_exception_raised():
     tried: list[Case] = []
 
