@@ -1,11 +1,12 @@
-"""Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
+"""Naming the fault of a wrong gradient, from the evidence and at most four further runs of the loop.
 
 The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one is on the
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
 one with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
 they are: one run records what the losses are computed from, and one has the small loss. Runs that are left repeat the
-case, since a fault that not every run shows has no other name.
+case, since a fault that not every run shows has no other name. Where micro-batches have no valid targets, or every item
+counts the same and not 1, the weights are read off two probes, which count differently.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step:
     """Name the fault from the weights of a step on the probe; None where they are right.
 
     The probe in which micro-batches without valid targets count nothing comes first: it shows every fault but those of
-    such micro-batches' own weights.
+    such micro-batches' own weights. Where every item counts the same, that which counts items comes first: it shows
+    every fault but those of counts that are not the number of items.
     """
     probes = reversed(list(probes_of(window.reference.instance)))
     found = (_on_probe(runner, probe, step, window, comparison) for probe in probes)

@@ -1,7 +1,8 @@
-"""Naming the fault of a loop that stepped too seldom or too often, by at most two further runs of it.
+"""Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
 
-The runs are on weight read-out probes, whose steps show which micro-batches each of them was about: one under the
-loop's own plan, one under the plan that separates faults which look alike.
+Two runs are on weight read-out probes, whose steps show which micro-batches each of them was about: one under the
+loop's own plan, one under the plan that separates faults which look alike. The others repeat the case, or the probe
+where the loop takes another number of steps there.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         return Diagnosis(known or "wrong-step-count", asked + (_never(outcome) if known == "never-stepped" else ""))
     if len(own) == plan.steps:
         return _by_values(asked, plan, taken)
+    if len(own) != taken:
+        if _held(probe, runner) not in (own, None):
+            return NOT_REPEATABLE
+        asked += f"; on the read-out probe, under the same plan, it takes {len(own)}"
     faults = _separated(probe, own, runner)
     if "never-stepped" in faults:
         faults["never-stepped"] = _never(outcome)

@@ -280,11 +280,13 @@ class LowPrecisionBound:
         What overflows first decides which of them comes out.
 
         Raises:
-            CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch.
+            CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch, or of the
+                window's summed loss: a loop may divide at its end.
         """
         expected = self._window.expected
         if (np.isfinite(observed) != np.isfinite(expected)).any():
             self.expect_computable()
+            self._expect_finite_sums()
         return np.where(np.isfinite(observed) | np.isfinite(expected), observed, expected)
 
     def expect_computable(self) -> None:
@@ -311,6 +313,14 @@ class LowPrecisionBound:
             raise CannotJudgeError(
                 f"the plain gradient of a batch is finite in float64 and not in {where}, or vice versa"
             )
+
+    def _expect_finite_sums(self) -> None:
+        instance = self._window.reference.instance
+        batch = instance.batch(self._window.items)
+        total = float(instance.count(batch)) if instance.problem.reduction == "mean" else 1.0
+        sums = self._computation.gradient(*((cut, share * total) for cut, share in _parts(self._window)))
+        if (np.isfinite(sums) != np.isfinite(self._window.expected)).any():
+            raise CannotJudgeError(f"the gradient of the window's summed loss overflows {instance.case.dtype}")
 
     def is_out_of_range(self) -> bool:
         """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""

@@ -423,7 +423,7 @@ def test_what_is_taken_from_a_gradient_or_moved_to_another_is_named(change, diag
 
 
 def test_an_element_that_is_wrong_on_the_probe_too_is_named_on_the_case():
-    """The probe and what its weights depend on take two of three runs, and the recorded run takes the third."""
+    """The probe and what its weights depend on take two runs, and the recorded run takes a third."""
 
     def double_the_first(run):
         for p in run.model.parameters():

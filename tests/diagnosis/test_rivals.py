@@ -80,6 +80,37 @@ def test_a_window_is_divided_by_another_count(of_window, says):
     assert ("times that of" in sentence or "one target" in sentence) == bool(says)
 
 
+UNDIVIDED = "a division is left out"
+
+
+@pytest.mark.parametrize(
+    ("count", "divide_by", "says"),
+    [
+        (1.25, lambda total, items: int(total), "made a whole number"),
+        (1.25, lambda total, items: round(total), "made a whole number"),
+        (1.25, lambda total, items: 1.0, UNDIVIDED),
+        (1.25, lambda total, items: items, "divide by run.count(batch), which is not the number of items"),
+        (2.0, lambda total, items: max(1, total - 1), "one target too few"),
+        (2.0, lambda total, items: 1.0, UNDIVIDED),
+        (2.0, lambda total, items: total + items, "one target too many is counted for every item"),
+    ],
+)
+def test_what_one_item_that_counts_more_or_less_than_1_is_divided_by(count, divide_by, says):
+    """Its window alone does not tell these apart, and a probe that counts items does not show them."""
+
+    def loop(run):
+        def weight(window, batch):
+            items = sum(len(next(leaves(b))) for b in window)
+            return run.count(batch) / divide_by(float(window_count(run, window)), items)
+
+        train_with_weights(run, weight)
+
+    name, sentence, _ = explained(loop, plan=Plan((1, 1), 1), w=np.full(8, count))
+    assert name == "wrong-scale"
+    assert says in sentence
+    assert (UNDIVIDED in sentence) == (says == UNDIVIDED)
+
+
 def test_tasks_that_have_a_count_each_are_told_from_means_of_weight_one():
     def two_tasks(run):
         for window in windows(run):
@@ -229,6 +260,32 @@ def test_elements_that_are_wrong(loop, name, says):
     found, sentence, _ = explained(loop, y=SIGNS)
     assert found == name, sentence
     assert says in sentence
+
+
+SMALL, LARGE, SHARD = "what drops small elements", "what changes large elements", "a slice, a mask or a shard"
+
+
+@pytest.mark.parametrize(
+    ("expected", "wrong", "factor", "causes"),
+    [
+        ((3.0, -1.0, 2.0), [1], 0.0, {SMALL, SHARD}),
+        ((3.0, 1.0, 2.0), [2], 0.0, {SHARD}),
+        ((3.0, 1.0, 2.0), [0], 0.5, {LARGE, SHARD}),
+        ((3.0, 1.0, 2.0), [0], 0.0, {SHARD}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [1, 3, 5], 0.0, {SMALL}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [2, 6, 7], 0.5, {LARGE}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [0, 1, 2], 0.5, {SHARD}),
+    ],
+)
+def test_sizes_that_wrong_elements_have_in_common_are_said(expected, wrong, factor, causes):
+    """Two of three elements are easily the largest by chance; three of nine are not."""
+    expected = np.array(expected)
+    observed = expected.copy()
+    observed[wrong] *= factor
+    layout = Layout(("a",), (expected.shape,))
+    found = diagnose_elements(Comparison(layout, expected, observed, np.full(len(expected), 1e-12)), {})
+    assert found.name == "partial-gradient"
+    assert {cause for cause in (SMALL, LARGE, SHARD) if cause in found.sentence} == causes
 
 
 @pytest.mark.parametrize("wrong", ["vectors", "matrix", "one vector"])

@@ -398,3 +398,25 @@ def test_windows_of_another_length_in_a_later_epoch_are_said_to_end_elsewhere():
     found = check(doubles, Case(linear, Plan((1, 1, 1), 1, 2))).violation
     assert (found.kind, found.diagnosis) == ("step-count", "wrong-windows")
     assert "the steps held micro-batches [0], [1], [2], [0, 1], [2]" in found.explanation
+
+
+def _misses_steps(*missed):
+    """Return a loop that leaves out the first steps of a run, so many in each run."""
+    left = list(missed)
+
+    def loop(run):
+        skipped = left.pop(0)
+        for i, window in enumerate(windows(run)):
+            if i >= skipped:
+                _step(run, window)
+
+    return loop
+
+
+@pytest.mark.parametrize(("missed", "name"), [((1, 1, 2, 1, 1), "not-repeatable"), ((1, 1, 2, 2, 2, 2), None)])
+def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
+    """The run that showed the violation and the next one take equal numbers of steps, and that on the probe fewer."""
+    found = _explained(_misses_steps(*missed))
+    assert (found.name == "not-repeatable") == (name is not None)
+    if name is None:
+        assert "on the read-out probe, under the same plan, it takes 2" in found.sentence

@@ -76,6 +76,33 @@ def test_a_loss_that_overflows_within_torch_is_not_judged():
     assert check(BUILT_IN["plain"], OVERFLOWS.replace(dtype="float64")).holds
 
 
+def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that_divides_last():
+    """The mean's gradient is 32000 in float16, whose largest number is 65504, and five items make the window."""
+    layers = (
+        Layer("second_input"),
+        Layer("scale"),
+        Layer("unused", features=1),
+        Layer("linear", bias=False, features=1),
+    )
+    large = ProblemSpec(Input("vector", size=2, values="large"), layers, Loss("mse", reduction="mean"))
+    case = Case(large, Plan((1, 1, 1, 1, 1), 5), dtype="float16")
+    verdict = check(BUILT_IN["rescale_at_the_end"], case)
+    assert verdict.holds
+    assert list(verdict.windows_skipped) == ["the gradient of the window's summed loss overflows float16"]
+    assert check(BUILT_IN["plain"], case).windows == 1
+
+    def times_a_million(run):
+        for window in windows(run):
+            backward_window(run, window)
+            for p in run.model.parameters():
+                p.grad = None if p.grad is None else p.grad * 1e6
+            run.optimizer.step()
+
+    small = ProblemSpec(Input("vector", size=2), layers, Loss("mse", reduction="mean"))
+    violation = check(times_a_million, case.replace(problem=small)).violation
+    assert violation.kind == "non-finite"
+
+
 @pytest.mark.parametrize("scale", [pytest.param(100.0, marks=pytest.mark.full), 10000.0])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_large_logits_are_judged(scale, dtype):

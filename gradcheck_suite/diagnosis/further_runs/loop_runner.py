@@ -10,7 +10,7 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
-MAX_RUNS = 3
+MAX_RUNS = 4
 """Runs that one diagnosis may take beside the run that showed the violation."""
 
 

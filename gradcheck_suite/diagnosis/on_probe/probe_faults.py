@@ -1,4 +1,4 @@
-"""Naming the fault that a loop shows on a weight probe, by at most three further runs of the loop.
+"""Naming the fault that a loop shows on a weight probe, by at most four further runs of the loop.
 
 The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with all
 slopes 1 tells faults of the weights from faults that depend on the size of the gradient.

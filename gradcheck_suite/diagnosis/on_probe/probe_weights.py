@@ -122,10 +122,11 @@ def expected_gradients(case: Case) -> list[Vector]:
 
 
 def probes_of(instance: Instance) -> Iterator[WeightProbe]:
-    """Yield the probes that show what a loop does to the weights of an instance's items, the most telling first.
+    """Yield the probes that show what a loop does to the weights of an instance's items, the most telling last.
 
-    The first counts what the case counts, but items where each counts the same, and items in micro-batches without
-    valid targets, whose weights could not be read otherwise. Where there are such, the second counts none there.
+    The first counts what the case counts, but items in micro-batches without valid targets, whose weights could not be
+    read otherwise. Where there are such, another counts none there; where every item counts the same, another counts
+    items.
     """
     plan, items = instance.case.plan, Items(instance.data)
     reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
@@ -136,10 +137,13 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     counts = [count(list(plan.items(j))) for j in range(len(plan.micro_batches))]
     empty = {i for j, counted in enumerate(counts) if not counted for i in plan.items(j)}
     shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
-    if reduction == "sum" or len(shares) == 1:
-        yield WeightProbe(plan, reduction)
-    else:
+    alike = reduction == "sum" or len(shares) == 1
+    if not alike:
         yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
+    elif reduction == "mean" and shares != {1.0} and not empty:
+        yield WeightProbe(plan, reduction, count)
+    if alike:
+        yield WeightProbe(plan, reduction)
     if reduction == "mean" and empty:
         yield WeightProbe(plan, reduction, count)
 

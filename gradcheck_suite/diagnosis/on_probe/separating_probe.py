@@ -40,7 +40,7 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
     empty = {i for window in plan.windows for i in plan.items(window[1])} if 0 in probe.counts else set()
-    unit = 0.375 if any(0 < n < 1 for n in probe.counts) else 1.0
+    unit = 1.0 if all(float(n).is_integer() for n in probe.counts) else 0.375
 
     def count(items: list[int]) -> float:
         return unit * sum(1 + i % 3 for i in items if i not in empty)

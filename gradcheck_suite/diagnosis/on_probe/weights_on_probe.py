@@ -125,7 +125,7 @@ def _separated(
 ) -> tuple[Diagnosis | None, list[Weights]]:
     """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
 
-    The weights of the other run come with it, where it took all its steps and some are wrong.
+    The weights of the other run come with it, where it took all its steps.
     """
     separating = separating_probe(probe, runner.assumes)
     seen = separating.observed_weights(runner, scale=SMALL_SCALE)
@@ -141,7 +141,7 @@ def _separated(
         return named, []
     if miscounted:
         return _by_steps(separating, seen), []
-    return None, other or [] if wrong else []
+    return None, other or []
 
 
 def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -229,19 +230,27 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
-        f"others are right: look for {_cause(expected, allowed, off)}"
+        f"others are right: look for {_cause(expected, allowed, off, are_zero=what == '0')}"
     )
 
 
-def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> str:
-    """Return what to look for where some elements are wrong; the sign decides only where both signs are there."""
-    evident = np.abs(expected) > allowed
+def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_zero: bool) -> str:
+    """Return what to look for where some elements are wrong: signs or sizes alone only where it is no coincidence."""
+    evident, sizes = np.abs(expected) > allowed, np.abs(expected)
+    wrong, right = sizes[off], sizes[evident & ~off]
+    found = []
     for sign, which in ((1, "positive"), (-1, "negative")):
         alike = evident & (np.sign(expected) == sign)
         if (off == alike).all() and (evident & ~alike).any():
-            by_sign = f"what looks at the sign, since all {which} elements are wrong and no others (abs, clamp, relu)"
-            return by_sign if np.count_nonzero(evident) > 4 else f"a slice, a mask or a shard, or {by_sign}"
-    return "a slice, a mask or a shard"
+            cause = f"looks at the sign, since all {which} elements are wrong and no others (abs, clamp, relu)"
+            found.append((cause, bool(np.count_nonzero(evident) > 4)))
+    choices = math.comb(np.count_nonzero(evident), np.count_nonzero(off & evident))
+    if are_zero and wrong.max() < right.min():
+        found.append(("drops small elements, since all others are larger (a threshold, sparsification)", choices > 64))
+    elif not are_zero and wrong.min() > right.max():
+        found.append(("changes large elements, since all others are smaller (clipping by value)", choices > 64))
+    causes = [] if any(sure for _, sure in found) else ["a slice, a mask or a shard"]
+    return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
 
 
 LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
