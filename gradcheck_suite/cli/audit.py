@@ -49,6 +49,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="INSTRUMENT",
         help=f"switch off one of {', '.join(INSTRUMENTS)}; repeatable",
     )
+    add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
     add("--stop-on-violation", action="store_true", help="end the script at its first violation")
     add("--json", type=Path, metavar="PATH", help="write the result here as JSON")
     add("--reports", type=Path, metavar="DIR", help="append the result to the records under DIR")
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         accumulation_steps=arguments.accumulation_steps,
         without=tuple(arguments.without),
         stop_on_violation=arguments.stop_on_violation,
+        jax=arguments.jax,
         name=name,
         quiet=False,
     ).open(scan=False)
@@ -125,7 +127,7 @@ def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, name
         return status
     if result.unjudged is not None:
         raise UsageError(f"{name}: unjudged: {result.unjudged}")
-    return exit_status.HOLDS
+    return exit_status.status_of(violated=False, findings=bool(result.disagreements))
 
 
 def _python_filters() -> list[Any]:

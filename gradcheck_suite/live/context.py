@@ -15,6 +15,7 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.live.ending import UNCLEAR, dropped_tail, why_unjudged
+from gradcheck_suite.live.judging.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
 from gradcheck_suite.live.judging.judge import judge
 from gradcheck_suite.live.judging.steps import Judged, Memory, Step
 from gradcheck_suite.live.judging.words import KNOWN
@@ -57,6 +58,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
         stop_on_violation: whether the first violation raises `StoppedOnViolation` in `optimizer.step()`.
+        jax: whether JAX computes the first window that is computed again, of a model with at most a million parameters,
+            when the run is over.
         name: of the run in the result.
         quiet: whether the first violation is not printed on standard error when it is found.
 
@@ -73,10 +76,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         accumulation_steps: int | None = None,
         without: tuple[str, ...] = (),
         stop_on_violation: bool = False,
+        jax: bool = False,
         name: str | None = None,
         quiet: bool = True,
     ) -> None:
-        self.options = AuditOptions(steps, every, accept, accumulation_steps, without, stop_on_violation)
+        self.options = AuditOptions(steps, every, accept, accumulation_steps, without, stop_on_violation, jax)
         if wrong := sorted(set(self.options.accept) - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet
@@ -85,6 +89,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._findings: Counter[str] = Counter()
         self._windows = 0
         self._again: Counter[str] = Counter()
+        self._calls: list[KeptCall] | str | None = None
+        self._opinion: JaxOpinion | None = None
         self._result: LiveResult | None = None
         self._opened = False
         self._observing = False
@@ -153,6 +159,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return self._result
         if complete:
             self._at_the_end()
+        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+            calls = self._calls or []
+            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
         self._result = self._finished(error)
         return self._result
 
@@ -229,6 +238,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._windows += 1
         if judged.again is not None:
             self._again[judged.again] += 1
+            if self.options.jax and self._calls is None:
+                self._calls = kept_calls(judged.parts)
         if judged.violation is not None:
             self._violate(judged.violation)
 
@@ -266,6 +277,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             accepted=accepted,
             again=dict(self._again),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
+            second_opinion=self._opinion.summary() if self._opinion else None,
+            disagreements=tuple(self._opinion.findings) if self._opinion else (),
             unjudged=None if violations or accepted else why_unjudged(self._recorder, self._windows, self._findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,

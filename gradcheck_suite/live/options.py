@@ -23,6 +23,7 @@ class AuditOptions:
         accumulation_steps: K, where the user states it.
         without: instruments that are switched off.
         stop_on_violation: whether the first violation ends the run.
+        jax: whether JAX is asked about the first window that is computed again.
     """
 
     steps: int | None = None
@@ -31,6 +32,7 @@ class AuditOptions:
     accumulation_steps: int | None = None
     without: tuple[str, ...] = ()
     stop_on_violation: bool = False
+    jax: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "every", "accumulation_steps"):
@@ -43,6 +45,8 @@ class AuditOptions:
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         if wrong := sorted(set(self.without) - set(INSTRUMENTS)):
             raise UsageError(f"audit: without takes {', '.join(INSTRUMENTS)}; got {wrong[0]!r}")
+        if self.jax and "batch" in self.without:
+            raise UsageError("audit: JAX is asked about a window that is computed again, so leave `batch` switched on")
 
 
 def _names(option: str, given: Any) -> tuple[str, ...]:

@@ -54,5 +54,6 @@ def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
         lines += [f"    {line}" for line in ([_title(violation)] if shown else violation_lines(violation))]
     for violation in result.accepted:
         lines += [f"    accepted: {violation.diagnosis}, {violation.explanation}"]
-    lines += [f"    finding: {finding}" for finding in result.findings]
+    lines += [f"    {result.second_opinion}"] if result.second_opinion else []
+    lines += [f"    finding: {finding}" for finding in (*result.findings, *result.disagreements)]
     return lines

@@ -110,6 +110,8 @@ class LiveResult:
         accepted: likewise of the diagnoses that the user accepts.
         again: how windows were computed again -> how many.
         findings: what could not be seen or judged, and what is worth knowing.
+        second_opinion: a sentence about the calls that JAX computed, where it was asked.
+        disagreements: gradients in which torch and JAX differ, one sentence for each call.
         unjudged: why nothing could be judged, and what to do; None where something was.
         interrupted: whether Ctrl-C ended the run.
         raised: the exception that ended the run, or None.
@@ -125,6 +127,8 @@ class LiveResult:
     accepted: tuple[LiveViolation, ...] = ()
     again: dict[str, int] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
+    second_opinion: str | None = None
+    disagreements: tuple[str, ...] = ()
     unjudged: str | None = None
     interrupted: bool = False
     raised: str | None = None
@@ -157,7 +161,8 @@ class LiveResult:
             "steps": self.steps,
             "seconds": round(self.seconds, 3),
             "again": dict(self.again),
-            "findings": list(self.findings),
+            "findings": [*self.findings, *self.disagreements],
+            "second_opinion": self.second_opinion,
             "unjudged": self.unjudged,
             "accepted": [violation.to_json() for violation in self.accepted],
             "interrupted": self.interrupted,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +17,7 @@ from gradcheck_suite.schema.contract import Problem
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.verification.second_opinion import second_opinion
 from gradcheck_suite.verification.verify import verify
+from tests.faults.torch_kernels import tanh_backward
 
 CASE = Case("p.py:P", Plan((2, 1, 2, 1), 2))
 
@@ -93,19 +91,6 @@ def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
     )
 
 
-@contextmanager
-def _tanh_backward(change: Any) -> Iterator[None]:
-    """Replace torch's own backward of tanh on the CPU: `torch.export` and JAX do not see it."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another kernel is replaced
-        library.impl("tanh_backward", lambda g, out: g * (1 - out**2) * change(out), "CPU")
-        try:
-            yield
-        finally:
-            library._destroy()
-
-
 @pytest.mark.parametrize("optimizer", [None, pytest.param("adam", marks=pytest.mark.full)])
 def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimizer):
     def from_zero(seed: int) -> nn.Module:
@@ -115,9 +100,9 @@ def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimiz
         return made
 
     problem, case = Problem(from_zero, batch, loss), CASE.replace(optimizer=optimizer)
-    with _tanh_backward(lambda out: torch.ones_like(out)):
+    with tanh_backward(lambda out: torch.ones_like(out)):
         assert second_opinion([case], problem).findings == []
-    with _tanh_backward(lambda out: 1 + 0.5 * (out != 0)):
+    with tanh_backward(lambda out: 1 + 0.5 * (out != 0)):
         (finding,) = second_opinion([case], problem).findings
         result = verify(BUILT_IN["plain"], problem=problem, examples=2, optimizer=optimizer)
     assert "at parameters that the optimizer has moved" in finding

@@ -169,7 +169,7 @@ def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
     passes, weights, factor = _weights(step, found, result)
     if not passes:
         return
-    parts = parts_of(passes, weights)
+    parts = result.parts = parts_of(passes, weights)
     edited = {key for p in passes for key in p.edited}
     live = {key: p.grad for key, p in step.state.live() if p.grad is not None and supported(p.grad)}
     observed = {k: gradient for k, gradient in live.items() if k not in edited or result.violation is not None}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_suite.live.judging.reading import History
+from gradcheck_suite.live.judging.window_again import Part
 from gradcheck_suite.live.judging.words import SENTENCES
 from gradcheck_suite.live.recording.passes import Pass, Watched
 from gradcheck_suite.live.recording.places import NOWHERE, Place
@@ -26,6 +27,7 @@ class Judged:
         again: how the window was computed again, or None where it was not.
         error: relative error of the gradient, where the window was computed again.
         copies: whether inputs must be copied for that, since they were changed in place.
+        parts: the recorded calls of a window that was computed again.
         findings: what is worth knowing.
     """
 
@@ -37,6 +39,7 @@ class Judged:
     again: str | None = None
     error: float | None = None
     copies: bool = False
+    parts: Sequence[Part] = ()
     findings: list[str] = field(default_factory=list)
 
 

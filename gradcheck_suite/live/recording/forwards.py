@@ -205,9 +205,19 @@ class Forwards:
         return hook
 
 
-def differentiable(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a module's output through which a gradient may come."""
-    leaves = output if isinstance(output, list) else pytree.tree_leaves(output)
+def leaves_of(output: Any) -> list[Any]:
+    """Return the leaves of a module's output, which may be an object with attributes."""
+    leaves: list[Any] = output if isinstance(output, list) else pytree.tree_leaves(output)
     if len(leaves) == 1 and hasattr(leaves[0], "__dict__") and not isinstance(leaves[0], torch.Tensor):
         leaves = pytree.tree_leaves(dict(vars(leaves[0])))
-    return [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.grad_fn is not None]
+    return leaves
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a gradient may come through a leaf of a module's output."""
+    return type(leaf) is torch.Tensor and leaf.grad_fn is not None
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output through which a gradient may come."""
+    return [leaf for leaf in leaves_of(output) if is_differentiable(leaf)]
