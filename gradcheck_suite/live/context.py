@@ -23,6 +23,7 @@ from gradcheck_suite.live.options import AuditOptions
 from gradcheck_suite.live.ranks import Ranks, RankWriter, died_before, gather
 from gradcheck_suite.live.ranks_judge import judge_together
 from gradcheck_suite.live.recording.calls import DECLARED, Call
+from gradcheck_suite.live.recording.configured import configured_steps
 from gradcheck_suite.live.recording.losses import Counted
 from gradcheck_suite.live.recording.passes import Watched
 from gradcheck_suite.live.recording.patches import Patches
@@ -212,13 +213,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         if self._writer is not None:
             state.detail = True
-            self._writer.step(state, self._recorder.watched.index(state), place)
+            self._writer.step(state, self._recorder.watched.index(state), place, configured_steps())
             self._windows += 1
             if self.options.steps is not None and self._windows >= self.options.steps:
                 self._detach()
             return
         memory = self._memories.setdefault(id(state), Memory())
-        step = Step(state, place, self._recorder.steps_seen - 1, memory, self.options.accumulation_steps)
+        given = self.options.accumulation_steps
+        step = Step(state, place, self._recorder.steps_seen - 1, memory, given, configured_steps())
         recorder = self._recorder
         judged = judge(step, weights=recorder.weights, sums=recorder.sums, batch=recorder.due(state))
         known = self._violations.get(judged.violation.diagnosis) if judged.violation is not None else None

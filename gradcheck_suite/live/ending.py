@@ -11,6 +11,10 @@ from gradcheck_suite.live.recording.recorder import Recorder
 from gradcheck_suite.schema.live_results import LiveViolation
 
 UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
+WRAP = (
+    "Call what writes to the parameters (an extension in C++, a loop over them) in the step() of a subclass of "
+    "torch.optim.Optimizer"
+)
 
 
 def dropped_tail(state: Watched, accumulation_steps: int | None) -> LiveViolation | None:
@@ -42,10 +46,15 @@ def why_unjudged(recorder: Recorder, windows: int, findings: Iterable[str]) -> s
     """
     if not recorder.weights and not recorder.sums and recorder.every is None:
         return "every instrument was switched off"
+    if not recorder.steps_seen and recorder.passes_seen:
+        return (
+            f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: the script trains "
+            f"without a torch.optim optimizer. {WRAP}"
+        )
     if not recorder.steps_seen:
         return (
-            "no optimizer.step() was seen in this process: the script trains nothing here, in another process, or "
-            "without a torch.optim optimizer"
+            "no backward pass and no optimizer.step() was seen in this process: the script trains nothing here, or in "
+            "another process"
         )
     if windows:
         return None

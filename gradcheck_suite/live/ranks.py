@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,6 +73,7 @@ class StepLine:
         distributed: whether a process group is there.
         wrapped: whether a `DistributedDataParallel` is there.
         skipped: why the step cannot be judged, or None.
+        steps: the accumulation steps of the trainer that runs, or None.
     """
 
     rank: int
@@ -89,6 +90,7 @@ class StepLine:
     distributed: bool
     wrapped: bool
     skipped: str | None = None
+    steps: int | None = None
 
 
 @dataclass
@@ -166,12 +168,12 @@ class RankWriter:
         pickle.dump(entry, self._file)
         self._file.flush()
 
-    def step(self, state: Watched, index: int, place: Place) -> None:
-        """Write a step."""
+    def step(self, state: Watched, index: int, place: Place, steps: int | None) -> None:
+        """Write a step; `steps` are the accumulation steps of the trainer that runs."""
         if not state.steps:
             # a search through all objects, once for each optimizer
             self._wrapped = self._wrapped or bool(living(torch.nn.parallel.DistributedDataParallel))
-        self._write(_line(self.ranks.rank, state, index, place, self._wrapped))
+        self._write(replace(_line(self.ranks.rank, state, index, place, self._wrapped), steps=steps))
 
     def end(self, findings: Mapping[str, int], raised: str) -> None:
         """Write how the rank ended."""

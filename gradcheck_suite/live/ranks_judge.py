@@ -154,7 +154,8 @@ def _judge_weights(
     given: int | None,
     ranks: int,
 ) -> None:
-    whole = given * ranks if given else memory.lengths.most_common(1)[0][0] if memory.lengths else None
+    steps = given or lines[0].steps
+    whole = steps * ranks if steps else memory.lengths.most_common(1)[0][0] if memory.lengths else None
     memory.lengths[len(passes)] += 1
     counts = {sum(t.count for one in line.passes for t in one.terms) for line in lines}
     told_apart = ranks if len(counts) > 1 else 1

@@ -175,6 +175,23 @@ def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
         assert judged(custom(forward, backward, own_context=True), leaf(8, 5)).fault == fault
 
 
+def test_an_output_that_float32_holds_still_at_small_steps_is_not_constant():
+    """As the entropy that the fused loss of trl's trainers returns in float32, whatever its arguments are in."""
+
+    def forward(context, x):
+        context.save_for_backward(x)
+        y = x.float().tanh()
+        return y, 12 + 0.03 * y
+
+    for factor in (1, 2):
+
+        def backward(context, first, second, factor=factor):
+            return factor * (first + 0.03 * second) * slope(*context.saved_tensors)
+
+        verdict = judged(custom(forward, backward, own_context=True), leaf(20, 5))
+        assert (bool(verdict.fault), verdict.note) == (factor == 2, ""), verdict
+
+
 def test_the_new_style_of_functions():
     class New(torch.autograd.Function):
         @staticmethod

@@ -18,9 +18,11 @@ FAULTY = {
     "faulty_clipped_per_micro_batch": "not-linear",
     "faulty_closure": "mean-of-means",
     "faulty_compiled_loss": "stale-window",
+    "faulty_compiled_model": "mean-of-means",
     "faulty_declared_denominator": "wrong-scale",
     "faulty_divided_twice": "wrong-scale",
     "faulty_first_window_short": "wrong-scale",
+    "faulty_frozen_and_thawed": "stale-window",
     "faulty_function_ignores_its_gradient": "not-linear",
     "faulty_function_wrong_factor": "wrong-backward",
     "faulty_gan_leaks": "stale-window",
@@ -29,6 +31,7 @@ FAULTY = {
     "faulty_hook_clamps": "not-linear",
     "faulty_last_micro_batch_scaled": "unequal-factors",
     "faulty_left_in_evaluation_mode": "mixed-modes",
+    "faulty_loss_of_each_layer": "mean-of-means",
     "faulty_loss_scale_moves": "rescaled-accumulator",
     "faulty_mean_of_means": "mean-of-means",
     "faulty_mean_of_means_auxiliary": "mean-of-means",
@@ -64,6 +67,7 @@ FAULTY = {
     "faulty_tail_dropped": "tail-dropped",
     "faulty_tail_leaks": "tail-leak",
     "faulty_tail_unstepped": "tail-dropped",
+    "faulty_tied_parameter_reset": "reset-inside-window",
     "faulty_values_clipped_per_micro_batch": "not-linear",
     "faulty_windows_grow": "wrong-scale",
 }
@@ -75,6 +79,7 @@ UNJUDGED = {
     "unjudged_clipped_per_example": "put together by hand",
     "unjudged_clipped_per_example_in_place": "put together by hand",
     "unjudged_mean_of_each_sequence": "declare it with",
+    "unjudged_optimizer_of_its_own": "no optimizer.step() was seen, and 3 call(s) of backward",
 }
 """Each script that cannot be judged -> a part of the reason that is given."""
 DTYPES = ("float32", "bfloat16", "float64")

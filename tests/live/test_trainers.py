@@ -28,6 +28,7 @@ PLAIN = {
 WITH_A_LIBRARY = {
     ("accelerate_loop",): ("accelerate", None),
     ("accelerate_loop", "--samples", "40"): ("accelerate", "wrong-scale"),
+    ("accelerate_loop", "--samples", "8"): ("accelerate", "wrong-scale"),
     ("accelerate_recipe",): ("transformers", None),
     ("accelerate_recipe", "--as-printed"): ("transformers", "wrong-scale"),
     ("fabric_loop",): ("lightning", None),
@@ -36,6 +37,7 @@ WITH_A_LIBRARY = {
     ("ignite_trainer", "--unequal"): ("ignite", "mean-of-means"),
     ("lightning_trainer",): ("lightning", None),
     ("lightning_trainer", "--batches", "10"): ("lightning", "wrong-scale"),
+    ("lightning_trainer", "--batches", "2"): ("lightning", "wrong-scale"),
     ("torchtnt_unit",): ("torchtnt", None),
     ("torchtnt_unit", "--batches", "10"): ("torchtnt", "wrong-scale"),
     ("transformers_trainer", "llama"): ("transformers", None),

@@ -215,7 +215,11 @@ class _Line:
             differs on purpose or may do so; None where they agree.
         """
         slopes = [self.slopes(step) for step in steps]
-        moving = [slope != 0 for slope in slopes[MOVING]]
+        moving = [
+            # an output that is rounded to less than float64 may stand still at a small step by rounding alone
+            each[MOVING] != 0 if each[MOVING].dtype == torch.float64 else torch.stack(each[: MOVING + 1]).any(dim=0)
+            for each in zip(*slopes, strict=True)
+        ]
         whole = self.backward(self.cotangents)
         still = self.backward([c * ~m for c, m in zip(self.cotangents, moving, strict=True)])
         if whole is None or still is None or not torch.isfinite(whole).all():

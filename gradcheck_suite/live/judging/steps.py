@@ -92,6 +92,7 @@ class Step:
         number: of the step, among all.
         memory: of earlier windows.
         given: the accumulation steps that the user states, or None.
+        configured: those of the trainer that runs, or None.
     """
 
     state: Watched
@@ -99,6 +100,7 @@ class Step:
     number: int
     memory: Memory
     given: int | None = None
+    configured: int | None = None
 
     @property
     def passes(self) -> list[Pass]:
@@ -108,7 +110,7 @@ class Step:
     @property
     def whole(self) -> int | None:
         """The number of micro-batches in a whole window, where it is known."""
-        return self.memory.steps(self.given)
+        return self.memory.steps(self.given or self.configured)
 
     @property
     def backward(self) -> str | None:

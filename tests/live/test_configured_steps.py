@@ -1,0 +1,83 @@
+"""Windows are held to the accumulation steps of the trainer that runs, also where every epoch is shorter."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+import gradcheck_suite
+from gradcheck_suite.live.recording.configured import configured_steps
+
+
+def _optimizer_named_as_accelerates(parameters, steps):
+    """Return an optimizer whose `step` has a frame as that of Accelerate's `AcceleratedOptimizer`."""
+    module = types.ModuleType("accelerate.optimizer")
+    exec(
+        "class Wrapper:\n"
+        "    def __init__(self, optimizer, state):\n"
+        "        self.optimizer, self.gradient_state = optimizer, state\n"
+        "    def step(self):\n"
+        "        self.optimizer.step()\n",
+        module.__dict__,
+    )
+    return module.Wrapper(torch.optim.SGD(parameters, lr=0.1), types.SimpleNamespace(num_steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "divisor", "diagnosis"),
+    [(4, 2, 4, "wrong-scale"), (4, 1, 4, "wrong-scale"), (4, 2, 2, None), (4, 4, 4, None), (1, 2, 4, None)],
+)
+def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, length, divisor, diagnosis):
+    """What no trainer states reads as a coefficient."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = _optimizer_named_as_accelerates(model.parameters(), steps)
+    with gradcheck_suite.audit() as audit:
+        for _ in range(3):
+            for _ in range(length):
+                loss = torch.nn.functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)) / divisor
+                loss.backward()
+            optimizer.step()
+            optimizer.optimizer.zero_grad()
+    found = audit.result.violation
+    assert (found and found.diagnosis) == diagnosis, audit.result
+    if found is not None:
+        assert f"{length}/{steps}" in found.explanation
+
+
+def test_no_trainer_runs_here():
+    assert configured_steps() is None
+
+
+@pytest.mark.filterwarnings("default")
+def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_path):
+    """Releases before transformers#39659 divided by K also where an epoch is shorter; newer ones by its length."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+
+    class Dividing(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+            return super().training_step(*args, **kwargs)
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 20, (2, 5))]
+    for kind, verdict in ((transformers.Trainer, "holds"), (Dividing, "violated")):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=4,
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+        )
+        trainer = kind(model=model, args=arguments, train_dataset=rows)
+        trainer.model_accepts_loss_kwargs = False
+        with gradcheck_suite.audit() as audit:
+            trainer.train()
+        assert audit.result.verdict == verdict, audit.result
+        assert (verdict == "holds") == (audit.result.violation is None)
+    assert "2/4: divided by 4, where the window has 2" in audit.result.violation.explanation
