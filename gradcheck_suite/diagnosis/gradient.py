@@ -35,6 +35,7 @@ from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import (
     of_one_sign,
     stolen_buffer,
 )
+from gradcheck_suite.diagnosis.wrong_elements.reduce_operations import wrong_reduction
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.window import Window
@@ -46,7 +47,16 @@ RIGHT_ON_PROBE = (
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
 NOT_BY_VALUES = frozenset(
-    ("no-gradient", "reset-inside-window", "first-only", "dropped-micro-batch", "repeated-micro-batch")
+    (
+        "no-gradient",
+        "reset-inside-window",
+        "first-only",
+        "dropped-micro-batch",
+        "repeated-micro-batch",
+        "not-reduced",
+        "partly-reduced",
+        "dropped-rank",
+    )
 )
 """Diagnoses that the probe, where it is right, shows to depend on values or on the model."""
 OF_ELEMENTS = frozenset(
@@ -77,6 +87,9 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     instance = window.reference.instance
     if instance.problem.reduction == "batch":
         return replace(_of_whole_window(window, comparison), details=numbers)
+    over_ranks = bool(instance.case.plan.ranks)
+    if over_ranks and (found := wrong_reduction(window, comparison, runner.rank, alike=runner.alike)):
+        return replace(found, details=numbers)
     step = epoch * len(instance.case.plan.windows) + window.index
     on_probe = _by_probes(runner, window, comparison, step)
     if on_probe is None and _is_right_with_finite_losses(runner, window, comparison, step):
@@ -189,7 +202,7 @@ def _on_probe(
         recorder, again = recorded(runner, window.reference, step)
         if found := explain_run(recorder, again, window, comparison, step):
             return found
-        here = diagnose_case(window, comparison, step // len(probe.plan.windows))
+        here = diagnose_case(window, comparison, step // len(probe.plan.windows), alike=runner.alike)
         # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
         if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not recorder.called):
             return here

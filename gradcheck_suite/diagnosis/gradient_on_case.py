@@ -96,7 +96,7 @@ def explain_on_case(
         return None
     if found := explain_run(recorder, observed, window, comparison, step):
         return _read_off(found, case, instance, place)
-    found = diagnose_case(window, comparison, epoch)
+    found = diagnose_case(window, comparison, epoch, alike=runner.alike)
     small = scaled(reference.instance, SMALL_SCALE)
     trust_probe = is_linear_there and not runner.runs_left
     again = None if trust_probe else _gradient_at(runner, reference, small, step)

@@ -129,6 +129,8 @@ def _from_counts(plan: Plan, outcome: Outcome) -> str | None:
     taken, micro = len(outcome.observations), plan.epochs * len(plan.micro_batches)
     if not taken:
         return "never-stepped"
+    if plan.ranks:
+        return None
     if taken == micro:
         return "step-per-micro-batch"
     if plan.has_short_window and taken == plan.epochs * (len(plan.micro_batches) // plan.accumulation_steps):

@@ -15,7 +15,7 @@ from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
 from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
-from gradcheck_suite.execution.parameters import structure, structure_changes
+from gradcheck_suite.execution.parameters import Structure, structure, structure_changes
 from gradcheck_suite.execution.quiet import loop_output
 from gradcheck_suite.execution.ranks.sharded import RankObserver, as_before_sharding
 from gradcheck_suite.execution.scaler_calls import ScalerCalls, scaler_calls
@@ -48,6 +48,7 @@ class Outcome:
         deadlock: whether the loop was stopped because its ranks wait for each other.
         mismatched: whether this rank was ended because other ranks were in another collective.
         collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
+        alike: whether all of several ranks had the same gradients, to the bit, at each step.
     """
 
     observations: list[Observation]
@@ -67,6 +68,7 @@ class Outcome:
     deadlock: bool = False
     mismatched: bool = False
     collectives: dict[tuple[str, int], int] = field(default_factory=dict)
+    alike: bool = False
 
 
 def run_loop(
@@ -120,13 +122,23 @@ def run_loop(
         trace=trace,
         timed_out=timed_out,
         endless=endless,
-        structure=structure_changes(before, as_before_sharding(structure(run.model), before)),
+        structure=_changes(run.model, before, observer),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
         scheduler_steps=scheduled.counts,
         skipped=tuple(scaled.skipped),
         scaler_calls=scaled.counts,
     )
+
+
+def _changes(model: torch.nn.Module, before: Structure, observer: Observer) -> str | None:
+    """Return how the loop changed the model's parameters apart from their values, or None."""
+    if isinstance(observer, RankObserver) and (left := observer.left_behind):
+        return (
+            f"fully_shard made new ones, and run.optimizer still has the old {left[0]}: put the new parameters into "
+            "run.optimizer.param_groups"
+        )
+    return structure_changes(before, as_before_sharding(structure(model), before))
 
 
 def _account(error: BaseException, loop: Loop) -> tuple[str, str]:

@@ -53,6 +53,11 @@ _BY_TEXT = (
         "backward through the graph a second time",
         "backward was called twice on the same loss: compute the loss again for each micro-batch",
     ),
+    (
+        # https://github.com/pytorch/pytorch/issues/143580
+        "expect_autograd_hooks_ INTERNAL ASSERT",
+        "with static_graph=True, the first backward of a run must not be under no_sync",
+    ),
 )
 
 

@@ -123,15 +123,21 @@ class Window:
         items = (instance.case.plan.items(j) for j in self.members)
         return [self.reference.flat(gradients_of(instance, model, cut, dtype=torch.float64)) for cut in items]
 
+    def sums(self) -> list[Vector]:
+        """Return the float64 gradient of each micro-batch's summed loss."""
+        instance, model = self.reference.instance, self.model()
+        cuts = (instance.case.plan.items(j) for j in self.members)
+        return [self.reference.flat(gradients_of(instance, model, c, summed=True, dtype=torch.float64)) for c in cuts]
+
+    @property
+    def divisor(self) -> float:
+        """What the sums of the micro-batches' losses are divided by."""
+        instance = self.reference.instance
+        return float(instance.count(instance.batch(self.items))) if instance.problem.reduction == "mean" else 1.0
+
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        instance, model = self.reference.instance, self.model()
-        plan, total = instance.case.plan, np.zeros_like(self.torch)
-        for j in self.members:
-            part = gradients_of(instance, model, plan.items(j), summed=True, dtype=torch.float64)
-            total += self.reference.flat(part)
-        if instance.problem.reduction == "mean":
-            total /= float(instance.count(instance.batch(self.items)))
+        total: Vector = sum(self.sums(), start=np.zeros_like(self.torch)) / self.divisor
         return total
 
 

@@ -102,13 +102,16 @@ def check(
         declared = {*assumes, *assumptions_of(loop)}
 
         def judged(rank: int) -> Verdict:
-            trajectory = Trajectory(case, outcomes[rank], edited=EDITS_PARAMETERS in declared)
-            runner = None if shrinking else LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank)
-            verdict = _judge(reference, outcomes[rank], trajectory, runner, autocast or autocast_of(loop))
+            outcome = outcomes[rank]
+            trajectory = Trajectory(case, outcome, edited=EDITS_PARAMETERS in declared)
+            runner = None
+            if not shrinking:
+                runner = LoopRunner(loop, time_limit_s=time_limit_s, assumes=assumes, rank=rank, alike=outcome.alike)
+            verdict = _judge(reference, outcome, trajectory, runner, autocast or autocast_of(loop))
             if verdict.violation or verdict.finding:
                 return verdict
             schedules = SCHEDULES_MICRO_BATCHES in declared
-            return replace(verdict, violation=step_calls_fault(case, outcomes[rank], rank, schedules=schedules))
+            return replace(verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules))
 
         verdict = judge_ranks(case, outcomes, judged)
         if verdict.violation is not None and not is_probe(case) and reference.finding:
@@ -254,7 +257,7 @@ def _judge_gradients(
     known = undeclared_autocast(window, evaluation, outcome.compute)
     if known is None and moved and runner:
         known = stale_parameters(window, outcome, evaluation, autocast)
-    return gradient_violation(window, evaluation, comparison, epoch, runner, known)
+    return gradient_violation(window, evaluation, comparison, epoch, runner, known, alike=outcome.alike)
 
 
 def _reference_fault(window: Window, *, wrong: bool) -> str | None:

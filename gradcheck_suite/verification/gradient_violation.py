@@ -20,11 +20,11 @@ UNNAMED = Diagnosis("", "")
 """In place of a diagnosis for which the loop would have to run again."""
 
 
-def _fitted(window: Window, comparison: Comparison, epoch: int) -> Diagnosis:
+def _fitted(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis:
     """Return the diagnosis that a wrong gradient alone determines, without a further run of the loop."""
     if window.moved or window.reference.instance.case.dtype != "float64":
         return UNNAMED
-    return diagnose_case(window, comparison, epoch) or UNNAMED
+    return diagnose_case(window, comparison, epoch, alike=alike) or UNNAMED
 
 
 def gradient_violation(
@@ -34,6 +34,8 @@ def gradient_violation(
     epoch: int,
     runner: LoopRunner | None,
     known: Diagnosis | None,
+    *,
+    alike: bool,
 ) -> Violation:
     """Return the violation of a wrong gradient.
 
@@ -44,6 +46,7 @@ def gradient_violation(
         epoch: of the step.
         runner: runs the loop again for a diagnosis; None while shrinking.
         known: the diagnosis where it is known already.
+        alike: whether all of several ranks had the same gradients at each step.
     """
     layout, worst = comparison.layout, comparison.worst
     parameter, _ = layout.place(worst.index)
@@ -57,7 +60,7 @@ def gradient_violation(
     else:
         if runner and known is None:
             known = explain_gradient(comparison, window, epoch, runner)
-        named = known or _fitted(window, comparison, epoch)
+        named = known or _fitted(window, comparison, epoch, alike=alike)
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
             kind = "non-finite"

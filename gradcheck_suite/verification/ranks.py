@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.execution.observer import same_tree
 from gradcheck_suite.execution.ranks.pool import ENDED
 from gradcheck_suite.execution.runner import Outcome
@@ -28,23 +29,27 @@ def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int],
     """
     if len(outcomes) == 1:
         return judged(0)
-    # a rank that ended is why others lost their connection to it, and one that raised is why others wait
+    # a rank that ended is why others lost their connection to it, one that raised is why others wait, and one that
+    # changed its parameters is why the gradients that others add up are wrong
     order = sorted(range(len(outcomes)), key=lambda rank: _weight(outcomes[rank]))
     verdicts: dict[int, Verdict] = {}
     for rank in order:
         twin = next((r for r in verdicts if _same(outcomes[rank], outcomes[r])), None)
         verdicts[rank] = verdict = judged(rank) if twin is None else verdicts[twin]
         if verdict.violation is not None:
-            return replace(verdict, violation=_of_rank(case, verdict.violation, rank, outcomes))
+            right = [r for r in verdicts if r != rank]
+            return replace(verdict, violation=_of_rank(case, verdict.violation, rank, outcomes, right))
         if verdict.finding or verdict.skipped:
             return verdict
     return replace(verdicts[0], ratio=max(verdict.ratio for verdict in verdicts.values()))
 
 
-def _weight(outcome: Outcome) -> tuple[bool, bool, bool]:
+def _weight(outcome: Outcome) -> tuple[bool, ...]:
     """Return what sorts the outcomes of ranks: causes before what follows from them."""
     raised = outcome.raised or ""
-    return not raised, outcome.timed_out, not raised.startswith(ENDED)
+    left = [outcome.start, *(step.after for step in outcome.observations)]
+    drifts = any(not same_tree(a, step.parameters) for a, step in zip(left, outcome.observations, strict=False))
+    return not raised, outcome.timed_out, not raised.startswith(ENDED), not drifts
 
 
 def _summary(outcome: Outcome) -> tuple[object, ...]:
@@ -60,8 +65,10 @@ def _same(one: Outcome, other: Outcome) -> bool:
     )
 
 
-def _of_rank(case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome]) -> Violation:
-    """Return a violation with the rank that shows it, in words too."""
+def _of_rank(
+    case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome], right: Sequence[int]
+) -> Violation:
+    """Return a violation with the rank that shows it, in words too, and with the ranks that are right."""
     said = violation.explanation
     if outcomes[rank].timed_out:
         said += UNEVEN if case.plan.has_idle_rank else ""
@@ -69,4 +76,6 @@ def _of_rank(case: Case, violation: Violation, rank: int, outcomes: Sequence[Out
         said = f"on all {counted(len(outcomes), 'rank')} alike: {said}"
     else:
         said = f"on rank {rank} of {len(outcomes)}: {said}"
+        if right and names_of(violation.diagnosis) & {"not-reduced", "partly-reduced", "dropped-rank"}:
+            said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
     return replace(violation, explanation=said, rank=rank)

@@ -57,7 +57,7 @@ def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, **in
     count = 1 if instance.get("reduction") == "sum" else sum(plan.micro_batches[j] for j in members)
     expected = _sums(rows, plan)[list(members)].sum(axis=0) / count
     comparison = Comparison(reference.layout, expected, observed, np.full(rows.shape[1], ALLOWED))
-    return diagnose_case(reference.window(window), comparison, epoch)
+    return diagnose_case(reference.window(window), comparison, epoch, alike=False)
 
 
 def _gradient(*weights, rows=ROWS, plan=PLAN):

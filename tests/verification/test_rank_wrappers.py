@@ -119,6 +119,7 @@ def test_a_static_graph_under_no_sync_from_the_first_backward_on_is_an_assertion
     violation = check(rank_loops.static_graph_under_no_sync, probe_case(EVEN)).violation
     assert violation.kind == "raised"
     assert "expect_autograd_hooks_" in violation.explanation
+    assert "must not be under no_sync" in violation.explanation
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ class LoopRunner:
         runs_left: number of runs that may still be asked for.
         assumes: what the loop assumes, names from `ASSUMPTIONS`.
         rank: the rank whose outcome is looked at.
+        alike: whether all ranks had the same gradients at each step, in every run so far.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class LoopRunner:
         max_runs: int = MAX_RUNS,
         assumes: Iterable[str] = (),
         rank: int = 0,
+        alike: bool = False,
     ) -> None:
         self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
-        self.rank = rank
+        self.rank, self.alike = rank, alike
         self.assumes = frozenset(assumes) | assumptions_of(loop)
 
     def run(self, instance: Instance) -> Outcome | None:
@@ -43,6 +45,8 @@ class LoopRunner:
         self.runs_left -= 1
         outcomes = run_ranks(self._loop, instance, time_limit_s=self._time_limit_s)
         failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
+        if failed is None:
+            self.alike &= outcomes[self.rank].alike
         return failed or outcomes[self.rank]
 
     def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:

@@ -48,12 +48,13 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     return WeightProbe(plan, probe.reduction, count, probe.dtype)
 
 
-def readings(probe: WeightProbe, steps: list[Vector]) -> list[Weights] | None:
+def readings(probe: WeightProbe, steps: list[Vector], *, alike: bool) -> list[Weights] | None:
     """Return the weights of every step of a run on a probe.
 
     Args:
         probe: the probe.
         steps: for each step the weight of each item, (total items,).
+        alike: whether all of several ranks have these weights.
 
     Returns:
         None where the number of steps is wrong, or items of one micro-batch differ.
@@ -62,11 +63,11 @@ def readings(probe: WeightProbe, steps: list[Vector]) -> list[Weights] | None:
     observed = [per_micro_batch(probe, items) for items in steps]
     if len(steps) != plan.steps or any(values is None for values in observed):
         return None
-    return [reading(probe, step, values) for step, values in enumerate(observed) if values is not None]
+    return [reading(probe, step, values, alike=alike) for step, values in enumerate(observed) if values is not None]
 
 
-def reading(probe: WeightProbe, step: int, observed: Vector) -> Weights:
-    """Return the weights of one step, given those of micro-batches."""
+def reading(probe: WeightProbe, step: int, observed: Vector, *, alike: bool) -> Weights:
+    """Return the weights of one step, given those of micro-batches, and whether all of several ranks have them."""
     plan = probe.plan
     epoch, window = divmod(step, len(plan.windows))
     return Weights(
@@ -80,6 +81,7 @@ def reading(probe: WeightProbe, step: int, observed: Vector) -> Weights:
         windows=plan.windows,
         tolerance=probe.tolerance,
         owners=plan.owners if plan.ranks else (),
+        alike=alike,
     )
 
 

@@ -6,7 +6,7 @@ A known fault is a simulation: what its steps would hold under a plan. It fits w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from gradcheck_suite.diagnosis.on_probe.probe_weights import held_by
 from gradcheck_suite.numerics.comparison import Vector
@@ -49,6 +49,9 @@ def _right(plan: Plan, epochs: int | None = None) -> Held:
 def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
     """Yield name, what the steps hold, and account of each known fault under a plan that it shows under."""
     k, count, right = plan.accumulation_steps, len(plan.micro_batches), _right(plan)
+    if plan.ranks:
+        yield from _simulated_over_ranks(plan)
+        return
     if plan.has_short_window:
         whole, tail = [w for w in _right(plan, 1) if len(w) == k], frozenset(plan.windows[-1])
         said = f": the short last window (micro-batches {list(plan.windows[-1])}) is never stepped"
@@ -60,10 +63,7 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
         said += "epoch and start the next one's windows anew"
         for dropped in (True, False):
             yield "windows-across-epochs", _chunks(range(count), plan.epochs, k, across=True, dropped=dropped), said
-    for epochs in range(1, plan.epochs + 3):
-        if epochs != plan.epochs:
-            said = f": it makes {epochs} pass(es); pass over run.loader run.epochs times"
-            yield "wrong-epochs", _right(plan, epochs), said
+    yield from _wrong_epochs(plan)
     singles = [frozenset({j}) for j in range(count)] * plan.epochs
     growing = [frozenset(window[: i + 1]) for window in plan.windows for i in range(len(window))] * plan.epochs
     never_reset = [frozenset(range(min(i + 1, count))) for i in range(count * plan.epochs)]
@@ -81,6 +81,47 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
             for dropped in (False, True):
                 steps = _chunks(range(count), plan.epochs, size, across=across, dropped=dropped)
                 yield "wrong-window-size", steps, said
+
+
+def _simulated_over_ranks(plan: Plan) -> Iterator[tuple[str, Held, str]]:
+    """Yield the same as `_simulated` for a plan of several ranks, whose windows have micro-batches of each."""
+    k, ranks = plan.accumulation_steps, range(plan.world_size)
+
+    def dealt(size: int) -> list[list[frozenset[int]]]:
+        """Return each rank's windows of a size."""
+        return [_chunks(plan.of_rank(rank), 1, size, across=False, dropped=False) for rank in ranks]
+
+    busy = list(zip(*dealt(k), strict=False))
+    yield (
+        "dropped-window",
+        _united(busy) * plan.epochs,
+        ": it stops as soon as one rank has no micro-batch left, while others have some; a rank that has run out of "
+        "micro-batches adds zeros, until no rank has any left",
+    )
+    whole = [parts for parts in busy if all(len(part) == k for part in parts)]
+    if len(whole) < len(busy):
+        said = f": a window in which some rank has fewer than {k} micro-batches is never stepped"
+        yield "tail-dropped", _united(whole) * plan.epochs, f"{said}: its items never train anything"
+    yield from _wrong_epochs(plan)
+    if k > 1:
+        said = ": it stepped once per micro-batch"
+        yield "step-per-micro-batch", _united(zip_longest(*dealt(1), fillvalue=frozenset())) * plan.epochs, said
+    for size in sorted({*range(2, 9), k - 1, k + 1, 2 * k, k // 2} - {0, 1, k}):
+        said = f": its windows have {size} micro-batches of each rank, where accumulation_steps is {k}"
+        steps = _united(zip_longest(*dealt(size), fillvalue=frozenset()))
+        yield "wrong-window-size", steps * plan.epochs, said
+
+
+def _united(steps: Iterable[Sequence[frozenset[int]]]) -> Held:
+    """Return what steps hold, given each rank's part of each."""
+    return [frozenset().union(*parts) for parts in steps]
+
+
+def _wrong_epochs(plan: Plan) -> Iterator[tuple[str, Held, str]]:
+    for epochs in range(1, plan.epochs + 3):
+        if epochs != plan.epochs:
+            said = f": it makes {epochs} pass(es); pass over run.loader run.epochs times"
+            yield "wrong-epochs", _right(plan, epochs), said
 
 
 def _chunks(epoch: Iterable[int], epochs: int, size: int, *, across: bool, dropped: bool) -> Held:

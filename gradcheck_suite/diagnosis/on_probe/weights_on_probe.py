@@ -40,13 +40,13 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     items, window = steps[step], step % len(probe.plan.windows)
     observed = per_micro_batch(probe, items)
     table = () if observed is None else item_weights(probe, observed, window)
-    weights = None if observed is None else reading(probe, step, observed)
+    weights = None if observed is None else reading(probe, step, observed, alike=runner.alike)
     elsewhere: list[Weights] = []
     right = probe.right_weights(window)
     if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
         return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
     if weights is not None:
-        named = diagnose(weights, _others(readings(probe, steps), step))
+        named = diagnose(weights, _others(readings(probe, steps, alike=runner.alike), step))
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
@@ -68,7 +68,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if weights is None:
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
-    both = diagnose(weights, [*_others(readings(probe, steps), step), *elsewhere])
+    both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
     if not names_nothing(both):
         named = both
     elif names_nothing(named):
@@ -132,11 +132,11 @@ def _separated(
     if seen is None or not np.isfinite(seen).all():
         return None, []
     miscounted = len(seen) != separating.plan.steps
-    other = _whole_windows(separating, seen) if miscounted else readings(separating, seen)
+    other = (_whole_windows if miscounted else readings)(separating, seen, alike=runner.alike)
     named, wrong = None, bool(other) and not all(w.is_right for w in other or ())
     if other and wrong:
         step = weights.epoch * len(weights.windows) + (weights.index or 0)
-        named = diagnose(weights, [*_others(readings(probe, steps), step), *other], known_only=True)
+        named = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *other], known_only=True)
     if named is not None and not names_nothing(named):
         return named, []
     if miscounted:
@@ -144,7 +144,7 @@ def _separated(
     return None, other or []
 
 
-def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:
+def _whole_windows(probe: WeightProbe, seen: list[Vector], *, alike: bool) -> list[Weights]:
     """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
 
     A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
@@ -155,7 +155,7 @@ def _whole_windows(probe: WeightProbe, seen: list[Vector]) -> list[Weights]:
         observed = per_micro_batch(probe, items)
         if observed is None or tuple(np.flatnonzero(observed)) != tuple(probe.plan.windows[step]):
             break
-        found.append(reading(probe, step, observed))
+        found.append(reading(probe, step, observed, alike=alike))
     return found
 
 

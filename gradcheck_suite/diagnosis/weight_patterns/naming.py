@@ -13,7 +13,7 @@ from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning, 
 from gradcheck_suite.diagnosis.weight_patterns.other_windows import averaged, outside
 from gradcheck_suite.diagnosis.weight_patterns.patterns import INSIDE, Pattern, by_place, rescaled, rounded_to
 from gradcheck_suite.diagnosis.weight_patterns.presence import Steps
-from gradcheck_suite.diagnosis.weight_patterns.rank_patterns import RANKS
+from gradcheck_suite.diagnosis.weight_patterns.rank_patterns import RANKS, by_rank
 from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights, listed
 
 MOST_NAMES = 3
@@ -50,7 +50,7 @@ def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
     if not wrong:
         return []
     scaled = (*_scales(steps, wrong), *rescaled(wrong), *by_place(wrong))
-    ranks = RANKS if violated.owners else ()
+    ranks = (*RANKS, *by_rank(wrong)) if violated.owners else ()
     patterns = (*ranks, *outside(violated.accumulation_steps), *averaged(steps), *scaled, *INSIDE)
     return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
 

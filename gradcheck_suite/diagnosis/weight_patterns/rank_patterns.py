@@ -1,7 +1,8 @@
 """The patterns of weights that faults between ranks give.
 
 They hold for the gradient of any rank: none asks which one it is. They are more special than the patterns of one rank,
-which describe micro-batches in an order that those of several ranks do not have.
+which describe micro-batches in an order that those of several ranks do not have. Where all ranks have the same wrong
+gradient, it was added up over them, and what is missing in it is missing for another reason.
 """
 
 from __future__ import annotations
@@ -49,24 +50,48 @@ def _busy(w: Weights) -> int:
 
 
 def _only_one_rank(w: Weights) -> int | None:
-    """Return the rank whose micro-batches alone are in the gradient, or None."""
+    """Return the rank whose micro-batches alone are in its gradient, or None."""
     present = set(_owned(w)[w.ratio != 0])
-    if w.foreign or len(present) != 1:
+    if w.alike or w.foreign or len(present) != 1:
         return None
     (rank,) = present
     return int(rank) if np.all(w.ratio[_owned(w) == rank]) else None
 
 
 def _complete_rank(w: Weights) -> int | None:
-    """Return the rank whose micro-batches are all right, where some of the other ranks' are missing; or None."""
-    if w.foreign:
+    """Return the rank whose micro-batches are all in its gradient, where some of the other ranks' are missing; or None.
+
+    Those that were not averaged over ranks weigh as many times too much as there are ranks.
+    """
+    if w.alike or w.foreign:
         return None
-    right = np.isclose(w.ratio, 1, rtol=w.tolerance, atol=0)
-    if not np.all(right | (w.ratio == 0)) or np.all(right):
-        return None
-    whole = [int(rank) for rank in set(_owned(w)) if np.all(right[_owned(w) == rank])]
-    others = right[_owned(w) != whole[0]] if len(whole) == 1 else right[:0]
-    return whole[0] if len(others) else None
+    right, gone = np.isclose(w.ratio, 1, rtol=w.tolerance, atol=0), w.ratio == 0
+    whole = right | np.isclose(w.ratio, w.world_size, rtol=w.tolerance, atol=0)
+
+    def is_complete(rank: int) -> bool:
+        own = _owned(w) == rank
+        return bool(np.all(whole[own]) and np.all((right | gone)[~own]) and np.any(gone[~own]))
+
+    complete = [int(rank) for rank in set(_owned(w)) if is_complete(int(rank))]
+    return complete[0] if len(complete) == 1 else None
+
+
+def _dropped_ranks(w: Weights) -> list[int]:
+    """Return the ranks of which nothing is in the gradient, where all of the others' is right and was added up."""
+    ranks = sorted(set(_owned(w)))
+    dropped = [int(rank) for rank in ranks if not np.any(w.ratio[_owned(w) == rank])]
+    # a gradient of one rank alone was added up only if all ranks have it
+    if w.foreign or len(ranks) - len(dropped) < (1 if w.alike else 2):
+        return []
+    return dropped if w.close(w.ratio[~np.isin(_owned(w), dropped)], 1.0) else []
+
+
+def _said_dropped(w: Weights, wrong: Steps) -> str:
+    ranks = ", ".join(map(str, _dropped_ranks(w)))
+    said = f"no micro-batch of rank {ranks} is in the gradient, and all of the others are: look for "
+    if not w.alike:
+        return f"{said}a process group that does not have all ranks"
+    return f"{said}a broadcast in place of an all-reduce, a reduction that is no sum, a rank that adds zeros"
 
 
 def _reduced_again(w: Weights) -> bool:
@@ -94,8 +119,8 @@ def _some_of_others(w: Weights) -> bool:
 def _said_alone(w: Weights, wrong: Steps) -> str:
     return (
         f"only rank {_only_one_rank(w)}'s micro-batches are in the gradient: it was not added up over the ranks; look "
-        "for a no_sync that is still on in the last backward, a rank that leaves out its all-reduce, a buffer that is "
-        f"no longer the gradient's; {REDUCE_ONCE}"
+        "for a no_sync that is still on in the last backward, a rank that leaves out its all-reduce, one that is not "
+        f"waited for, a buffer that is no longer the gradient's; {REDUCE_ONCE}"
     )
 
 
@@ -110,8 +135,33 @@ def _said_partly(w: Weights, wrong: Steps) -> str:
     )
 
 
+def by_rank(wrong: Steps) -> tuple[Pattern, ...]:
+    """Return the pattern of weights that micro-batches' ranks determine, where they do."""
+    longest = max(wrong, key=lambda w: len(w.inside))
+    if longest.foreign or not _several(longest):
+        return ()
+    factors = {rank: float(longest.ratio[_owned(longest) == rank][0]) for rank in sorted(set(_owned(longest)))}
+    scaled = {rank: factor for rank, factor in factors.items() if not longest.close(factor, 1.0)}
+    if not scaled or len(scaled) == len(factors) or not all(scaled.values()):
+        return ()
+    said = " and ".join(f"those of rank {rank} weigh {factor:.6g} times" for rank, factor in scaled.items())
+    return (
+        Pattern(
+            "wrong-scale",
+            lambda w: not w.foreign and w.close(w.ratio, [factors.get(rank, np.nan) for rank in _owned(w)]),
+            lambda w, wrong: (
+                f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what "
+                "a rank does to its losses or gradients before the gradients are added up"
+            ),
+            2,
+            informs=_longer,
+        ),
+    )
+
+
 RANKS: tuple[Pattern, ...] = (
     Pattern("not-reduced", lambda w: _only_one_rank(w) is not None, _said_alone, -1, informs=_several),
+    Pattern("dropped-rank", lambda w: bool(_dropped_ranks(w)), _said_dropped, -1),
     Pattern("partly-reduced", lambda w: _complete_rank(w) is not None, _said_partly, -1, informs=_some_of_others),
     *(
         Pattern(

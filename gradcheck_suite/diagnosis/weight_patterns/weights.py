@@ -37,6 +37,7 @@ class Weights:
         windows: the windows of an epoch; empty where only this one is known.
         tolerance: relative error of the weights that rounding explains.
         owners: the rank that has each micro-batch; empty for one rank.
+        alike: whether all of several ranks have these weights.
     """
 
     observed: Array
@@ -50,6 +51,7 @@ class Weights:
     windows: tuple[tuple[int, ...], ...] = ()
     tolerance: float = TOLERANCE
     owners: tuple[int, ...] = ()
+    alike: bool = False
 
     @property
     def world_size(self) -> int:

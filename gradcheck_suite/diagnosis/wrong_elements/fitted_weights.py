@@ -35,24 +35,28 @@ _PARALLEL = 1e-12
 """1 - |cosine| of the angle between two elements' gradients, over micro-batches, that are multiples of each other."""
 
 
-def diagnose_case(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis | None:
     """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
 
     Args:
         window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
         comparison: of that gradient with the right one.
         epoch: of the step. The steps before it are right.
+        alike: whether all of several ranks have that gradient.
     """
     if not np.isfinite(comparison.observed).all():
         return None
     gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all():
         return None
-    everything = slice(0, len(comparison.observed))
-    if whole := _diagnosed(window, epoch, gradients, comparison, everything):
+
+    def diagnosed(part: slice) -> Diagnosis | None:
+        return _diagnosed(window, epoch, gradients, comparison, part, alike=alike)
+
+    if whole := diagnosed(slice(0, len(comparison.observed))):
         return whole
     elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
-    by_weights = {name: _diagnosed(window, epoch, gradients, comparison, part) for name, part in elements.items()}
+    by_weights = {name: diagnosed(part) for name, part in elements.items()}
     unread = not all(gradients[j].any() for j in window.members)
     values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
     found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
@@ -124,7 +128,9 @@ def _summed_gradients(window: Window) -> Rows:
     return np.stack(rows)
 
 
-def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice) -> Diagnosis | None:
+def _diagnosed(
+    window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice, *, alike: bool
+) -> Diagnosis | None:
     """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
     instance = window.reference.instance
     plan = instance.case.plan
@@ -146,6 +152,7 @@ def _diagnosed(window: Window, epoch: int, gradients: Rows, comparison: Comparis
         unread=frozenset(j for j in everything if not gradients[j].any()),
         windows=plan.windows,
         owners=plan.owners if plan.ranks else (),
+        alike=alike,
     )
     for members in (inside, everything):
         fit = fit_weights(observed, gradients[members], allowed)

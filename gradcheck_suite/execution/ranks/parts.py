@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
-from gradcheck_suite.execution.observer import Evaluation, Observation
+from gradcheck_suite.execution.observer import Evaluation, Observation, same_tree
 from gradcheck_suite.execution.runner import Outcome
 
 _T = TypeVar("_T")
@@ -56,8 +56,12 @@ def _together(steps: Sequence[Observation]) -> list[Observation]:
 
 
 def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes of ranks, in which steps that they share out are put together."""
+    """Return the outcomes of ranks, in which steps that they share out are put together, and whether they are alike."""
     if len({len(outcome.observations) for outcome in outcomes}) != 1:
         return outcomes
     steps = [_together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)]
-    return [replace(o, observations=[step[rank] for step in steps]) for rank, o in enumerate(outcomes)]
+    alike = all(same_tree(other.gradients, step[0].gradients) for step in steps for other in step[1:])
+    return [
+        replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))
+        for rank, o in enumerate(outcomes)
+    ]

@@ -31,7 +31,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankObserver(Observer):
-    """Observes a rank of several: parameters, gradients and states are gathered where the loop has sharded them."""
+    """Observes a rank of several: parameters, gradients and states are gathered where the loop has sharded them.
+
+    Attributes:
+        left_behind: names of parameters that have been sharded, and of which the optimizer still has the old one.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int) -> None:
+        """Start observing."""
+        self.left_behind: tuple[str, ...] = ()
+        self._old: dict[str, torch.nn.Parameter] = {}
+        super().__init__(model, optimizer, limit=limit)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return copies of all parameters."""
@@ -44,13 +54,15 @@ class RankObserver(Observer):
 
     def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
         self._follow()
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.left_behind = tuple(name for name, p in self._old.items() if id(p) in stepped)
         super()._evaluate(optimizer, loss, is_own=is_own)
 
     def _follow(self) -> None:
         """Observe the parameters that the loop has sharded in place of those that they were made of."""
         for name, p in self._model.named_parameters():
             if is_sharded(p) and self._all.get(name, p) is not p:
-                self._all[name] = p
+                self._old[name], self._all[name] = self._all[name], p
                 if name in self.parameters:
                     self.parameters[name] = p
                     self._names[id(p)] = name

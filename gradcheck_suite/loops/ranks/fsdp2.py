@@ -26,6 +26,8 @@ SAME_PARAMETERS = (f"{NO_LAYER}branch", f"{NO_LAYER}mixture")
 """What a loop assumes whose ranks must reach the same parameters: no layers that choose parameters by their input."""
 FLOAT32_BUFFERS = tuple(f"{NO_LAYER}batch_norm{n}d" for n in (1, 2))
 """What a loop assumes whose mixed precision policy casts parameters and no buffers, which batch norm refuses."""
+NO_SCALARS = (f"{NO_LAYER}scale",)
+"""What a loop assumes since `fully_shard` refuses scalar parameters: no layer that has one."""
 UNFIT = ("flat_buffer", "zero_between")
 """The reset modes that `fully_shard` rules out.
 
@@ -52,7 +54,7 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
             the same.
         options: of `fully_shard`.
     """
-    assumed = [*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS]
+    assumed = [*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
     assumed += [] if reach_all else SAME_PARAMETERS
     assumed += [] if compute is None else FLOAT32_BUFFERS
 

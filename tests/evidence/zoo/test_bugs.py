@@ -32,20 +32,10 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     assert bug.wanted.intersection(names), f"diagnosis {names}, should be one of {bug.wanted}"
 
 
-OPEN = {
-    "uneven-tail-dropped": "its first case is called partly-reduced, and shrinking keeps that name: five micro-batches "
-    "are left of three, where it is called dropped-micro-batch",
-}
-"""Bugs whose smallest case is too large, and why."""
-
-
-def _marks(bug):
-    still = [pytest.mark.xfail(reason=OPEN[bug.name], strict=True)] if bug.name in OPEN else []
-    return still if bug.name in SEARCHED else [*still, pytest.mark.full]
-
-
 @pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=_marks(bug)) for bug in BUGS.values()], ids=lambda bug: bug.name
+    "bug",
+    [pytest.param(bug, marks=() if bug.name in SEARCHED else pytest.mark.full) for bug in BUGS.values()],
+    ids=lambda bug: bug.name,
 )
 def test_a_known_bug_is_found_named_and_made_small(bug):
     row = run_bug(bug, [0], examples=200)

@@ -75,12 +75,8 @@ TAIL_DROPPED = bug_of_two_ranks(
         {
             "gradient/dropped-micro-batch",
             "gradient/first-only",
-            "gradient/partly-reduced",
-            "gradient/not-reduced",
             "gradient/first-only or dropped-micro-batch",
             "step-count/dropped-window",
-            "step-count/tail-dropped",
-            "gradient/wrong-scale",
         }
     ),
     assumes=ASSUMED,
