@@ -1,4 +1,4 @@
-"""The sketches: linear, blind to layout, within their bound on sound sums, and sharp enough for planted errors."""
+"""The sketches: linear, blind to layout, within their bound on sound sums, and sharp enough for planted faults."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ import torch
 from gradcheck_suite.live.recording.sketches import PROJECTIONS, as_array, resolution, sketch, tolerance
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
-SMALLEST = {"float64": 1e-12, "float32": 5e-4, "bfloat16": 3.0}
-"""The size of a leak, relative to one of eight contributions, that is found in a matrix of 300 by 96."""
+LARGE = (300, 96)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+FAULTS = {
+    "leak": lambda total, part, other, size: total + size * other,
+    "drop": lambda total, part, other, size: total - size * part,
+    "scale": lambda total, part, other, size: (1 + size) * total,
+}
+"""Another window's gradient added, a share of one contribution lost, one parameter of several multiplied."""
+SMALLEST = {
+    "float64": {"leak": 1e-12, "drop": 5e-13, "scale": 2.5e-13},
+    "float32": {"leak": 5e-4, "drop": 2.5e-4, "scale": 1e-4},
+    "bfloat16": {"leak": 3.0, "drop": 3.0, "scale": 1.5},
+}
+"""The size of a fault that is always found in a window of eight and a matrix of 300 by 96; a 25th of it never is."""
 
 
 def _draw(shape, dtype, seed):
@@ -27,18 +39,46 @@ def _misfit(total, parts, shape, dtype):
     return np.abs(found - sum(arrived))[:PROJECTIONS].max() / allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_sum_is_within_its_bound_and_a_planted_leak_is_not(dtype):
+def _summed(shape, dtype, seed, length):
+    """Return the contributions of a window and their sum in a dtype."""
+    parts = [_draw(shape, dtype, 100 * seed + j) for j in range(length)]
+    total = torch.zeros(shape, dtype=dtype)
+    for part in parts:
+        total += part
+    return total, parts
+
+
+def _planted(fault, size, total, parts, seed):
+    """Return the misfit of a sum with a fault of some size."""
+    other = _draw(total.shape, torch.float64, seed + 7777)
+    wrong = FAULTS[fault](total.double(), parts[0].double(), other, size).to(total.dtype)
+    return _misfit(wrong, parts, tuple(total.shape), total.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_within_its_bound_and_a_planted_fault_is_not(dtype):
     for shape in SHAPES:
         for seed in range(20):
-            parts = [_draw(shape, dtype, 100 * seed + j) for j in range(8)]
-            total = torch.zeros(shape, dtype=dtype)
-            for part in parts:
-                total += part
+            total, parts = _summed(shape, dtype, seed, 8)
             assert _misfit(total, parts, shape, dtype) < 1, (shape, seed)
-            if shape == (300, 96):
-                leak = SMALLEST[str(dtype).removeprefix("torch.")] * _draw(shape, torch.float64, seed + 7777)
-                assert _misfit((total.double() + leak).to(dtype), parts, shape, dtype) > 1, seed
+            for fault, size in SMALLEST[str(dtype).removeprefix("torch.")].items() if shape == LARGE else ():
+                assert _planted(fault, size, total, parts, seed) > 1, (fault, seed)
+                assert _planted(fault, size / 25, total, parts, seed) < 1, (fault, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_share_of_planted_faults_that_is_found_grows_with_their_size(dtype, fault):
+    """With `-s`, the curve: in how many of 20 draws a fault of each size is found."""
+    least = SMALLEST[str(dtype).removeprefix("torch.")][fault] / 100
+    sizes = [least * 10 ** (quarter / 4) for quarter in range(11)]
+    for length in (2, 8):
+        sums = [_summed(LARGE, dtype, seed, length) for seed in range(20)]
+        found = [int(sum(_planted(fault, size, *one, seed) > 1 for seed, one in enumerate(sums))) for size in sizes]
+        print(dtype, length, fault, [(f"{size:.2g}", count) for size, count in zip(sizes, found, strict=True)])
+        assert (found[0], found[-1]) == (0, 20)
+        assert found == sorted(found)
 
 
 def test_a_sketch_depends_on_the_values_alone():
