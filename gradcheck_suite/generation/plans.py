@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
@@ -55,15 +55,26 @@ def valid_assumptions(assumes: str | tuple[str, ...]) -> frozenset[str]:
         raise InvalidArgument(str(error)) from None
 
 
-@dataclass(frozen=True)
-class _Bounds:
+class PlanBounds(TypedDict, total=False):
+    """Bounds of plans, as `plans` describes them."""
+
     max_epochs: int
     min_windows: int
     max_windows: int
     min_accumulation_steps: int
     max_accumulation_steps: int
     max_items: int
+
+
+@dataclass(frozen=True)
+class _Bounds:
     ranks: int
+    max_epochs: int = 3
+    min_windows: int = 1
+    max_windows: int = 4
+    min_accumulation_steps: int = 1
+    max_accumulation_steps: int = max(ACCUMULATION_STEPS)
+    max_items: int = max(SIZES)
 
 
 @cache
@@ -122,35 +133,19 @@ def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tupl
 
 
 def plans(
-    *,
-    max_epochs: int = 3,
-    min_windows: int = 1,
-    max_windows: int = 4,
-    min_accumulation_steps: int = 1,
-    max_accumulation_steps: int = max(ACCUMULATION_STEPS),
-    max_items: int = max(SIZES),
-    maskable: bool = False,
-    assumes: Iterable[str] = (),
-    ranks: int = 1,
+    *, maskable: bool = False, assumes: Iterable[str] = (), ranks: int = 1, **bounds: Unpack[PlanBounds]
 ) -> st.SearchStrategy[Plan]:
     """Return a strategy of plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, epochs.
 
     Args:
-        max_epochs: largest number of passes.
-        min_windows: smallest number of windows in an epoch.
-        max_windows: largest number of windows in an epoch; it is lower for a K with which an epoch would exceed 24
-            micro-batches.
-        min_accumulation_steps: smallest K.
-        max_accumulation_steps: largest K.
-        max_items: largest number of items in a micro-batch.
         maskable: whether some micro-batches may have no valid targets, which only some losses support.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
         ranks: largest number of ranks; if it is more than 1, every plan has two ranks or more.
+        bounds: `max_epochs` (3) passes; `min_windows` (1) to `max_windows` (4) windows in an epoch, fewer for a K with
+            which an epoch would exceed 24 micro-batches; `min_accumulation_steps` (1) <= K <=
+            `max_accumulation_steps` (11); `max_items` (8) in a micro-batch.
 
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    bounds = _Bounds(
-        max_epochs, min_windows, max_windows, min_accumulation_steps, max_accumulation_steps, max_items, ranks
-    )
-    return _plans(bounds, maskable, hashable(assumes))
+    return _plans(_Bounds(ranks, **bounds), maskable, hashable(assumes))

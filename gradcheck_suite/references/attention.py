@@ -15,8 +15,8 @@ def attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: float,
+    _logsumexp: torch.Tensor,
+    _dropout_p: float,
     is_causal: bool,
     *,
     attn_mask: torch.Tensor | None = None,
@@ -37,8 +37,8 @@ def attention_backward(
         key: of the forward.
         value: of the forward.
         out: of the forward.
-        logsumexp: of the forward, not used.
-        dropout_p: 0 on the CPU.
+        _logsumexp: of the forward.
+        _dropout_p: 0 on the CPU.
         is_causal: whether a query sees no later key.
         attn_mask: added to the scores, or None.
         scale: factor of the scores; None for 1 / sqrt(features).

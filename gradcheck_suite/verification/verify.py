@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -111,24 +112,33 @@ def verify(
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
         raise stop.error from None
-    return Result(
+    return replace(
+        _result(search, opinion),
         loop=name or str(getattr(loop, "__name__", repr(loop))),
-        cases=search.cases,
         seconds=time.perf_counter() - started,
-        violation=search.violation,
-        found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
+        interrupted=interrupted,
+        traffic=traffic,
+    )
+
+
+def _result(search: Search, opinion: SecondOpinion | None) -> Result:
+    """Return what a search and JAX found, without what is known of the loop."""
+    return Result(
+        loop="",
+        cases=search.cases,
+        seconds=0.0,
+        violation=search.violation,
+        found_after=search.found_after,
         ratio=search.ratio,
         findings=(*search.findings, *(opinion.findings if opinion else ())),
         skipped=dict(search.skipped),
-        interrupted=interrupted,
         judged=search.judged,
         windows=search.windows,
         windows_skipped=dict(search.windows_skipped),
         second_opinion=None if opinion is None else opinion.summary(),
         shrinking=search.stopped,
-        traffic=traffic,
         moved_by_zeros=next(iter(search.moved_by_zeros), None),
         moving_cases=len(search.moved_by_zeros),
     )

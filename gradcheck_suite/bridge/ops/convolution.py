@@ -37,13 +37,14 @@ def convolution(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    *_: Any,
-    **__: Any,
+    *further: Any,
+    **_: Any,
 ) -> Array:
-    """Return the convolution of (N, C_in, *S) with (C_out, C_in / groups, *K), or the transposed convolution."""
+    """Return the convolution of (N, C_in, *S) with (C_out, C_in / groups, *K), or the transposed convolution.
+
+    The further arguments of the operation are `transposed`, `output_padding`, `groups`, and flags of cuDNN.
+    """
+    transposed, output_padding, groups = further[:3]
     n = weight.ndim - 2
     batched = input.ndim == n + 2
     x = input if batched else input[None]

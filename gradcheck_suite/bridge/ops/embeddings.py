@@ -43,7 +43,7 @@ def embedding_bag(
     offsets: Array,
     scale_grad_by_freq: bool = False,
     mode: int = 0,
-    sparse: bool = False,
+    _sparse: bool = False,
     per_sample_weights: Array | None = None,
     include_last_offset: bool = False,
     padding_idx: int = -1,
@@ -52,7 +52,6 @@ def embedding_bag(
 
     Only torch's backward reads the other three results; they are empty here.
     """
-    del sparse
     starts = offsets[:-1] if include_last_offset else offsets
     bags = starts.shape[0]
     bag = jnp.sum(jnp.arange(indices.shape[0])[:, None] >= starts[None, :], axis=1) - 1

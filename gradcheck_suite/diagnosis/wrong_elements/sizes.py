@@ -43,30 +43,7 @@ def explain_size(
     if not all(np.isfinite(values).all() for values in (expected, observed, with_small_loss)):
         return None
     if _near(with_small_loss / SMALL_SCALE, expected, exact):
-        if np.linalg.norm(observed) > np.linalg.norm(expected):
-            return Diagnosis(
-                "not-linear",
-                "large gradients alone are wrong, and too large, since with a loss 2**-20 times as large the gradient "
-                "is right: look for what depends on the gradient's size",
-            )
-        if not observed.any():
-            return Diagnosis(
-                "skipped-by-size",
-                "the gradient is 0, and with a loss 2**-20 times as large it is right: what leaves out a loss or a "
-                "gradient above some size must be switched off for the verification",
-            )
-        off = ~np.isclose(observed, expected, rtol=exact, atol=exact * np.abs(expected).max())
-        if not observed[off].any():
-            return Diagnosis(
-                "skipped-by-size",
-                f"{np.count_nonzero(off)} of {len(off)} elements are 0, and with a loss 2**-20 times as large they are "
-                "right: something sets large gradients to 0, or some gradients by chance",
-            )
-        return Diagnosis(
-            "clipped",
-            "large gradients alone are wrong, since with a loss 2**-20 times as large the gradient is right: "
-            f"{_threshold(expected, observed)}; clip {ONCE}",
-        )
+        return _of_large_gradients(expected, observed, exact)
     if _near(with_small_loss, observed, exact):
         sizes = np.abs(observed[observed != 0])
         signs = bool(len(sizes)) and _near(sizes, np.full_like(sizes, sizes[0])) and len(sizes) > 1
@@ -92,6 +69,34 @@ def explain_size(
             "format with a narrow exponent",
         )
     return None
+
+
+def _of_large_gradients(expected: Vector, observed: Vector, exact: float) -> Diagnosis:
+    """Name what is wrong with large gradients alone."""
+    if np.linalg.norm(observed) > np.linalg.norm(expected):
+        return Diagnosis(
+            "not-linear",
+            "large gradients alone are wrong, and too large, since with a loss 2**-20 times as large the gradient "
+            "is right: look for what depends on the gradient's size",
+        )
+    if not observed.any():
+        return Diagnosis(
+            "skipped-by-size",
+            "the gradient is 0, and with a loss 2**-20 times as large it is right: what leaves out a loss or a "
+            "gradient above some size must be switched off for the verification",
+        )
+    off = ~np.isclose(observed, expected, rtol=exact, atol=exact * np.abs(expected).max())
+    if not observed[off].any():
+        return Diagnosis(
+            "skipped-by-size",
+            f"{np.count_nonzero(off)} of {len(off)} elements are 0, and with a loss 2**-20 times as large they are "
+            "right: something sets large gradients to 0, or some gradients by chance",
+        )
+    return Diagnosis(
+        "clipped",
+        "large gradients alone are wrong, since with a loss 2**-20 times as large the gradient is right: "
+        f"{_threshold(expected, observed)}; clip {ONCE}",
+    )
 
 
 def _near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT) -> bool:

@@ -89,6 +89,18 @@ def _foreign(passes: Sequence[Pass], found: Explanation, optional: np.ndarray) -
     return bool(left and own) and not lines[0] & lines[1]
 
 
+def _with_fault(step: Step, found: Explanation, violation: LiveViolation, result: Judged) -> Explanation | None:
+    """Report a wrong sum, or look at the next step in detail where this gradient may have been edited."""
+    if found.name == "not-linear" and not step.passes[-1].after:
+        step.state.detail = True
+        step.memory.unclear = step.memory.unclear or violation
+        result.findings.append("a gradient is not the sum of what arrived, and may have been edited before the step")
+        return None
+    result.sums = True
+    result.violation = violation
+    return found
+
+
 def _with_edits(step: Step, found: Explanation, result: Judged) -> Explanation:
     """Judge the edits of user hooks: the same factors in each micro-batch are one edit of the window's gradient."""
     edits = [fixed for p in step.passes for fixed in p.edited.values()]
@@ -241,13 +253,5 @@ def judge_sum(
         if _foreign(passes, found, sums.optional):
             result.violation = step.violation("stale-window", SENTENCES["foreign"])
         return _with_edits(step, found, result)
-    violation = _sum_violation(step, found)
-    violation = replace(violation, parameter=_parameter(state, keys, found, sums))
-    if found.name == "not-linear" and not passes[-1].after:
-        state.detail = True
-        memory.unclear = memory.unclear or violation
-        result.findings.append("a gradient is not the sum of what arrived, and may have been edited before the step")
-        return None
-    result.sums = True
-    result.violation = violation
-    return found
+    violation = replace(_sum_violation(step, found), parameter=_parameter(state, keys, found, sums))
+    return _with_fault(step, found, violation, result)

@@ -28,29 +28,7 @@ def bridge(records: Sequence[Record]) -> Section:
     current = latest(records, lambda d: (d["architecture"], d["version"], d["widened"]))
     refused = [record.data for record in current if "refused" in record.data]
     newest = [record.data for record in current if "refused" not in record.data]
-    wide = {(d["architecture"], d["version"]): d for d in newest if d["widened"]}
-    rows = []
-    for data in (d for d in newest if not d["widened"]):
-        other = wide.get((data["architecture"], data["version"]))
-        narrow = data["narrow"]
-        shown = ", ".join(narrow[:NARROW_SHOWN]) + (f" and {len(narrow) - NARROW_SHOWN} more" if narrow[3:] else "")
-        rows.append(
-            (
-                data["architecture"],
-                f"{data['package']} {data['version']}",
-                data["operations"],
-                data["loss_error"],
-                data["gradient_error"],
-                data["allowed"],
-                None if other is None else other["gradient_error"],
-                shown or None,
-            )
-        )
-    for data in refused:
-        nothing = (None,) * 5
-        rows.append(
-            (data["architecture"], f"{data['package']} {data['version']}", *nothing, f"refused: {data['refused']}")
-        )
+    rows = _rows(newest, refused)
     agree = sum(data["gradient_error"] <= data["allowed"] for data in newest if not data["widened"])
     return Section(
         KEY,
@@ -76,7 +54,7 @@ def bridge(records: Sequence[Record]) -> Section:
                     "with float32 parts in float64",
                     "computed in float32 by the model",
                 ),
-                tuple(rows),
+                rows,
                 "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
                 "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
                 "such operation, and the model is held to 1e-10 with these parts in float64.",
@@ -84,6 +62,34 @@ def bridge(records: Sequence[Record]) -> Section:
         ),
         sources=sources(current),
     )
+
+
+def _rows(newest: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of the table: first the architectures that JAX computes, then those that are refused."""
+    wide = {(d["architecture"], d["version"]): d for d in newest if d["widened"]}
+    rows: list[tuple[Any, ...]] = []
+    for data in (d for d in newest if not d["widened"]):
+        other = wide.get((data["architecture"], data["version"]))
+        narrow = data["narrow"]
+        shown = ", ".join(narrow[:NARROW_SHOWN]) + (f" and {len(narrow) - NARROW_SHOWN} more" if narrow[3:] else "")
+        rows.append(
+            (
+                data["architecture"],
+                f"{data['package']} {data['version']}",
+                data["operations"],
+                data["loss_error"],
+                data["gradient_error"],
+                data["allowed"],
+                None if other is None else other["gradient_error"],
+                shown or None,
+            )
+        )
+    for data in refused:
+        nothing = (None,) * 5
+        rows.append(
+            (data["architecture"], f"{data['package']} {data['version']}", *nothing, f"refused: {data['refused']}")
+        )
+    return tuple(rows)
 
 
 def _figure(datas: Sequence[Mapping[str, Any]]) -> Figure:
