@@ -12,7 +12,7 @@ import torch
 
 from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import normal_targets
-from gradcheck_suite.catalogue.normalisation import EPS
+from gradcheck_suite.catalogue.normalization import EPS
 from gradcheck_suite.catalogue.signals import FLOATS, Options, Signal, keeps_signal, on
 from gradcheck_suite.errors import UsageError
 

@@ -4,7 +4,7 @@ The torch modules select rows by index, as mixture-of-experts implementations do
 in the graph and its gradient is None. Every row, including every position of a sequence, is routed independently.
 
 Routing is discontinuous: at a threshold, torch and JAX could take different branches. Inputs of exactly 0 are common
-(after relu or dropout), and so are inputs within rounding of 0 (a normalised constant). The branch's threshold is
+(after relu or dropout), and so are inputs within rounding of 0 (a normalized constant). The branch's threshold is
 therefore not 0, and the mixture's gate has a bias.
 """
 

@@ -10,7 +10,7 @@ import torch
 from gradcheck_suite.catalogue.activations import gelu, relu
 from gradcheck_suite.catalogue.attention import attend, visible_keys
 from gradcheck_suite.catalogue.definitions import Arguments, LayerDefinition
-from gradcheck_suite.catalogue.normalisation import standardised
+from gradcheck_suite.catalogue.normalization import standardised
 from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form
 
 HIDDEN = 3

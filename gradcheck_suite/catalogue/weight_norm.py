@@ -1,4 +1,4 @@
-"""Linear layers with weight normalisation: the weight is g v / |v|, and g and v are the parameters."""
+"""Linear layers with weight normalization: the weight is g v / |v|, and g and v are the parameters."""
 
 from __future__ import annotations
 

@@ -106,6 +106,6 @@ def explain_on_case(
         # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
         if found is None or recorder.called:
             found = _of_size(window, comparison, again)
-        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalising) or on chance (noise)"
+        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
         found = found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
     return found and _read_off(found, case, instance, place)

@@ -232,7 +232,7 @@ def problems(
         min_layers: smallest number of layers in the chain.
         max_layers: largest number of layers in the chain.
         sparse: whether embeddings may have sparse gradients, which some optimizers do not support.
-        accumulable: whether the objective is a sum over items. If not, one layer is batch normalisation in train mode,
+        accumulable: whether the objective is a sum over items. If not, one layer is batch normalization in train mode,
             or the loss is not separable over samples; no loop can be right then.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
 

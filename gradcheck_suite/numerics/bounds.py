@@ -52,7 +52,7 @@ MANY_DRAWS = 4 * DRAWS
 all of them if rounding causes it once in 15 times."""
 
 RARE_DRAWS = 8 * MANY_DRAWS
-"""Draws that are made before torch's computation in a lower precision is blamed. The backward of a normalisation over
+"""Draws that are made before torch's computation in a lower precision is blamed. The backward of a normalization over
 two features is a spike where rounding makes them equal: one draw in 150 showed it, by a gradient 1e5 times as large."""
 
 FURTHER_ROUNDINGS = 5

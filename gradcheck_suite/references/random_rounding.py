@@ -82,7 +82,7 @@ def _grid(dtype: torch.dtype) -> _Grid:
 
     Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16 and float16, whose
     functions are computed in float32, have 0.7 here. float32 has 1.1, and float64 has 1.7: the least accurate of the
-    elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalisation,
+    elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalization,
     these two round several times, and bfloat16 and float16 do not round.
     """
     eps = torch.finfo(dtype).eps

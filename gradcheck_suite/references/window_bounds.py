@@ -91,7 +91,7 @@ def compare_within(
     """Compare two gradients with as many draws of the rounding errors as it takes to decide.
 
     Where the gradients of micro-batches cancel, their rounding errors are larger than the large batch's: the backward
-    of a normalisation takes out what lies along its input, and its error is of the size of what it takes out. So before
+    of a normalization takes out what lies along its input, and its error is of the size of what it takes out. So before
     an accumulated gradient is found wrong, the errors of the micro-batches' gradients are drawn, too.
 
     Args:

@@ -50,7 +50,7 @@ def _cross_sample(case: Case) -> tuple[Reference | None, Violation | None]:
     try:
         fault = objective_fault(generated_instance(case))
     except (RuntimeError, ValueError) as error:
-        # batch normalisation refuses an epoch of one item, or one without valid targets
+        # batch normalization refuses an epoch of one item, or one without valid targets
         raise CannotJudgeError(f"the plain large batch fails: {error}") from error
     if fault:
         return None, _not_accumulable(case, fault)

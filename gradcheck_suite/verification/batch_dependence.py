@@ -41,8 +41,8 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
         said = f"{where} gives an item an output that depends on the other items"
         if isinstance(module, _BatchNorm) and module.training:
             said += (
-                ": batch normalisation in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
-                "normalisation"
+                ": batch normalization in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
+                "normalization"
             )
         return said
     if _losses_add_up(instance, model):
@@ -106,14 +106,14 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
 
 
 def batch_norm_refusal(model: torch.nn.Module) -> str | None:
-    """Return a sentence about the batch normalisation that rejects a micro-batch of one item, or None."""
+    """Return a sentence about the batch normalization that rejects a micro-batch of one item, or None."""
     if (found := _training_batch_norm(model)) is None:
         return None
     return (
         f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
-        "an output that depends on the other items: batch normalisation in train mode, so no plain accumulation can "
+        "an output that depends on the other items: batch normalization in train mode, so no plain accumulation can "
         "equal the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or "
-        "layer normalisation"
+        "layer normalization"
     )
 
 
@@ -124,7 +124,7 @@ def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] 
 def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
     """Return the first module that gives some micro-batch's items other outputs, although its inputs are the same.
 
-    All micro-batches are compared: if only few values occur, as after the layer normalisation of two features, one
+    All micro-batches are compared: if only few values occur, as after the layer normalization of two features, one
     micro-batch may by chance have the statistics of the whole. Where all have them, the outputs are the same and the
     gradients are not, so the first items are compared, too.
     """

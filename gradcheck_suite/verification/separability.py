@@ -208,7 +208,7 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     try:
         weights = weights_of_items(lambda chosen: _loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS)
     except (UsageError, RuntimeError, ValueError):
-        return None  # a single item may have no valid targets, and batch normalisation rejects it
+        return None  # a single item may have no valid targets, and batch normalization rejects it
     if weights is None:
         return None
     return (

@@ -75,6 +75,6 @@ def assert_agreement(
     after = {name: buffer.numpy() for name, buffer in model.named_buffers()}
     size = max((float(np.abs(b).max(initial=0, where=np.isfinite(b))) for b in after.values()), default=0.0)
     for name, buffer in after.items():
-        # the running mean of a layer without bias after a normalisation is rounding errors
+        # the running mean of a layer without bias after a normalization is rounding errors
         np.testing.assert_allclose(buffers[name], buffer, rtol=max(allowed, 1e-12), atol=1e-15 * size, err_msg=name)
     return Agreement(lowered, abs(got - value.item()) / max(1.0, abs(value.item())), farthest, allowed)

@@ -37,7 +37,7 @@ LOOSER = {
 NO_GRADIENT_OF = {"as_strided_scatter": (0,), "_ctc_loss": (0,)}
 """Leaves whose gradient is wrong in torch (see test_findings), or right only after log_softmax (see test_lowered)."""
 ILL_CONDITIONED = {"native_batch_norm", "native_group_norm", "native_layer_norm"}
-"""Normalising two numbers gives +1 and -1 for all values, so the gradient consists of rounding errors only."""
+"""Normalizing two numbers gives +1 and -1 for all values, so the gradient consists of rounding errors only."""
 
 
 @cache

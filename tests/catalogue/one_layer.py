@@ -2,7 +2,7 @@
 
 Two tensors agree when no element differs by more than 1e-12 times the larger of 1 and the largest entry of either.
 Inputs, parameters and cotangents are drawn at a size of about 1, and so are the terms that a gradient sums: a gradient
-that nearly cancels, as through the normalisation of two numbers, is as inexact as its terms.
+that nearly cancels, as through the normalization of two numbers, is as inexact as its terms.
 """
 
 from __future__ import annotations

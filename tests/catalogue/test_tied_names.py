@@ -25,7 +25,7 @@ MODELS = {
     "a weight": (VECTOR, (LINEAR, TANH, LINEAR), ("2.weight", "0.weight")),
     "a block": (VECTOR, (BLOCK, TANH, BLOCK), ("2", "0")),
     "a layer inside another": (VECTOR, (BLOCK, TANH, LINEAR), ("2", "0.0")),
-    "a normalisation's buffers": (VECTOR, (Layer("batch_norm1d", affine=True), LINEAR) * 2, ("2", "0")),
+    "a normalization's buffers": (VECTOR, (Layer("batch_norm1d", affine=True), LINEAR) * 2, ("2", "0")),
     "embedding and output": (TOKENS, (EMBEDDING, TANH, OUTPUT), ("2.weight", "0.weight")),
 }
 

@@ -40,7 +40,7 @@ def _noise(run):
         p.grad.add_(torch.randn_like(p.grad))
 
 
-def _normalise(run):
+def _normalize(run):
     for p in run.model.parameters():
         p.grad.div_(p.grad.norm())
 
@@ -71,10 +71,10 @@ def _flush(run):
 @pytest.mark.parametrize(
     ("change", "diagnosis", "says"),
     [
-        (_square, "not-linear", "(clipping, decay, normalising)"),
+        (_square, "not-linear", "(clipping, decay, normalizing)"),
         (_noise, "added-term", "a term that does not depend on the loss"),
         (_decay, "added-term", "0.25 times the parameter is added to the gradient"),
-        (_normalise, "normalised", "divided by its own size"),
+        (_normalize, "normalised", "divided by its own size"),
         (_signs, "normalised", "only signs are left"),
         (_clip_norm, "clipped", "its norm is 0.01, as after clipping by norm"),
         (_clip_value, "clipped", "as after clipping by norm or by value"),

@@ -220,7 +220,7 @@ def test_a_dependence_on_the_gradients_size_is_seen_where_it_is_no_rounding(prob
     if rounding:
         assert "on the read-out probe the items' weights are right" in sentence
     else:
-        said = "large gradients alone are wrong, and too large" if probe else "(clipping, decay, normalising)"
+        said = "large gradients alone are wrong, and too large" if probe else "(clipping, decay, normalizing)"
         assert said in sentence
 
 

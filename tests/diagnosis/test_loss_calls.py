@@ -67,7 +67,7 @@ def _trains_a_copy(run):
         _step(run)
 
 
-def _normalises_in_every_epoch(run):
+def _normalizes_in_every_epoch(run):
     batches = list(run.loader)
     for epoch in range(run.epochs):
         for batch in batches if epoch else ():
@@ -94,7 +94,7 @@ def _changes(change):
         (_evaluates_at_its_last_micro_batch, "wrong-mode", "1 of the window's 2 losses is computed in eval mode"),
         (_perturbs, "other-parameters", "perturbed or rounded and restored before the step"),
         (_trains_a_copy, "other-parameters", "other values of 1.weight than those that the step changes"),
-        (_normalises_in_every_epoch, "changed-batch", "it has other values in x,"),
+        (_normalizes_in_every_epoch, "changed-batch", "it has other values in x,"),
         (_changes(lambda name, t: t.roll(1, 0) if name == "target" else t), "changed-batch", "other values in target,"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -10,7 +10,7 @@ from tests.live.running import SCRIPTS, audited, trained
 SOUND = sorted(path.stem for path in SCRIPTS.glob("sound_*.py"))
 FAULTY = {
     "faulty_averaged_weights_left_in": "stale-parameters",
-    "faulty_backward_hook_normalises": "not-linear",
+    "faulty_backward_hook_normalizes": "not-linear",
     "faulty_bfloat16_mean_of_means": "mean-of-means",
     "faulty_bfloat16_never_reset": "stale-window",
     "faulty_bfloat16_reset": "reset-inside-window",

@@ -163,7 +163,7 @@ def test_saturated_attention_under_autocast_is_judged_and_holds():
     assert check(_doubled, ONE_OR_ZERO).violation is not None
 
 
-# the first normalisation is over two features: its gradient is 1e5 times as large where bfloat16 rounds them to equal
+# the first normalization is over two features: its gradient is 1e5 times as large where bfloat16 rounds them to equal
 # ones, which one of 150 draws of the rounding errors showed
 SPIKE = Case(
     ProblemSpec(

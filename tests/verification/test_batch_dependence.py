@@ -60,14 +60,14 @@ def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop
             return
         assert verdict.violation is not None
         if verdict.violation.kind == "raised":
-            # the loss is the same whoever is beside whom, as where a normalisation takes out what another put in
+            # the loss is the same whoever is beside whom, as where a normalization takes out what another put in
             assert all(_adds_up(case, window) for window in range(len(case.plan.windows)))
             said["makes no difference"] += 1
             return
         assert (verdict.violation.kind, verdict.violation.diagnosis) == ("not-accumulable", "not-accumulable")
         layer = case.problem.loss.kind not in CROSS_SAMPLE_LOSSES
         reason = verdict.violation.explanation
-        assert ("batch normalisation in train mode" in reason) == layer, f"{reason}\n{case!r}"
+        assert ("batch normalization in train mode" in reason) == layer, f"{reason}\n{case!r}"
         said["layer" if layer else case.problem.loss.kind] += 1
 
     # a case that fails is not shrunk: each smaller one would compile programs of its own
@@ -92,7 +92,7 @@ def test_a_micro_batch_that_counts_nothing_does_not_hide_that_items_meet():
     verdict = check(never_run, CASE, problem=problem)
     assert verdict.violation is not None
     assert verdict.violation.kind == "not-accumulable"
-    assert "batch normalisation in train mode" in verdict.violation.explanation
+    assert "batch normalization in train mode" in verdict.violation.explanation
 
 
 def _adds_up(case: Case, window: int) -> bool:
@@ -141,7 +141,7 @@ def with_layer(layer: Any) -> Any:
 
 
 class _Frozen(nn.BatchNorm1d):
-    """Batch normalisation that stays in eval mode."""
+    """Batch normalization that stays in eval mode."""
 
     def train(self, mode: bool = True) -> nn.Module:
         return super().train(False)
@@ -185,7 +185,7 @@ LOOK_ALIKES = {
     "group norm": replace(GOOD, model=with_layer(lambda: nn.GroupNorm(2, 6))),
     "layer norm": replace(GOOD, model=with_layer(lambda: nn.LayerNorm(6))),
     "batch norm in eval mode": replace(GOOD, model=lambda s: with_layer(lambda: _Frozen(6))(s)),
-    "weight normalisation": replace(
+    "weight normalization": replace(
         GOOD, model=with_layer(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)))
     ),
     "checkpointing": replace(GOOD, loss=checkpointed),
@@ -210,7 +210,7 @@ def negatives(m: nn.Module, b: Any) -> torch.Tensor:
     [
         (
             replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6))),
-            r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalisation in train mode. Keep",
+            r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalization in train mode. Keep",
         ),
         (replace(GOOD, model=with_layer(lambda: _Centred())), r"1 \(_Centred\) gives an item an output"),
         (replace(GOOD, loss=negatives), "compares items with each other"),
@@ -231,18 +231,18 @@ EXPERTS = (Layer("mixture", experts=2, features=1), BATCH_NORM)
 @pytest.mark.parametrize(
     ("source", "layers", "plan"),
     [
-        # layer normalisation of two features gives 1 and -1: half of the items have the statistics of all
+        # layer normalization of two features gives 1 and -1: half of the items have the statistics of all
         (Input("sequence", length=3, padded=False, size=2), FEW_VALUES, Plan((1, 3), 1)),
         # an expert that only the large batch sends items to has an output there alone
         (Input("vector", size=2), EXPERTS, Plan((2, 2), 1)),
     ],
 )
-def test_batch_normalisation_is_named_whatever_is_before_it(source, layers, plan):
+def test_batch_normalization_is_named_whatever_is_before_it(source, layers, plan):
     spec = ProblemSpec(source, layers, Loss("mse", reduction="mean"))
     violation = check(never_run, Case(spec, plan, seed=0)).violation
     assert violation is not None
     assert (
-        "gives an item an output that depends on the other items: batch normalisation in train" in violation.explanation
+        "gives an item an output that depends on the other items: batch normalization in train" in violation.explanation
     )
 
 
@@ -258,7 +258,7 @@ def test_a_summed_loss_of_two_items_that_interact_is_classified_too():
     assert violation.kind == "not-accumulable"
 
 
-def test_batch_normalisation_is_named_where_every_micro_batch_has_the_statistics_of_all():
+def test_batch_normalization_is_named_where_every_micro_batch_has_the_statistics_of_all():
     """The outputs, and so the losses, are those of the large batch; the gradients are not."""
 
     def build(seed: int) -> nn.Module:

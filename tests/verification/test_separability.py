@@ -216,12 +216,12 @@ def test_a_hook_that_changes_grad_after_autograd_is_refused():
         check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=hooked))
 
 
-def test_batch_normalisation_gets_its_advice_for_an_epoch_of_one_item():
-    def normalised(seed: int) -> nn.Module:
+def test_batch_normalization_gets_its_advice_for_an_epoch_of_one_item():
+    def normalized(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
 
     case = CASE.replace(plan=Plan((1,), 1))
-    violation = check(BUILT_IN["plain"], case, problem=replace(GOOD, model=normalised)).violation
+    violation = check(BUILT_IN["plain"], case, problem=replace(GOOD, model=normalized)).violation
     assert violation.kind == "not-accumulable"
-    assert "batch normalisation in train mode" in violation.explanation
+    assert "batch normalization in train mode" in violation.explanation

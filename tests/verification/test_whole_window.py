@@ -113,14 +113,14 @@ def test_the_same_objective_as_a_mean_over_items_is_not_accumulable_by_plain_acc
 
 
 def test_batch_statistics_of_the_window_are_held_to_the_window():
-    """Batch normalisation in train mode: a loop that concatenates the window holds, one that accumulates does not."""
+    """Batch normalization in train mode: a loop that concatenates the window holds, one that accumulates does not."""
 
-    def normalised(seed):
+    def normalized(seed):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
 
     problem = Problem(
-        normalised,
+        normalized,
         lambda items, seed: torch.randn(items, 3, generator=torch.Generator().manual_seed(seed)),
         lambda model, x: model(x).pow(3).mean(),
         reduction="batch",

@@ -1,4 +1,4 @@
-"""Fourier transforms. torch's normalisation is a number: 0 none, 1 by 1/sqrt(n), 2 by 1/n."""
+"""Fourier transforms. torch's normalization is a number: 0 none, 1 by 1/sqrt(n), 2 by 1/n."""
 
 from __future__ import annotations
 

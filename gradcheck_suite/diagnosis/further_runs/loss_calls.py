@@ -249,7 +249,7 @@ def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[Lo
         return (
             f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
             f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
-            "the loss (a normalisation in place, augmentation, truncation, padding, a split)"
+            "the loss (a normalization in place, augmentation, truncation, padding, a split)"
         )
     return None
 

@@ -246,7 +246,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         )
     return not_linear(
         f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
-        "something depends on the gradient's size (clipping, normalising, a coarser dtype)"
+        "something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
     )
 
 

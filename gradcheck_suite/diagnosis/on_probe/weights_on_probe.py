@@ -62,7 +62,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if not is_linear(items, small_step, probe.tolerance):
         found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
         found = found or _by_loss(probe, recorder, step, items, small_step)
-        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalising) or on chance (noise)")
+        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
     if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
         return found
     if weights is None:

@@ -1,4 +1,4 @@
-"""What a gradient that does not grow with the loss shows: a threshold, a normalisation, or a term that is added.
+"""What a gradient that does not grow with the loss shows: a threshold, a normalization, or a term that is added.
 
 The same loop runs with the loss 2**-20 times as large. What it does to the gradient of that is compared with what it
 does to the gradient itself.

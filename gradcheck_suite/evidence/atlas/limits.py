@@ -1,4 +1,4 @@
-"""Reductions and normalisations of zeros, infinities, constants and single elements."""
+"""Reductions and normalizations of zeros, infinities, constants and single elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _of_vector(operation: str, of_torch: Torch, of_jax: Jax, *vectors: Sequence[
     ]
 
 
-def _normalised(x: jax.Array) -> jax.Array:
+def _normalized(x: jax.Array) -> jax.Array:
     return x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
 
 
@@ -55,7 +55,7 @@ POINTS: tuple[Point, ...] = (
     *_of_vector("vector_norm(0.5)", *_norm(0.5), [0.0, 1.0]),
     *_of_vector("vector_norm(inf)", *_norm(_INF), [0.0, 0.0]),
     *_of_vector("vector_norm(0)", *_norm(0), [0.0, 1.0]),
-    *_of_vector("normalize", _first(lambda x: F.normalize(x, dim=0)), _first(_normalised), [0.0, 0.0]),
+    *_of_vector("normalize", _first(lambda x: F.normalize(x, dim=0)), _first(_normalized), [0.0, 0.0]),
     *_of_vector("std, unbiased", lambda x: x.std(), lambda x: x.std(ddof=1), [1.0], [1.0, 1.0]),
     *_of_vector("std, biased", lambda x: x.std(correction=0), lambda x: x.std(), [1.0], [1.0, 1.0]),
     *_of_vector("std, default", lambda x: x.std(), lambda x: x.std(), [1.0, 2.0], note=_CORRECTED),

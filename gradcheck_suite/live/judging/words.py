@@ -17,7 +17,7 @@ SENTENCES = {
     "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
     "(clipping per micro-batch, noise, a shared buffer)",
     "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
-    "elements (clipping, noise, normalisation): do it once, to `.grad`, before the step",
+    "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
     "foreign": "the gradient has in it what a backward pass left there that another optimizer has stepped on since: "
     "reset the gradients of this optimizer before its own backward passes",
     "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
@@ -30,7 +30,7 @@ SENTENCES = {
     "mixed-modes": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
     "others: call model.train() after every evaluation",
     "nonlinear-backward": "the backward pass of {what} is no linear function of the gradient that it receives, so "
-    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalises it)",
+    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward (if that is on purpose, "
     "accept it with --accept wrong-backward)",
     "not-reduced": "only this rank's own gradient is in `.grad` at the step: reduce it over the ranks in the window's "

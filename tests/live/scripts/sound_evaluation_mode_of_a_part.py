@@ -1,4 +1,4 @@
-"""The mode changes inside of a window, but nothing depends on it: no layer is random or normalises batches."""
+"""The mode changes inside of a window, but nothing depends on it: no layer is random or normalizes batches."""
 
 import torch
 import torch.nn.functional as F

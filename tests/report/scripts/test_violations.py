@@ -246,10 +246,10 @@ class Doubles(torch.autograd.Function):
         return gradient * (2 if len(gradient) == 3 else 1)  # depends on the batch
 BACKWARD = problem(loss=lambda m, b: torch.nn.functional.mse_loss(Doubles.apply(m(b["x"])), b["y"][0]))
 MISCOUNTED = problem(count=lambda batch: len(batch["x"]) ** 2)
-def normalised(seed):
+def normalized(seed):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))  # in train mode
-NORMALISED = problem(model=normalised)
+NORMALIZED = problem(model=normalized)
 def make():
     return problem()
 """
@@ -291,11 +291,11 @@ def test_a_users_problem_is_imported(name, dtype, optimizer, users_file):
         ("SLIGHTLY", "1e-8", "0.0"),
         ("BACKWARD", "(2 if", "(1 if"),
         ("MISCOUNTED", "** 2)\ndef", ")\ndef"),
-        ("NORMALISED", "torch.nn.BatchNorm1d(1)", "torch.nn.Tanh()"),
+        ("NORMALIZED", "torch.nn.BatchNorm1d(1)", "torch.nn.Tanh()"),
     ],
 )
 def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file, executed):
-    plan = Plan((1, 2), 2) if name == "NORMALISED" else Plan((2, 3), 2)
+    plan = Plan((1, 2), 2) if name == "NORMALIZED" else Plan((2, 3), 2)
     violation = violation_of(plain, Case(f"{users_file}:{name}", plan), named(name))
     assert violation.kind == "not-accumulable"
     assert PROBLEMS.count(faulty) == 1

@@ -47,7 +47,7 @@ NO_DIVIDE = Bug(
 
 
 def double_divide(run: TrainingRun) -> None:
-    """Normalise by the window's count, as a trainer does, and by the accumulation steps, as a library below it does."""
+    """Normalize by the window's count, as a trainer does, and by the accumulation steps, as a library below it does."""
     for window in windows(run):
         run.optimizer.zero_grad()
         total = window_count(run, window)
@@ -194,7 +194,7 @@ AUX_LOSS_UNSCALED = Bug(
     number=8,
     name="aux-loss-unscaled",
     citations=("NeMo Automodel#3359",),
-    mechanism="The main loss is normalised, the auxiliary one is not: K times too large on the router alone.",
+    mechanism="The main loss is normalized, the auxiliary one is not: K times too large on the router alone.",
     needs="2 micro-batches in a window",
     loop=aux_loss_unscaled,
     wanted=frozenset({"gradient/mean-of-means", "gradient/wrong-scale"}),

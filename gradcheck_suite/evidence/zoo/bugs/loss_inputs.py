@@ -47,9 +47,9 @@ def halved_again_in_every_epoch(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-NORMALISED_IN_PLACE = Bug(
+NORMALIZED_IN_PLACE = Bug(
     name="normalised-in-place",
-    mechanism="Cached batches are normalised in place, so a later epoch trains on what is normalised twice.",
+    mechanism="Cached batches are normalized in place, so a later epoch trains on what is normalized twice.",
     needs="2 epochs, and inputs that are no integers",
     loop=halved_again_in_every_epoch,
     wanted=frozenset({"gradient/changed-batch"}),

@@ -32,8 +32,8 @@ IN_BATCH_NEGATIVES = Bug(
 )
 
 
-class Normalised(torch.nn.Module):
-    """A linear layer under batch normalisation, which is skipped for a batch of one item."""
+class Normalized(torch.nn.Module):
+    """A linear layer under batch normalization, which is skipped for a batch of one item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,5 +53,5 @@ BATCH_NORM = Bug(
     needs="2 micro-batches in a window",
     loop=MODES["set_to_none"],
     wanted=frozenset({"not-accumulable/not-accumulable"}),
-    problem=Problem(seeded(Normalised), normal_rows(3), lambda model, batch: model(batch).pow(3).mean()),
+    problem=Problem(seeded(Normalized), normal_rows(3), lambda model, batch: model(batch).pow(3).mean()),
 )

@@ -74,22 +74,22 @@ CLIP_EACH_MICRO_BATCH = Bug(
 )
 
 
-def normalised_gradient(run: TrainingRun) -> None:
+def normalized_gradient(run: TrainingRun) -> None:
     """Divide the gradient by its norm."""
 
-    def normalise(gradients: Gradients, parameters: list[torch.nn.Parameter]) -> None:
+    def normalize(gradients: Gradients, parameters: list[torch.nn.Parameter]) -> None:
         size = _norm(gradients) if gradients else torch.zeros(())
         for g in gradients.values():
             g.div_(float(size) or 1.0)
 
-    train_with_gradients(run, normalise)
+    train_with_gradients(run, normalize)
 
 
-NORMALISED_GRADIENT = Bug(
+NORMALIZED_GRADIENT = Bug(
     name="normalised-gradient",
     mechanism="The gradient is divided by its norm.",
     needs="any case",
-    loop=normalised_gradient,
+    loop=normalized_gradient,
     wanted=frozenset({"gradient/normalised"}),
 )
 

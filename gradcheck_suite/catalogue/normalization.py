@@ -1,4 +1,4 @@
-"""Normalisation layers that are separable over samples: layer, RMS, group and instance norm, batch norm in eval mode.
+"""Normalization layers that are separable over samples: layer, RMS, group and instance norm, batch norm in eval mode.
 
 Batch norm in train mode is not separable (see `cross_sample`). Here a model in train mode keeps its batch norms in eval
 mode, as fine-tuning with frozen statistics does.
@@ -30,7 +30,7 @@ from gradcheck_suite.catalogue.signals import (
 
 EPS = 1e-2
 """Larger than torch's default of 1e-5. Rounding errors left by cancellation, as in the mean over positions after an
-instance norm, grow by 1/sqrt(EPS) in each further normalisation: by 3e7 in three of them at 1e-5. A large value also
+instance norm, grow by 1/sqrt(EPS) in each further normalization: by 3e7 in three of them at 1e-5. A large value also
 makes errors in how it enters the formula visible."""
 
 

@@ -1,4 +1,4 @@
-"""Normalisation over features, groups and batches. New running statistics are returned, never written in place."""
+"""Normalization over features, groups and batches. New running statistics are returned, never written in place."""
 
 from __future__ import annotations
 
