@@ -75,7 +75,7 @@ TARGETS = {
     "diagnosis/wrong_elements/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
     **{
         f"references/{module}": Target("tests/references/test_reference.py", TORCH, 60.0)
-        for module in ("reference", "window", "window_bounds", "agreement")
+        for module in ("reference", "window", "window_bounds", "drawn_comparison", "agreement")
     },
     **{
         f"verification/{module}": Target(

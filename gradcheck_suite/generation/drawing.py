@@ -125,16 +125,10 @@ def run_on_cases(
         prepare: called with cases some time before `judge`, to start computing in other threads what it will need.
     """
     received: list[Case] = []
-    seen: set[str] = set()
     failure: Exception | None = None
     shrinking = False
 
-    def judge_drawn(case: Case) -> None:
-        try:
-            judge(case)
-        except RedrawError:
-            reject()
-
+    judge_drawn = _rejecting(judge)
     chosen = _settings(examples)
 
     @chosen  # after the seed, which takes the database away
@@ -153,9 +147,7 @@ def run_on_cases(
         fuzz(stream)
         return received.pop() if received else None
 
-    kept = _KEPT.setdefault(drawn, {})
-    numbered = (_distinct(read, kept, seen, seed_value, number) for number in range(examples))
-    source = ((first, attempts) for attempts in numbered if (first := next(attempts, None)))
+    source = _numbered(read, _KEPT.setdefault(drawn, {}), seed_value, examples)
     for first, others in _prepared(source, prepare):
         for stream, case in chain([first], others):
             try:
@@ -186,6 +178,27 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
         if not waiting:
             return
         yield waiting.popleft()
+
+
+def _rejecting(judge: Callable[[Case], None]) -> Callable[[Case], None]:
+    """Return `judge` for Hypothesis: a case that it does not judge is invalid."""
+
+    def judge_drawn(case: Case) -> None:
+        try:
+            judge(case)
+        except RedrawError:
+            reject()
+
+    return judge_drawn
+
+
+def _numbered(read: Callable[[bytes], Case | None], kept: _Kept, seed_value: int, examples: int) -> Iterator[_Drawn]:
+    """Yield the first case of each number that differs from all before, and those that may take its place."""
+    seen: set[str] = set()
+    for number in range(examples):
+        attempts = _distinct(read, kept, seen, seed_value, number)
+        if (first := next(attempts, None)) is not None:
+            yield first, attempts
 
 
 def _distinct(

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -19,7 +19,7 @@ from gradcheck_suite.live.judging.jax_opinion import JaxOpinion, KeptCall, ask_j
 from gradcheck_suite.live.judging.judge import judge
 from gradcheck_suite.live.judging.steps import Judged, Memory, Step
 from gradcheck_suite.live.judging.words import KNOWN
-from gradcheck_suite.live.options import AuditOptions
+from gradcheck_suite.live.options import AuditFields, AuditOptions
 from gradcheck_suite.live.ranks import Ranks, RankWriter, died_before, gather
 from gradcheck_suite.live.ranks_judge import judge_together
 from gradcheck_suite.live.recording.calls import DECLARED, Call
@@ -71,17 +71,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __init__(
         self,
         *,
-        steps: int | None = None,
-        every: int = 10,
-        accept: tuple[str, ...] = (),
-        accumulation_steps: int | None = None,
-        without: tuple[str, ...] = (),
-        stop_on_violation: bool = False,
-        jax: bool = False,
         name: str | None = None,
         quiet: bool = True,
+        **options: Unpack[AuditFields],
     ) -> None:
-        self.options = AuditOptions(steps, every, accept, accumulation_steps, without, stop_on_violation, jax)
+        self.options = AuditOptions(**options)
         if wrong := sorted(set(self.options.accept) - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from gradcheck_suite.errors import UsageError
 
 INSTRUMENTS = ("weights", "sums", "batch")
 """What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
+
+
+class AuditFields(TypedDict, total=False):
+    """The fields of `AuditOptions`, by name."""
+
+    steps: int | None
+    every: int
+    accept: tuple[str, ...]
+    accumulation_steps: int | None
+    without: tuple[str, ...]
+    stop_on_violation: bool
+    jax: bool
 
 
 @dataclass(frozen=True)

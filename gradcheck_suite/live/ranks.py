@@ -23,9 +23,9 @@ import torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.live.judging.sum_judge import clip_factor
 from gradcheck_suite.live.judging.terms import Term, term
+from gradcheck_suite.live.recording.objects import living
 from gradcheck_suite.live.recording.passes import Pass, Watched
 from gradcheck_suite.live.recording.places import Place
-from gradcheck_suite.live.recording.recorder import living
 from gradcheck_suite.live.recording.sketches import as_array
 
 Sketches = dict[int, npt.NDArray[np.float64]]

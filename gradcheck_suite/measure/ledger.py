@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.measure.operation import Access, access
+from gradcheck_suite.measure.phases import PHASES, Phase, check_phases
 from gradcheck_suite.measure.storages import (
     ACTIVATIONS,
     GRADIENTS,
@@ -39,37 +40,10 @@ from gradcheck_suite.measure.storages import (
 )
 from gradcheck_suite.schema.costs import Traffic
 
-PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "other")
-"""The phases of a loop, distinguished without patching anything:
-
-- reset: gradients are zeroed or released;
-- forward: inside the loss;
-- backward: autograd runs;
-- accumulate: the part of the backward in which a gradient is added to `.grad`, or is taken or cloned as `.grad`,
-  including the hooks that run there;
-- handling: the loop itself reads or changes gradients (clipping, scaling, copying);
-- step: inside an optimizer's step;
-- other: everything else, such as the loader and the loop's own arithmetic.
-"""
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NOT_IN_BACKWARD = -1
 _MARK, _UNMARK = "profiler._record_function_enter_new", "profiler._record_function_exit"
 _CATEGORY = {"forward": ACTIVATIONS, "other": OTHER, "handling": OTHER}
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """A phase that was entered.
-
-    Attributes:
-        name: the phase's name.
-        task: the autograd task in which it was entered; a later task is a backward inside the phase.
-        marks: the number of profiler marks that were open.
-    """
-
-    name: str
-    task: int
-    marks: int
 
 
 @dataclass
@@ -79,7 +53,7 @@ class _Recording:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     optimizer: torch.optim.Optimizer | None = None
     hooks: list[Any] = field(default_factory=list)
-    phases: list[_Phase] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
     in_forward: bool = False
     marks: int = 0
     """Number of open profiler marks: torch wraps every step in a mark, which closes even when the step raises."""
@@ -136,7 +110,7 @@ class Ledger(TorchDispatchMode):
 
     def total(self, *phases: str, window: int | None = None) -> Traffic:
         """Return the sum over the named phases (default all), in one window or all."""
-        _check_phases(phases)
+        check_phases(phases)
         found = Traffic()
         for (w, phase, _), line in self._lines.items():
             if (not phases or phase in phases) and window in (None, w):
@@ -145,7 +119,7 @@ class Ledger(TorchDispatchMode):
 
     def operations(self, *phases: str, window: int | None = None) -> dict[str, int]:
         """Return how often each operation ran in the named phases (default all), views left out."""
-        _check_phases(phases)
+        check_phases(phases)
         found: Counter[str] = Counter()
         for (w, phase, name), line in self._lines.items():
             if line["operations"] and (not phases or phase in phases) and window in (None, w):
@@ -158,7 +132,7 @@ class Ledger(TorchDispatchMode):
         Raises:
             UsageError: no operation ran there.
         """
-        _check_phases(phases)
+        check_phases(phases)
         found = [p for (w, phase), p in self._peaks.items() if (not phases or phase in phases) and window in (None, w)]
         if not found:
             raise UsageError(f"ledger: no operation was recorded in phases {phases or PHASES} of window {window}")
@@ -169,13 +143,13 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record what happens inside under a phase; a backward inside is still recorded as a backward."""
-        _check_phases((name,))
+        check_phases((name,))
         if (now := self._recording) is None:
             raise UsageError(f"ledger: phase({name!r}) outside `with ledger:`; enter the ledger first")
         if name == "forward":
             self._begin_forward()
         depth = len(now.phases)
-        now.phases.append(_Phase(name, torch._C._current_graph_task_id(), now.marks))
+        now.phases.append(Phase(name, torch._C._current_graph_task_id(), now.marks))
         try:
             yield
         finally:
@@ -313,12 +287,6 @@ class Ledger(TorchDispatchMode):
             self._peaks[self.window, phase] = Peak(total, self.live, phase, self.window)
 
 
-def _check_phases(phases: tuple[str, ...]) -> None:
-    for name in phases:
-        if name not in PHASES:
-            raise UsageError(f"ledger: phase must be one of {', '.join(PHASES)}; got {name!r}")
-
-
 def _state(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     for values in () if optimizer is None else optimizer.state.values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor))
@@ -337,7 +305,7 @@ def _before_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> Non
     if ledger is None or (now := ledger._recording) is None:
         return
     ledger._find_gradients()
-    now.phases.append(_Phase("step", torch._C._current_graph_task_id(), now.marks))
+    now.phases.append(Phase("step", torch._C._current_graph_task_id(), now.marks))
 
 
 def _after_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from gradcheck_suite.numerics.comparison import Comparison, Vector, worst_difference
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.accumulated import accumulated_gradient, whole_gradient
+from gradcheck_suite.references.drawn_comparison import compare_within, is_rarely_rounding
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.window import Window
-from gradcheck_suite.references.window_bounds import compare_within, is_rarely_rounding
 
 REPEATS = 3
 """How often a gradient that differs from JAX's is computed again, to see whether torch always returns the same."""

@@ -12,15 +12,10 @@ from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.numerics.comparison import Comparison, Vector
+from gradcheck_suite.references.drawn_comparison import WindowBound, compare_within, whole_bound
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.references.window_bounds import (
-    Float64Bound,
-    LowPrecisionBound,
-    WindowBound,
-    compare_within,
-    whole_bound,
-)
+from gradcheck_suite.references.window_bounds import Float64Bound, LowPrecisionBound
 
 if TYPE_CHECKING:
     from gradcheck_suite.references.reference import Reference

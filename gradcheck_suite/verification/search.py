@@ -30,6 +30,7 @@ from gradcheck_suite.verification.same_fault import (
     may_be_unnamed,
     window_shape,
 )
+from gradcheck_suite.verification.search_ends import EnoughError, StopError, ViolatedError
 from gradcheck_suite.verification.smallest_probe import has_slopes
 from gradcheck_suite.verification.stopwatch import Stopwatch
 
@@ -42,22 +43,6 @@ MOST_AFTER = 20
 MOST_BESIDE = 20
 """Cases that are searched for a fault of elements after a probe's fault of size."""
 Progress = Callable[[Verdict], None]
-
-
-class _ViolatedError(Exception):
-    """Raised at one place only, so that Hypothesis shrinks one fault and not several."""
-
-
-class StopError(BaseException):
-    """Carries a `UsageError` past Hypothesis, which would go on otherwise."""
-
-    def __init__(self, error: UsageError) -> None:
-        super().__init__()
-        self.error = error
-
-
-class _EnoughError(BaseException):
-    """Ends the drawing of cases. It is no `Exception`, so that Hypothesis does not shrink it."""
 
 
 class Search:
@@ -194,7 +179,7 @@ class Search:
             REFERENCES.get(case, None).prepare()
 
     def judge(self, case: Case) -> None:
-        """Check a case; raise `_ViolatedError` where it shows the fault that is searched for."""
+        """Check a case; raise `ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
         if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
             self.stopped = f"shrinking stopped after {SHRINK_SECONDS:g} s, so a smaller case may exist"
@@ -215,9 +200,9 @@ class Search:
         if verdict.violation is not None and self._is_the_fault(verdict.violation):
             if not shrinking or size_of(case) < size_of(self._trail[-1].case):
                 self._trail.append(verdict.violation)
-            raise _ViolatedError
+            raise ViolatedError
         if not self.found and self._on_probe is not None and self._first_pass and self._hunted:
-            raise _EnoughError
+            raise EnoughError
 
     @property
     def _hunted(self) -> bool:
@@ -325,5 +310,5 @@ class Search:
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
-    with suppress(_ViolatedError, _EnoughError):
+    with suppress(ViolatedError, EnoughError):
         run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.prepare)

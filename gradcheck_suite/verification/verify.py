@@ -36,7 +36,8 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.results import Result
-from gradcheck_suite.verification.search import Progress, Search, StopError, run_search
+from gradcheck_suite.verification.search import Progress, Search, run_search
+from gradcheck_suite.verification.search_ends import StopError
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
 LARGE_MODEL = 1_000_000
@@ -89,13 +90,8 @@ def verify(
     if "seed_value" in fields:
         fields["seed"] = fields.pop("seed_value")
     options = (options or VerifyOptions()).replace(**fields)
-    if not callable(loop):
-        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
-    chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
+    chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
-    if problem is not None:
-        expect_within(problem, chosen, name=problem_name)
-    expect_layers_left(chosen)
     by_chance = options.optimizer is None
     search = Search(
         loop, problem, options.time_limit_s, progress, autocast, chosen, moves_by_chance=by_chance, ranks=options.ranks
@@ -121,6 +117,17 @@ def verify(
         interrupted=interrupted,
         traffic=traffic,
     )
+
+
+def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:
+    """Return what a loop relies on; expect the problem, or what is drawn, to be within it."""
+    if not callable(loop):
+        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
+    if problem is not None:
+        expect_within(problem, chosen, name=problem_name)
+    expect_layers_left(chosen)
+    return chosen
 
 
 def _result(search: Search, opinion: SecondOpinion | None) -> Result:

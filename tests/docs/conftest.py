@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("_TABLE", "_FAMILY"):
         monkeypatch.setattr(operations, name, dict(getattr(operations, name)))
     # a violation is drawn as often as a gradient that holds: no page shows a fault that comes and goes with rounding
-    monkeypatch.setattr(import_module("gradcheck_suite.references.window_bounds"), "MANY_DRAWS", DRAWS)
+    monkeypatch.setattr(import_module("gradcheck_suite.references.drawn_comparison"), "MANY_DRAWS", DRAWS)
     # one window of each problem is compiled
     verify = import_module("gradcheck_suite.verification.verify")
     asked = verify.second_opinion

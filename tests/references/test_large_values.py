@@ -13,11 +13,11 @@ from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.agreement import precision_fault
+from gradcheck_suite.references.drawn_comparison import UNEVEN
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.noise import Computation
 from gradcheck_suite.references.number_range import leaves_range
 from gradcheck_suite.references.reference import REFERENCES
-from gradcheck_suite.references.window_bounds import UNEVEN
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
 SATURATED = Case(

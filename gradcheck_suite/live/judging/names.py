@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gradcheck_suite.live.recording.objects import living
 from gradcheck_suite.live.recording.passes import Watched
-from gradcheck_suite.live.recording.recorder import living
 
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that wrappers of models add."""

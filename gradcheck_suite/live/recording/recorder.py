@@ -5,7 +5,6 @@ Nothing here judges. An error of the recorder is noted as a finding and never ra
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from gradcheck_suite.live.recording import calls, losses
 from gradcheck_suite.live.recording.calls import Call, Received
 from gradcheck_suite.live.recording.forwards import Forward, Forwards
 from gradcheck_suite.live.recording.graph import reached
+from gradcheck_suite.live.recording.objects import living
 from gradcheck_suite.live.recording.passes import Gate, Pass, Watched, supported
 from gradcheck_suite.live.recording.places import NOWHERE, Place, declared_denominator, here
 from gradcheck_suite.live.recording.sketches import sketch
@@ -30,17 +30,6 @@ Judge = Callable[[Watched, Place], None]
 def _in_backward() -> int:
     # the public API does not tell; torch/utils/checkpoint.py reads the same
     return torch._C._current_graph_task_id()
-
-
-def _subclasses(kind: type) -> set[type]:
-    children: list[type] = type.__subclasses__(kind)
-    return {kind}.union(*map(_subclasses, children))
-
-
-def living(kind: type) -> list[Any]:
-    """Return every object of a class that the garbage collector knows; lazy proxies are not touched."""
-    kinds = _subclasses(kind)
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 class Recorder:
