@@ -17,7 +17,8 @@ from gradcheck_suite.generation.cases import MOVING_STEPS, SOMETIMES_MOVING
 from gradcheck_suite.generation.drawing import AHEAD, draw_cases, run_on_cases
 
 LINEAR = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean"))
-ODD = range(3_000_000_019, 3_000_090_019, 1000)
+ODD = range(3_000_000_019, 3_001_000_019, 1000)
+"""As many as Hypothesis takes of one module, so that they are not lost among those of the tests that are loaded."""
 
 
 class _RefusedError(Exception):
