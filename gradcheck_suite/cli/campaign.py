@@ -58,13 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.cli.campaigns.folder import Shards, merge
     from gradcheck_suite.cli.campaigns.outcome import failed, outcome
     from gradcheck_suite.cli.campaigns.shards import plan
+    from gradcheck_suite.records.description import counted
 
     campaign = plan(arguments.what, arguments.rest)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
     numbers = range(len(campaign.shards))
     waiting = [number for number in numbers if not shards.done(number)]
     done = len(numbers) - len(waiting)
-    print(f"{len(numbers)} shards of {arguments.what}" + (f", {done} of them done before" if done else ""), flush=True)
+    before = f", {done} of them done before" if done else ""
+    print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
     try:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")

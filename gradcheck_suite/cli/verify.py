@@ -181,8 +181,10 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
     from gradcheck_suite.generation.problems import expect_layers_left
     from gradcheck_suite.loops.modes import MODES
-    from gradcheck_suite.loops.ranks import RANK_MODES
+    from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
 
+    if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
+        raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
     loops = {text: resolve_loop(text) for text in arguments.loops} or dict(MODES if options.ranks == 1 else RANK_MODES)
     note_untested_trainers(loops)

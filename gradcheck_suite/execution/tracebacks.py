@@ -58,6 +58,10 @@ _BY_TEXT = (
         "expect_autograd_hooks_ INTERNAL ASSERT",
         "with static_graph=True, the first backward of a run must not be under no_sync",
     ),
+    (
+        "Default process group has not been initialized",
+        "the loop needs several ranks: verify it with --ranks 2",
+    ),
 )
 
 

@@ -100,3 +100,14 @@ def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
     assert_one_line(
         run(*["verify", "all_reduce/zero_", "--ranks", "2"]), "2 ranks on cpu need the backend gloo, which torch"
     )
+
+
+def test_a_loop_over_ranks_needs_ranks(run, project):
+    assert_one_line(run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4")
+
+
+def test_a_loop_of_ones_own_that_needs_ranks_is_told_so(run, project):
+    (project / "own.py").write_text(FILE)
+    outcome = run("verify", "own.py:train", "--examples", "1")
+    assert outcome.status == exit_status.VIOLATED
+    assert "the loop needs several ranks: verify it with --ranks 2" in outcome.out

@@ -15,6 +15,7 @@ import pytest
 from gradcheck_suite import Plan, UsageError
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.ranks import pool
 from gradcheck_suite.execution.ranks.messages import Request
 from gradcheck_suite.execution.ranks.pool import Pool
 from gradcheck_suite.execution.ranks.run import run_ranks
@@ -62,6 +63,21 @@ def test_a_rank_that_exits_is_named_with_its_status_and_the_next_case_runs():
     assert (found.kind, found.diagnosis, found.rank) == ("raised", "raised", 1)
     assert found.explanation == "on rank 1 of 2: the loop failed: its process ended with status 7"
     assert check(rank_loops.right, probe_case(EVEN)).holds
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADCHECK_SUITE_TEST_KILLED", str(tmp_path / "done"))
+    monkeypatch.setattr(pool, "_pools", {})  # the ranks that are running do not have that variable
+    try:
+        assert violation(rank_loops.killed_once) is None
+        assert (tmp_path / "done").exists()
+    finally:
+        pool._pools.popitem()[1].close()
+
+
+def test_a_rank_that_kills_itself_is_named():
+    assert violation(rank_loops.killed).explanation == "on rank 1 of 2: the loop failed: its process ended by SIGKILL"
 
 
 def test_a_rank_that_raises_is_named_and_not_the_one_that_waits_for_it():

@@ -8,7 +8,7 @@ from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.quiet import is_quiet
 from gradcheck_suite.execution.ranks.messages import Request
 from gradcheck_suite.execution.ranks.parts import with_all_parts
-from gradcheck_suite.execution.ranks.pool import kept_ranks, pool_of
+from gradcheck_suite.execution.ranks.pool import KILLED, kept_ranks, pool_of
 from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.schema.contract import Loop
@@ -51,4 +51,9 @@ def run_ranks(
         path=tuple(sys.path),
     )
     with kept_ranks():
-        return with_all_parts(pool_of(case.plan.world_size, case.device).run(request, time_limit_s))
+        pool = pool_of(case.plan.world_size, case.device)
+        outcomes = pool.run(request, time_limit_s)
+        if any(outcome.raised == KILLED for outcome in outcomes):
+            # by the kernel, for want of memory, or by somebody: a loop that does so itself does it again
+            outcomes = pool.run(request, time_limit_s)
+        return with_all_parts(outcomes)

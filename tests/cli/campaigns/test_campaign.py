@@ -221,6 +221,18 @@ def test_a_driver_that_is_killed_leaves_no_worker_and_its_successor_goes_on(tmp_
 
 
 @pytest.mark.full
+def test_the_records_do_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cutting, "CASES", 3)
+    for workers in ("1", "2", "4"):
+        arguments = ["--workers", workers, "--reports", workers, "verify", "zero_", "--examples", "12"]
+        assert main(["campaign", *arguments]) == 0
+    one, two, four = (comparable(Path(n, "records/verify.jsonl").read_text().splitlines()) for n in ("1", "2", "4"))
+    assert len(one) == 4
+    assert one == two == four
+
+
+@pytest.mark.full
 def test_ray_gives_the_records_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
     monkeypatch.chdir(tmp_path)
