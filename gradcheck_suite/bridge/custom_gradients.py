@@ -7,9 +7,12 @@ backward itself.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,8 +23,8 @@ from gradcheck_suite.execution.batches import map_leaves
 from gradcheck_suite.execution.custom_functions import kinds_of
 from gradcheck_suite.schema.contract import Batch
 
-TORCHS = ("CheckpointFunction", "GeneratedBackwardFor_")
-"""Prefixes of functions that are no user's: checkpointing, which recomputes the forward, and custom operations."""
+_CUSTOM_OPERATION = "GeneratedBackwardFor_"
+"""Prefix of the functions that torch makes of custom operations."""
 _ADVICE = (
     "torch.export keeps only the forward, so JAX would differentiate that and rightly disagree. "
     "Check this loop without JAX, or change the gradient by an operation of the forward"
@@ -53,8 +56,35 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+def _refuse_changing_hooks(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
+    """Refuse a module whose backward hook changes a gradient; one that only looks at it is no matter."""
+    hooked = {name: m for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
+    wanted = [p for p in model.parameters() if p.requires_grad]
+
+    def gradient() -> list[torch.Tensor]:
+        kept = [p.grad for p in wanted]
+        for p in wanted:
+            p.grad = None
+        with restored(model), torch.enable_grad():
+            # not `torch.autograd.grad`, which reentrant checkpointing refuses
+            loss(model, map_leaves(torch.clone, batch)).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+        for p, grad in zip(wanted, kept, strict=True):
+            p.grad = grad
+        return found
+
+    for name, module in hooked.items():
+        with (
+            mock.patch.object(module, "_backward_hooks", OrderedDict()),
+            mock.patch.object(module, "_backward_pre_hooks", OrderedDict()),
+        ):
+            without = gradient()
+        if not all(map(partial(torch.allclose, rtol=1e-12, atol=0.0, equal_nan=True), gradient(), without)):
+            raise BridgeError(f"the module {name!r} has a backward hook that changes a gradient: {_ADVICE}")
+
+
 def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> frozenset[type]:
-    """Run the loss once in torch and return the classes of its custom functions, torch's own left out.
+    """Run the loss once in torch and return the classes of its custom functions, custom operations left out.
 
     Args:
         model: the model; its buffers and torch's random state are restored.
@@ -77,4 +107,5 @@ def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Bat
         raise BridgeError(
             f"the loss must be one scalar tensor of floating point, got {got}: reduce it with .mean() or .sum()"
         )
-    return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(TORCHS))
+    _refuse_changing_hooks(model, loss, batch)
+    return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(_CUSTOM_OPERATION))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import operator
 import re
 import traceback
@@ -25,17 +26,18 @@ from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions
 
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.custom_gradients import functions_of
+from gradcheck_suite.bridge.custom_gradients import functions_of, restored
 from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
 from gradcheck_suite.bridge.op_table import lowering_of
 from gradcheck_suite.bridge.own_backwards import ACCEPTED, exported_functions
-from gradcheck_suite.bridge.rewrites import rewrite_of
-from gradcheck_suite.bridge.source_lines import frame_of_error, source_line
+from gradcheck_suite.bridge.rewrites import EXPERTS, LOSS, in_a_copy_of, rewrite_of
+from gradcheck_suite.bridge.source_lines import Place, place_of_error, source_line
 from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.schema.contract import Batch
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 _GRAD_MODE = "wrap_with_set_grad_enabled"
+_IN_ORDER = "with_effects"
 
 
 class _LossModule(nn.Module):
@@ -92,12 +94,13 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch, own_backward
     """
     functions = functions_of(model, loss, batch)
     tensors = tuple(leaves(batch))
-    module = _LossModule(model, loss, batch).train(model.training)
+    module = _LossModule(model, loss, batch)
+    module.training = model.training  # `train()` would change the submodules that are in eval mode
     with _quiet(), exported_functions(functions, ACCEPTED.union(own_backwards)):
         try:
             program = torch.export.export(module, tensors, strict=False)
         except Exception as error:
-            raise _not_exportable(error, loss) from error
+            raise _not_exportable(error, model, loss, batch) from error
         for graph_module in _graph_modules(program.graph_module):
             _stop_gradients_without_grad(graph_module)
         program = program.run_decompositions(_decompositions())
@@ -166,20 +169,25 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return detached
 
 
+def operation_of(node: fx.Node) -> Any:
+    """Return what a call calls: of an operation that export keeps in order by a token, the operation."""
+    return node.args[1] if getattr(node.target, "__name__", "") == _IN_ORDER else node.target
+
+
 def _check(node: fx.Node) -> None:
     """Raise an error for an operation that has no JAX implementation."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
+    op = operation_of(node)
+    if node.op != "call_function" or not isinstance(op, torch._ops.OperatorBase):
         return
-    name = _name(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
-        if lowering_of(node.target) is not None:
+    name = _name(op)
+    if isinstance(op, torch._ops.OpOverload):
+        if lowering_of(op) is not None:
             return
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if torch.Tag.nondeterministic_seeded in op.tags:
             raise RandomnessError(random_message(f"{name} draws random numbers", node))
-    raise UnknownOperation(
-        f"the bridge has no JAX implementation of {name}{source_line(node)}: register one with "
-        f"@gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or replace the operation"
-    )
+    register = f"register one with @gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or "
+    advice = f"{register if isinstance(op, torch._ops.OpOverload) else ''}replace the operation"
+    raise UnknownOperation(f"the bridge has no JAX implementation of {name}{source_line(node)}: {advice}")
 
 
 def random_message(what: str, node: fx.Node) -> str:
@@ -194,11 +202,11 @@ def _name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else f"torch.ops.higher_order.{target}"
 
 
-def _not_exportable(error: Exception, loss: LossFunction) -> NotExportable:
+def _not_exportable(error: Exception, model: nn.Module, loss: LossFunction, batch: Batch) -> NotExportable:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     depends = "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
-    frame, rewrite = frame_of_error(error), ""
+    place, rewrite = place_of_error(error), ""
     if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
         advice = (
             "torch.nn's transformer compares the values of its mask with a causal one: say which it is, with is_causal "
@@ -207,19 +215,40 @@ def _not_exportable(error: Exception, loss: LossFunction) -> NotExportable:
     elif depends:
         advice = (
             "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
-            "not repeat. Write it with torch.where, masks or torch.cond, or compute the decision in Problem.batch"
+            "not repeat. Write it with torch.where or masks, or compute the decision in Problem.batch"
         )
-        if frame is not None:
-            rewrite = rewrite_of(frame.line or "", foreign=frame.filename != _file_of(loss))
+        if place is not None:
+            rewrite = _rewrite(place, model, loss, batch)
     elif "fake tensor in the exported program" in text:
         advice = "tensor.data cannot be exported: write tensor.detach()"
     else:
         advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
     reason = re.split(r"(?<=[.:)]) (?=[A-Z(])", text, maxsplit=1)[0].rstrip(". ")
-    where = "" if frame is None else f" ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+    where = "" if place is None else f" ({Path(place.file).name}, line {place.number}: {place.line})"
     return NotExportable(f"torch.export does not take this loss{where}: {kind}: {reason[:200]}; {advice}", rewrite)
 
 
-def _file_of(loss: LossFunction) -> str:
-    code = getattr(loss, "__code__", None)
-    return "" if code is None else str(code.co_filename)
+def _rewrite(place: Place, model: nn.Module, loss: LossFunction, batch: Batch) -> str:
+    """Return the lines that help where a loss takes a decision at a place."""
+    if "expert" in place.line and hasattr(model, "set_experts_implementation"):
+        return EXPERTS
+    if _of_logits_helps(model, loss, batch):
+        return LOSS
+    lines = rewrite_of(place.line)
+    return in_a_copy_of(place.function, lines) if place.is_a_librarys and "<" not in place.function else lines
+
+
+def _of_logits_helps(model: nn.Module, loss: LossFunction, batch: Batch) -> bool:
+    """Return whether the model has logits whose loss, as in `LOSS`, is the same and can be exported."""
+    if not (isinstance(batch, dict) and "labels" in batch):
+        return False
+    names: dict[str, Any] = {"torch": torch}
+    exec(LOSS, names)
+    try:
+        with restored(model):
+            values = [function(model, map_leaves(torch.clone, batch)).item() for function in (names["loss"], loss)]
+        module = _LossModule(model, names["loss"], batch)
+        torch.export.export(module, tuple(leaves(batch)), strict=False)
+    except Exception:  # any: the model is unknown
+        return False
+    return math.isclose(*values, rel_tol=1e-5)

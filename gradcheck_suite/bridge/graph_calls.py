@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from torch import fx
 
 from gradcheck_suite.bridge.dtypes import jax_dtype
 from gradcheck_suite.bridge.errors import BridgeError, RandomnessError, WrongLowering
-from gradcheck_suite.bridge.exporting import random_message
+from gradcheck_suite.bridge.exporting import operation_of, random_message
 from gradcheck_suite.bridge.op_table import is_dynamic, lowering_of
 from gradcheck_suite.bridge.source_lines import source_line
 
@@ -35,16 +36,29 @@ class GraphCall:
     is_dynamic: bool = False
 
 
+def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `with_effects` of an operation: (token, operation, arguments) -> (token, results)."""
+
+    @wraps(lowering)
+    def called(token: Any, _: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        out = lowering(*args, **kwargs)
+        return (token, *(out if isinstance(out, tuple) else (out,)))
+
+    return called
+
+
 def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
     """Return the calls of a graph, in order of execution."""
     calls = []
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            lowering = lowering_of(node.target)
+        op = operation_of(node)
+        if isinstance(op, torch._ops.OpOverload):
+            lowering = lowering_of(op)
             assert lowering is not None
-            calls.append(GraphCall(node, lowering, True, is_dynamic(node.target)))
+            function = lowering if op is node.target else _after_token(lowering)
+            calls.append(GraphCall(node, function, True, is_dynamic(op)))
         else:
             calls.append(GraphCall(node, node.target, False))
     return calls

@@ -68,6 +68,8 @@ class Lowered:
             elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER, InputKind.PARAMETER):
                 stored = program.constants if spec.target in program.constants else program.state_dict
                 self._constants[name] = to_array(stored[spec.target])
+            elif spec.kind is InputKind.TOKEN:
+                self._constants[name] = to_array(torch.zeros(0))
             else:
                 raise BridgeError(
                     f"the loss uses {spec.target!r}, a {spec.kind.name.lower()} that JAX has no counterpart of: "

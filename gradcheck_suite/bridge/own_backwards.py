@@ -7,9 +7,10 @@ is declared with `accept_backward`. JAX then differentiates the rest of the loss
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, TypeVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,11 @@ class _WithoutDetaching(TorchFunctionMode):
 def _differentiated(forward: Forward, first: int) -> Forward:
     def exported(*arguments: Any) -> Any:
         with _WithoutDetaching():
-            return forward(*arguments)
+            out = forward(*arguments)
+        if first:
+            # checkpointing packs what is saved under `no_grad`, whose end the graph would lack
+            arguments[0].to_save = None
+        return out
 
     return exported
 
@@ -80,10 +85,13 @@ def _with_its_backward(kind: type) -> Any:
     def made(forward: Forward, first: int) -> Forward:
         def exported(*arguments: Any) -> Any:
             leaves, spec = pytree.tree_flatten(list(arguments[first:]))
-            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            # clones: the forward may write to its arguments
+            tensors = [x.clone() for x in leaves if isinstance(x, torch.Tensor)]
             number = next(_NUMBERS)
             _CALLS[number] = kind, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves], spec
             out = _differentiated(forward, first)(*arguments)
+            if first:
+                arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
             several = out if isinstance(out, tuple) else (out,)
             real = [i for i, x in enumerate(several) if isinstance(x, torch.Tensor) and x.is_floating_point()]
             tied = torch.ops.gradcheck_suite.own_backward([several[i] for i in real], tensors, number)
@@ -106,8 +114,15 @@ def exported_functions(functions: Collection[type], own: Collection[type]) -> It
     """
     replacements: list[tuple[type, Any]] = [(kind, _differentiated) for kind in functions if kind not in own]
     replacements += [(kind, _with_its_backward(kind)) for kind in functions if kind in own]
-    with replaced_forwards(replacements):
+    with replaced_forwards(replacements), ExitStack() as saving:
+        for kind, _ in replacements:
+            if kind.setup_context is not torch.autograd.Function.setup_context:  # type: ignore[attr-defined]
+                saving.enter_context(mock.patch.object(kind, "setup_context", staticmethod(_saves_nothing)))
         yield
+
+
+def _saves_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
 
 
 @torch.library.custom_op("gradcheck_suite::own_backward", mutates_args=())
@@ -161,7 +176,7 @@ def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) ->
     kind, others, spec = call
     tensors = [_tensor(x) for x in inputs]
     wanted = [x.requires_grad_() for x in tensors if x.is_floating_point()]
-    remaining = iter(tensors)
+    remaining = (x.clone() for x in tensors)
     with torch.enable_grad():
         out = kind.apply(*pytree.tree_unflatten([next(remaining) if x is _TENSOR else x for x in others], spec))
     several = out if isinstance(out, tuple) else (out,)

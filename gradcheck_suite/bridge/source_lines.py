@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,10 +27,36 @@ def source_line(node: fx.Node) -> str:
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
 
 
-def frame_of_error(error: BaseException) -> traceback.FrameSummary | None:
-    """Return an exception's innermost frame in the user's code, or None."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if _is_the_users(frame.filename)), None)
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code, or of a library other than torch.
+
+    Attributes:
+        file: its path.
+        number: of the line.
+        line: its code.
+        function: the function's full name, with its module.
+    """
+
+    file: str
+    number: int
+    line: str
+    function: str
+
+    @property
+    def is_a_librarys(self) -> bool:
+        """Whether the line is in an installed package."""
+        return any(part in ("site-packages", "dist-packages") for part in Path(self.file).parts)
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """Return an exception's innermost line in the user's code, or None."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        if _is_the_users(code.co_filename):
+            line = linecache.getline(code.co_filename, number).strip()
+            return Place(code.co_filename, number, line, f"{frame.f_globals.get('__name__')}.{code.co_qualname}")
+    return None
 
 
 def _is_the_users(file: str) -> bool:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradcheck_suite.bridge.custom_gradients import functions_of, restored
 from gradcheck_suite.bridge.errors import BridgeError
@@ -56,6 +57,8 @@ class WrongBackward:
         name = self.function.__name__
         if self.factor == np.inf:
             what = "not 0, and the derivative is"
+        elif self.factor == 0:
+            what = "0 or None, and the derivative is not"
         elif self.factor is not None and (factor := f"{self.factor:.6g}") != "1":
             what = f"{factor} times the derivative"
         else:
@@ -73,7 +76,7 @@ def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple
     Functions for which `accept_backward` was called are left out, and so are those that cannot be called by
     themselves: they show in the gradient of the whole loss. The arguments and errors are those of `lower`.
     """
-    functions = functions_of(model, loss, batch) - ACCEPTED
+    functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
     if not functions:
         return ()
     calls: dict[str, _Call] = {}
@@ -128,7 +131,9 @@ class _Call(nn.Module):
 
     def forward(self) -> list[torch.Tensor]:
         """Return the outputs of floating point that are differentiable."""
-        leaves = [getattr(self, f"argument_{i}", value) for i, value in enumerate(self._leaves)]
+        leaves = list(self._leaves)
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            leaves[int(name.removeprefix("argument_"))] = tensor.clone()  # the function may write to it
         out = self.kind.apply(*pytree.tree_unflatten(leaves, self._spec))
         several = out if isinstance(out, tuple) else (out,)
         return [x for x in several if isinstance(x, torch.Tensor) and x.is_floating_point()]

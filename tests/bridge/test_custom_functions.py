@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.bridge import accept_backward, arguments_of, lower, wrong_backwards
 from gradcheck_suite.bridge.own_backwards import ACCEPTED
@@ -103,6 +104,19 @@ class BoundedRoot(Function):
         return gradient / (2 * x.clamp(min=0.01).sqrt())
 
 
+class Doubled(Function):
+    """The planted fault: an operation in place whose derivative is 2."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
 def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).double()
@@ -129,6 +143,7 @@ SOUND = (_tanh_loss(1), _attention_loss(Attention), _root_loss(0.02))
 FAULTY = {
     "AttentionWithoutMean": (_attention_loss(AttentionWithoutMean), "argument 0 is off by"),
     "BoundedRoot": (_root_loss(1e-4), "argument 0 is off by"),
+    "Doubled": (lambda model, batch: Doubled.apply(model(batch).clone()).mean(), "argument 0 is 1.5 times"),
     "Rounded": (
         lambda model, batch: Rounded.apply(3 * model(batch)).sum(),
         "argument 0 is not 0, and the derivative is",
@@ -143,6 +158,17 @@ def _sound(model, batch):
 
 def _faulty(model, batch):
     return sum(loss(model, batch) for loss, _ in FAULTY.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_in_an_activation_checkpoint_is_differentiated(reentrant):
+    """Checkpointing packs what the function saves under `no_grad`; the reentrant one runs all of it under `no_grad`."""
+    function = _scaled_tanh(1)
+
+    def loss(model, batch):
+        return checkpoint(function.apply, model(batch), 0.7, use_reentrant=reentrant).pow(2).mean()
+
+    assert_agrees(_model(), loss, X, jit=False)
 
 
 @pytest.mark.full

@@ -31,6 +31,30 @@ def test_torch_hardsigmoid_has_a_float32_constant_in_its_float64_gradient():
     assert ours == pytest.approx(1 / 6, rel=1e-15)
 
 
+def test_torch_full_has_no_room_for_float64s_least_number_unless_told_the_dtype():
+    """`torch.full` makes a float32 tensor of it, so that XGLM of transformers 5.23.0 raises in float64."""
+    with pytest.raises(RuntimeError, match="cannot be converted to type float without overflow"):
+        torch.full((), torch.finfo(torch.float64).min)
+
+
+def test_torch_grouped_mm_has_no_float64_on_a_cpu():
+    a, b = torch.ones(4, 4, dtype=torch.float64), torch.ones(1, 4, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="Float32, BFloat16 or Float16 matrix, got Double"):
+        aten._grouped_mm(a, b, offs=torch.tensor([4], dtype=torch.int32))
+
+
+def test_torch_grouped_mm_leaves_rows_behind_the_last_group_uninitialised(monkeypatch):
+    """Where torch fills uninitialised memory, with NaN, these rows are NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = aten._grouped_mm(torch.ones(4, 4), torch.ones(1, 4, 4), offs=torch.tensor([2], dtype=torch.int32))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[:2].eq(4).all()
+    assert out[2:].isnan().all()
+
+
 def test_torch_logit_has_either_infinity_at_negative_zero():
     """The derivative 1 / (x (1 - x)) has a pole at -0.0; torch's vectorised loop and its scalar remainder differ there.
 

@@ -110,6 +110,13 @@ def test_new_buffer_values_are_returned():
     assert model.norm.num_batches_tracked == 0
 
 
+def test_a_part_in_eval_mode_stays_in_it():
+    model = Of(lambda self, x: self.norm(self.linear(x)), norm=nn.BatchNorm1d(4).double().eval())
+    assert_agrees(model, squares, X, jit=False)
+    assert model.training
+    assert not model.norm.training
+
+
 def test_a_tied_parameter_has_one_gradient_under_its_first_name():
     embedding = nn.Embedding(7, 4, padding_idx=0).double()
     head = nn.Linear(4, 7, bias=False).double()
@@ -246,6 +253,11 @@ LOSSES = {
     "eigenvectors": lambda z: (torch.linalg.eigh(z.T @ z + 0.1 * UNIT.T @ UNIT)[1] ** 4 * UNIT[:4]).sum(),
     "singular vectors": lambda z: (torch.linalg.svd(z + torch.eye(6, 4))[0][:, :4] ** 2 * UNIT).sum(),
     "spectrum": lambda z: (torch.fft.rfft(z).abs() ** 2 * torch.fft.fft(UNIT).real[:, :3]).sum(),
+    "solutions": lambda z: (
+        torch.linalg.solve(z.T @ z + UNIT.T @ UNIT, UNIT.T).sum()
+        + torch.linalg.cholesky(z.T @ z + torch.eye(4)).sin().sum()
+        + torch.linalg.inv(z.T @ z + torch.eye(4)).sum()
+    ),
     "einsum": lambda z: torch.einsum("bi,bj,ij->b", z, UNIT, z.T @ UNIT).sin().sum(),
     "cumulative": lambda z: (z.cumsum(0) * z.cumprod(1) + z.logcumsumexp(1) + z.cummax(0)[0]).sum(),
     "sorted": lambda z: (z.sort(1)[0] * UNIT).sum() + z.topk(2)[0].sum() + z.median(0)[0].sum() + z.quantile(0.3),

@@ -11,7 +11,11 @@ from gradcheck_suite.bridge.op_table import register_op
 
 
 @register_op(
-    "aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_constrain_range_for_size"
+    "aten._assert_async",
+    "aten._assert_scalar",
+    "aten._assert_tensor_metadata",
+    "aten._linalg_check_errors",
+    "aten.sym_constrain_range_for_size",
 )
 def nothing(*_: Any, **__: Any) -> None:
     """Return nothing: torch checked the assertion at export."""

@@ -8,7 +8,7 @@ the table of the report included, follows from them. Must not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradcheck_suite.evidence.zero_or_none import recurrences, sums
@@ -31,6 +31,7 @@ class Law:
         decay: (step from 1, settings) -> factor by which the step shrinks the parameter; None for weight decay alone.
         sparse: whether it takes sparse gradients only. Zeroing leaves no element of such a gradient.
         reads_none_as_zero: whether None is not skipped.
+        of: what is trained, where a parameter of that shape has another state: "vector"; "" for a matrix.
     """
 
     optimizer: str
@@ -42,6 +43,12 @@ class Law:
     decay: Callable[[int, Settings], Any] | None = None
     sparse: bool = False
     reads_none_as_zero: bool = False
+    of: str = ""
+
+    @property
+    def name(self) -> str:
+        """The class, and the shape of the parameter where it has laws for several."""
+        return f"{self.optimizer} of a {self.of}" if self.of else self.optimizer
 
     def is_decoupled(self, settings: Settings) -> bool:
         """Whether weight decay is no part of the gradient under these settings."""
@@ -70,13 +77,16 @@ def _variants(plain: Settings, momentum: Settings | None = None, **others: Setti
 HALF = {"momentum": 0.5}
 ORTHOGONAL = {**DYADIC, **HALF, "ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 1}
 """Settings under which Muon's iteration, which runs in bfloat16, is exact on small dyadic orthogonal matrices."""
+ADAFACTOR = Law(
+    "Adafactor", recurrences.adafactor, sums.adafactor, "R, C <- (1 - step^beta2_decay) R, C, step + 1",
+    _variants(DYADIC), decoupled=True)  # fmt: skip
 LAWS: dict[str, Law] = {
-    law.optimizer: law
+    law.name: law
     for law in (
         Law("Adadelta", recurrences.adadelta, sums.adadelta, "v <- rho v, u <- rho u, step + 1",
             _variants({**DYADIC, "rho": 0.75})),
-        Law("Adafactor", recurrences.adafactor, sums.adafactor, "V <- (1 - step^beta2_decay) V, step + 1",
-            _variants({**DYADIC}), decoupled=True),
+        ADAFACTOR,
+        replace(ADAFACTOR, zero="V <- (1 - step^beta2_decay) V, step + 1", of="vector"),
         Law("Adagrad", recurrences.adagrad, sums.adagrad, "step + 1, which lr_decay reads",
             _variants({**DYADIC}, falling={"lr_decay": 0.5}, filled={"initial_accumulator_value": 0.5})),
         Law("Adam", recurrences.adam, sums.adam,
@@ -119,4 +129,4 @@ LAWS: dict[str, Law] = {
             {PLAIN: {"lr": RATE, "betas": (0.5, 0.75)}, DEFAULTS: {}}, sparse=True),
     )
 }  # fmt: skip
-"""The record of each optimizer by the name of its class."""
+"""The record of each optimizer by the name of its class; Adafactor has a second one, of a vector."""

@@ -15,8 +15,8 @@ from gradcheck_suite.evidence.zero_or_none.predictions import by_recurrence, by_
 from gradcheck_suite.loops.modes import RESET_MODES
 
 WINDOWS = (runs.REACHED, runs.REACHED, runs.MISSED)
-ELEMENT = (1, 0)
-"""The element of the parameter whose values the table shows."""
+ELEMENT = 2
+"""The element of the parameter, counted by rows, whose values the table shows."""
 ZERO, NONE = RESET_MODES["zero_"], RESET_MODES["set_to_none"]
 
 
@@ -25,7 +25,7 @@ class Row:
     """One optimizer under one choice of settings.
 
     Attributes:
-        optimizer: name of the class in `torch.optim`.
+        optimizer: name of the law: the class in `torch.optim`, and "of a vector" where vectors have rows of their own.
         variant: name of the settings.
         settings: that differ from torch's defaults.
         law: what a zero gradient does, as formulas.
@@ -68,17 +68,17 @@ def _row(law: Law, variant: str) -> Row:
     compared, disagree = list[Difference](), list[str]()
     for run, mode in ((zero, ZERO), (none, NONE)):
         seen = runs.expected_gradients(law, WINDOWS, mode)
-        first, second = (way(law, run.settings, runs.START, seen) for way in (by_recurrence, by_sums))
+        first, second = (way(law, run.settings, runs.start(law), seen) for way in (by_recurrence, by_sums))
         compared += differences(first, run)
         disagree += disagreement(first, second)
     return Row(
-        law.optimizer,
+        law.name,
         variant,
         settings,
         law.zero,
-        before=float(zero.thetas[1][ELEMENT]),
-        after_zero=float(zero.thetas[2][ELEMENT]),
-        after_none=float(none.thetas[2][ELEMENT]),
+        before=float(zero.thetas[1].flat[ELEMENT]),
+        after_zero=float(zero.thetas[2].flat[ELEMENT]),
+        after_none=float(none.thetas[2].flat[ELEMENT]),
         zero_changes=changes(law, zero),
         none_changes=changes(law, none),
         same=_equal([zero.thetas[2], zero.states[2]], [none.thetas[2], none.states[2]]),

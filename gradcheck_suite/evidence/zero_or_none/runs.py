@@ -21,7 +21,7 @@ ADDED_LATE = (ABSENT, ABSENT, REACHED, MISSED, REACHED)
 MISSED_FIRST = (MISSED, MISSED, REACHED, REACHED)
 SCENARIOS = {"routed": ROUTED, "unfrozen": UNFROZEN, "added late": ADDED_LATE, "missed first": MISSED_FIRST}
 
-START = ((1.0, -0.5), (0.75, 2.0))
+_MATRIX = ((1.0, -0.5), (0.75, 2.0))
 HADAMARD = ((1.0, 1.0), (1.0, -1.0))
 SIZES = (1.0, 0.5, 0.25, -0.75, -0.5, -1.0)
 """Window w has the gradient `SIZES[w]` times the matrix of +-1; the signs turn once."""
@@ -60,13 +60,22 @@ def float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def start(law: Law) -> Array:
+    """Return the parameter before the first window: (2, 2), or (4,) for a law of a vector."""
+    return _shaped(law, np.array(_MATRIX))
+
+
+def _shaped(law: Law, matrix: Array) -> Array:
+    return matrix.ravel() if law.of == "vector" else matrix
+
+
 def gradient(law: Law, window: int) -> Array:
     """Return the gradient of a window that reaches the parameter; None for the elements that a sparse one lacks."""
     values = np.array(HADAMARD) * (FALLING if law.reads_none_as_zero else SIZES)[window]
     if law.sparse:
         values = values.astype(object)
         values[window % 2] = None
-    return values
+    return _shaped(law, values)
 
 
 def expected_gradients(law: Law, windows: Sequence[str], mode: ResetMode) -> list[Array | None]:
@@ -105,8 +114,8 @@ def run(law: Law, variant: Settings, windows: Sequence[str], mode: ResetMode, **
 
 def _run(law: Law, settings: Settings, windows: Sequence[str], mode: ResetMode) -> Run:
     # L-BFGS has one state for all parameters: the first row of the matrix is one that every window reaches
-    rows = [torch.nn.Parameter(torch.tensor(row)) for row in (START if law.reads_none_as_zero else ())]
-    subject = rows[1] if rows else torch.nn.Parameter(torch.tensor(START))
+    rows = [torch.nn.Parameter(torch.tensor(row)) for row in (start(law) if law.reads_none_as_zero else ())]
+    subject = rows[1] if rows else torch.nn.Parameter(torch.tensor(start(law)))
     other = rows[0] if rows else torch.nn.Parameter(torch.zeros(2, 2))
     late = windows[0] == ABSENT
     optimizer = getattr(torch.optim, law.optimizer)([other] if late else [other, subject], **settings)
