@@ -27,6 +27,7 @@ from gradcheck_suite.diagnosis.wrong_elements.elements import (
     as_rounded_gradient,
     diagnose_elements,
     place_of_the_fault,
+    where_alone,
     wrong_and_right,
 )
 from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import (
@@ -36,7 +37,8 @@ from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import (
     stolen_buffer,
 )
 from gradcheck_suite.diagnosis.wrong_elements.reduce_operations import wrong_reduction
-from gradcheck_suite.numerics.comparison import Comparison
+from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.window import Window
 
@@ -177,15 +179,35 @@ def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step:
     such micro-batches' own weights. Where every item counts the same, that which counts items comes first: it shows
     every fault but those of counts that are not the number of items.
     """
-    probes = reversed(list(probes_of(window.reference.instance)))
-    found = (_on_probe(runner, probe, step, window, comparison) for probe in probes)
-    return next((diagnosis for diagnosis in found if diagnosis is not None), None)
+    *probes, last = reversed(list(probes_of(window.reference.instance)))
+    for probe in probes:
+        if found := _on_probe(runner, probe, step, window, comparison, or_another=probe.count is None):
+            return found
+    return _on_probe(runner, last, step, window, comparison)
+
+
+def _of_summed_losses(probe: WeightProbe, weights: Vector, instance: Instance) -> Vector:
+    """Return the weights that a probe shows as weights of an instance, whose items may count more or less."""
+    if probe.reduction == "sum":
+        return weights
+    plan = instance.case.plan
+    counts = [float(instance.count(instance.batch(plan.items(j)))) for j in range(len(weights))]
+    return weights * np.array([seen / own if own else 1.0 for seen, own in zip(probe.counts, counts, strict=True)])
 
 
 def _on_probe(
-    runner: LoopRunner, probe: WeightProbe, step: int, window: Window, comparison: Comparison
+    runner: LoopRunner,
+    probe: WeightProbe,
+    step: int,
+    window: Window,
+    comparison: Comparison,
+    *,
+    or_another: bool = False,
 ) -> Diagnosis | None:
-    """Return what the weights of a step on a probe show, or None where they are right."""
+    """Return what the weights of a step on a probe show, or None where they are right.
+
+    With `or_another`, return None also where they do not explain the gradient of the case: what is counted may differ.
+    """
     steps = probe.observed_weights(runner)
     if steps is None:
         return not_linear("the weight read-out probe cannot be used: the loop raised on it")
@@ -197,7 +219,11 @@ def _on_probe(
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
     weights = per_micro_batch(probe, items)
+    if weights is not None:
+        weights = _of_summed_losses(probe, weights, window.reference.instance)
     if weights is not None and not is_explained(window, comparison, weights):
+        if or_another:
+            return None
         # chance, other inputs, or a second fault
         recorder, again = recorded(runner, window.reference, step)
         if found := explain_run(recorder, again, window, comparison, step):
@@ -206,6 +232,10 @@ def _on_probe(
         # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
         if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not recorder.called):
             return here
+        wrong, others = wrong_and_right(comparison)
+        if others and is_explained(window, comparison, weights, only=wrong):
+            found = explain_weights(probe, steps, step, runner)
+            return replace(found, sentence=f"{where_alone(comparison)}{found.sentence}")
     return explain_weights(probe, steps, step, runner)
 
 

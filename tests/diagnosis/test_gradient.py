@@ -75,7 +75,7 @@ def _flush(run):
         (_noise, "added-term", "a term that does not depend on the loss"),
         (_decay, "added-term", "0.25 times the parameter is added to the gradient"),
         (_normalize, "normalised", "divided by its own size"),
-        (_signs, "normalised", "only signs are left"),
+        (_signs, "normalised", "every element is 1, 0 or -1"),
         (_clip_norm, "clipped", "its norm is 0.01, as after clipping by norm"),
         (_clip_value, "clipped", "as after clipping by norm or by value"),
         (_flush, "flushed-to-zero", "small elements are 0"),

@@ -110,3 +110,11 @@ def test_elements_that_are_0_are_not_called_clipped():
         found = explain_size(expected, observed, SMALL_SCALE * expected)
         assert found is not None
         assert found.name == name
+
+
+@pytest.mark.parametrize(("right", "says_signs"), [((3.0, -2.0, 1.0), True), ((2.0, -2.0, 2.0), False)])
+def test_only_signs_are_left_where_the_right_elements_have_several_sizes(right, says_signs):
+    expected = np.array(right)
+    found = explain_size(expected, 0.5 * np.sign(expected), 0.5 * np.sign(expected))
+    assert found.name == "normalised"
+    assert ("only signs are left" in found.sentence) == says_signs

@@ -13,7 +13,7 @@ from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.numerics.comparison import Comparison, Layout
 from gradcheck_suite.verification.probe_plans import slopes_case
-from tests.diagnosis.explaining import as_it_is, explained, then, weight_of
+from tests.diagnosis.explaining import DATA, as_it_is, explained, then, weight_of
 
 
 def _by_part(change):
@@ -60,6 +60,29 @@ def test_weights_by_loss_and_by_place(change, name, says):
     assert says in sentence
 
 
+def test_a_penalty_on_the_gradient_is_told_from_a_constant_term():
+    def penalise(factor):
+        def loop(run):
+            parameters = list(run.model.parameters())
+            for window in windows(run):
+                total = window_count(run, window)
+                for batch in window:
+                    loss = part_of_window(run, batch, total)
+                    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+                    (loss + factor * sum((g * g).sum() for g in gradients)).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+        return loop
+
+    name, sentence, _ = explained(penalise(0.01))
+    assert name == "added-term"
+    assert "grows with the square of the loss" in sentence
+    name, sentence, _ = explained(then(lambda run: [p.grad.add_(0.01) for p in run.model.parameters()]))
+    assert name == "added-term"
+    assert "does not depend on the loss" in sentence
+
+
 @pytest.mark.parametrize(
     ("of_window", "says"),
     [
@@ -86,13 +109,13 @@ UNDIVIDED = "a division is left out"
 @pytest.mark.parametrize(
     ("count", "divide_by", "says"),
     [
-        (1.25, lambda total, items: int(total), "made a whole number"),
-        (1.25, lambda total, items: round(total), "made a whole number"),
-        (1.25, lambda total, items: 1.0, UNDIVIDED),
-        (1.25, lambda total, items: items, "divide by run.count(batch), which is not the number of items"),
-        (2.0, lambda total, items: max(1, total - 1), "one target too few"),
-        (2.0, lambda total, items: 1.0, UNDIVIDED),
-        (2.0, lambda total, items: total + items, "one target too many is counted for every item"),
+        (1.25, lambda counts, items: int(sum(counts)), "made a whole number"),
+        (1.25, lambda counts, items: round(sum(counts)), "made a whole number"),
+        (1.25, lambda counts, items: 1.0, UNDIVIDED),
+        (1.25, lambda counts, items: items, "divide by run.count(batch), which is not the number of items"),
+        (2.0, lambda counts, items: max(1, sum(counts) - len(counts)), "one target too few for each micro-batch"),
+        (2.0, lambda counts, items: 1.0, UNDIVIDED),
+        (2.0, lambda counts, items: sum(counts) + items, "one target too many is counted for every item"),
     ],
 )
 def test_what_one_item_that_counts_more_or_less_than_1_is_divided_by(count, divide_by, says):
@@ -101,7 +124,7 @@ def test_what_one_item_that_counts_more_or_less_than_1_is_divided_by(count, divi
     def loop(run):
         def weight(window, batch):
             items = sum(len(next(leaves(b))) for b in window)
-            return run.count(batch) / divide_by(float(window_count(run, window)), items)
+            return run.count(batch) / divide_by([float(run.count(b)) for b in window], items)
 
         train_with_weights(run, weight)
 
@@ -109,6 +132,27 @@ def test_what_one_item_that_counts_more_or_less_than_1_is_divided_by(count, divi
     assert name == "wrong-scale"
     assert says in sentence
     assert (UNDIVIDED in sentence) == (says == UNDIVIDED)
+
+
+def test_a_factor_of_vectors_alone_is_said_to_be_so_where_one_element_is_wrong():
+    """The probe's only parameter is a vector, so that it shows this factor of every item."""
+
+    def shrink_vectors(run):
+        for p in run.model.parameters():
+            if p.ndim < 2:
+                p.grad.mul_(0.1)
+
+    def one_bias(seed):
+        linear = torch.nn.Linear(3, 1, dtype=torch.float64)
+        torch.nn.init.ones_(linear.weight)
+        torch.nn.init.ones_(linear.bias)
+        return linear
+
+    name, sentence, _ = explained(then(shrink_vectors), plan=Plan((1,), 1), model=one_bias, y=DATA["y"][:, :1])
+    assert name == "wrong-scale"
+    assert sentence.startswith("in bias alone, while weight is right: every item of the window weighs 0.1 times")
+    _, sentence, _ = explained(then(lambda run: [p.grad.mul_(0.1) for p in run.model.parameters()]), plan=Plan((1,), 1))
+    assert "alone" not in sentence
 
 
 def test_tasks_that_have_a_count_each_are_told_from_means_of_weight_one():
@@ -167,6 +211,40 @@ def test_a_step_that_is_not_finite_on_the_probe_is_no_evidence_on_another():
             p.grad.mul_(0.5)
 
     assert explained(then(halve, spoil), window=0)[0] == "wrong-scale"
+
+
+# Other windows
+
+
+def _dealt(order):
+    """Return a loop that trains the micro-batches of each epoch in another order, given those of the loader."""
+
+    def loop(run):
+        for _ in range(run.epochs):
+            batches = order(list(run.loader))
+            for first in range(0, len(batches), run.accumulation_steps):
+                backward_window(run, batches[first : first + run.accumulation_steps])
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("order", "window", "is_reordered"),
+    [
+        (lambda batches: batches[1::2] + batches[::2], 0, True),
+        (lambda batches: sorted(batches, key=lambda b: len(next(leaves(b)))), 0, True),
+        (lambda batches: batches[::-1], 0, True),
+        (lambda batches: [*batches[:-1], batches[0]], 1, False),
+        (lambda batches: [*batches[1:], batches[-2]], 0, False),
+    ],
+)
+@pytest.mark.parametrize("plan", [Plan((3, 1), 1, 2), Plan((3, 1, 2, 2), 2)])
+def test_micro_batches_in_another_order_are_told_from_others_in_their_place(order, window, is_reordered, plan):
+    name, sentence, _ = explained(_dealt(order), plan=plan, window=window)
+    assert ("in another order than the loader yields them" in sentence) == is_reordered, sentence
+    assert name == "other-window" or not is_reordered
 
 
 # Batches that are split

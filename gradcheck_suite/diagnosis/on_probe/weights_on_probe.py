@@ -27,9 +27,14 @@ from gradcheck_suite.schema.weight_probe import PARAMETER, SMALL_SCALE, probe_ca
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
 
+OF_OTHER_WINDOWS = frozenset(("stale-window", "later-window", "other-window"))
+"""Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
+
 
 def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of the weights of a step, by at most two further runs of the loop.
+
+    Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
 
     Args:
         probe: that the weights were read on.
@@ -41,7 +46,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     observed = per_micro_batch(probe, items)
     table = () if observed is None else item_weights(probe, observed, window)
     weights = None if observed is None else reading(probe, step, observed, alike=runner.alike)
-    elsewhere: list[Weights] = []
+    separated, elsewhere = None, list[Weights]()
     right = probe.right_weights(window)
     if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
         return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
@@ -50,19 +55,25 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
-            found, elsewhere = _separated(runner, probe, weights, steps)
-            if found:
-                return replace(found, weights=table)
+            separated, elsewhere = _separated(runner, probe, weights, steps)
+            if separated and not (separated.names & OF_OTHER_WINDOWS and runner.runs_left):
+                return replace(separated, weights=table)
         if known and not runner.runs_left:
             return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
-        return not_linear("on the read-out probe the items' weights are wrong, and the loop stops if the loss is small")
+        return separated or not_linear(
+            "on the read-out probe the items' weights are wrong, and the loop stops if the loss is small"
+        )
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
         found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
-        found = found or _by_loss(probe, recorder, step, items, small_step)
+        if found is None or found.name == "added-term":
+            # a power of the loss adds a term as well
+            found = _by_loss(probe, recorder, step, items, small_step) or found or separated
         return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
+    if separated:
+        return replace(separated, weights=table)
     if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
         return found
     if weights is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning, fitting_factors
-from gradcheck_suite.diagnosis.weight_patterns.other_windows import averaged, outside
+from gradcheck_suite.diagnosis.weight_patterns.other_windows import averaged, outside, reordered
 from gradcheck_suite.diagnosis.weight_patterns.patterns import INSIDE, Pattern, by_place, rescaled, rounded_to
 from gradcheck_suite.diagnosis.weight_patterns.presence import Steps
 from gradcheck_suite.diagnosis.weight_patterns.rank_patterns import RANKS, by_rank
@@ -51,7 +51,7 @@ def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
         return []
     scaled = (*_scales(steps, wrong), *rescaled(wrong), *by_place(wrong))
     ranks = (*RANKS, *by_rank(wrong)) if violated.owners else ()
-    patterns = (*ranks, *outside(violated.accumulation_steps), *averaged(steps), *scaled, *INSIDE)
+    patterns = (*ranks, *outside(violated.accumulation_steps), *averaged(steps), *reordered(steps), *scaled, *INSIDE)
     return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
 
 

@@ -205,3 +205,26 @@ def averaged(steps: Steps) -> tuple[Pattern, ...]:
         "moving average or a momentum is kept in the gradient; hand the optimizer the window's own gradient"
     )
     return (Pattern("stale-window", lambda w: True, lambda w, wrong: said, -1),)
+
+
+def reordered(steps: Steps) -> tuple[Pattern, ...]:
+    """Return the pattern of epochs whose micro-batches are dealt to its windows in another order than the loader's.
+
+    Args:
+        steps: of one run or of two, right ones as well.
+    """
+    epochs: dict[object, list[Weights]] = {}
+    for w in steps:
+        epochs.setdefault((w.windows, w.counts, w.epoch), []).append(w)
+    for epoch in epochs.values():
+        counted = np.array([n != 0 for n in epoch[0].counts])
+        held = np.stack([w.observed[counted] != 0 for w in epoch])
+        if len(epoch) != len(epoch[0].windows) or not (held.sum(axis=0) == 1).all():
+            return ()
+    if max(map(len, epochs.values())) < 3:
+        return ()  # two windows may just be exchanged
+    said = (
+        "each micro-batch of an epoch is in one step, and some in another window than their own: the loop trains them "
+        "in another order than the loader yields them; shuffle or sort the data before the loader, or within a window"
+    )
+    return (Pattern("other-window", lambda w: True, lambda w, wrong: said, 2, informs=lambda w: bool(w.foreign)),)

@@ -21,6 +21,13 @@ def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
     return wrong, [name for name in comparison.layout.names if name not in wrong]
 
 
+def where_alone(comparison: Comparison) -> str:
+    """Return which parameters are wrong while others are right, as the beginning of a sentence."""
+    wrong, right = wrong_and_right(comparison)
+    where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
+    return f"{where}{_kind_of(comparison, wrong, right)}: "
+
+
 def diagnose_elements(
     comparison: Comparison,
     by_weights: Mapping[str, Diagnosis | None],
@@ -44,11 +51,7 @@ def diagnose_elements(
         if "no-gradient" in found:
             found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
-    if right:
-        where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
-        where += f"{_kind_of(comparison, wrong, right)}: "
-    else:
-        where = "" if len(wrong) == 1 else "in every parameter: "
+    where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
     if not common:
         return mixed(comparison, wrong) or _by_one_factor(comparison, wrong, where)
     said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}

@@ -63,8 +63,15 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: 
     return with_second_names(found, window, comparison, list(elements))
 
 
-def is_explained(window: Window, comparison: Comparison, weights: Vector) -> bool:
-    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told."""
+def is_explained(window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()) -> bool:
+    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told.
+
+    Args:
+        window: whose gradient it is.
+        comparison: of the gradient with the right one.
+        weights: of the micro-batches.
+        only: the parameters that are looked at, all if empty.
+    """
     if window.moved or window.reference.instance.case.dtype != "float64":
         return True
     gradients = _summed_gradients(window)
@@ -72,7 +79,8 @@ def is_explained(window: Window, comparison: Comparison, weights: Vector) -> boo
         return True
     rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
     off = np.abs(weights @ gradients - comparison.observed)
-    return bool((off <= 2 * comparison.allowed + rounding).all())
+    near = off <= 2 * comparison.allowed + rounding
+    return all(near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names)
 
 
 def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:

@@ -15,12 +15,27 @@ from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 EXACT = 1e-9
 """Share of the largest element up to which two gradients are taken for equal."""
+SECOND_ORDER = 1e-3
+"""Share of an error 2**-20 times as large that rounding of the gradient itself may change."""
 ONCE = "once, after the window's last backward, and switch that off for the verification"
 
 
 def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXACT) -> bool:
     """Return whether the gradient with the small loss is the gradient, as much smaller as the loss."""
     return _near(with_small_loss / SMALL_SCALE, observed, max(tolerance, EXACT))
+
+
+def _of_second_order(expected: Vector, observed: Vector, with_small_loss: Vector) -> Diagnosis | None:
+    """Name a term that grows with the square of the loss, which a relative tolerance takes for none, or None."""
+    extra = observed - expected
+    if extra.any() and _near(with_small_loss / SMALL_SCALE - expected, SMALL_SCALE * extra, SECOND_ORDER):
+        return Diagnosis(
+            "added-term",
+            "a term that grows with the square of the loss is added to the gradient (up to "
+            f"{np.abs(extra).max():.3g}): a penalty on gradients that is no part of the objective, or a loss times "
+            "itself",
+        )
+    return None
 
 
 def explain_size(
@@ -42,14 +57,16 @@ def explain_size(
     exact = max(tolerance, EXACT)
     if not all(np.isfinite(values).all() for values in (expected, observed, with_small_loss)):
         return None
+    if found := _of_second_order(expected, observed, with_small_loss):
+        return found
     if _near(with_small_loss / SMALL_SCALE, expected, exact):
         return _of_large_gradients(expected, observed, exact)
     if _near(with_small_loss, observed, exact):
-        sizes = np.abs(observed[observed != 0])
-        signs = bool(len(sizes)) and _near(sizes, np.full_like(sizes, sizes[0])) and len(sizes) > 1
-        what = (
-            f"every element is {sizes[0]:.3g}, 0 or -{sizes[0]:.3g}: only signs are left" if signs else _norm(observed)
-        )
+        sizes, what = np.abs(observed[observed != 0]), _norm(observed)
+        if len(sizes) > 1 and _is_one_size(sizes):
+            # where all right elements have one size, a division by it leaves signs, too
+            only_signs = "" if _is_one_size(np.abs(expected[observed != 0])) else ": only signs are left"
+            what = f"every element is {sizes[0]:.3g}, 0 or -{sizes[0]:.3g}{only_signs}"
         return Diagnosis(
             "normalised",
             "a loss 2**-20 times as large gives the same gradient, so it is divided by its own size or reduced to its "
@@ -103,6 +120,10 @@ def _near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: flo
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0.0)))
 
 
+def _is_one_size(sizes: Vector) -> bool:
+    return _near(sizes, np.full_like(sizes, sizes[0]))
+
+
 def _norm(gradient: Vector) -> str:
     return f"its norm is {np.linalg.norm(gradient):.4g}"
 
@@ -112,11 +133,11 @@ def _threshold(expected: Vector, observed: Vector) -> str:
     factor = observed[pivot] / expected[pivot]
     if _near(observed, factor * expected):
         cut = observed[observed != 0]
-        how = "by norm or by value" if _near(np.abs(cut), np.full_like(cut, abs(cut[0]))) else "by norm"
+        how = "by norm or by value" if _is_one_size(np.abs(cut)) else "by norm"
         return f"the whole gradient is {factor:.3g} times the right one, and {_norm(observed)}, as after clipping {how}"
     off = np.abs(observed - expected) > EXACT * np.abs(expected).max()
     sizes = np.abs(observed[off])
-    if _near(sizes, np.full_like(sizes, sizes[0])) and (np.abs(expected[off]) > sizes).all():
+    if _is_one_size(sizes) and (np.abs(expected[off]) > sizes).all():
         return f"{np.count_nonzero(off)} of {len(off)} elements are cut at {sizes[0]:.3g}, as after clipping by value"
     return "contributions or parameters are clipped each by itself, or the sum before it is complete"
 
