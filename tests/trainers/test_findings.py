@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FINDINGS = sorted((Path(__file__).parents[2] / "reports" / "findings").glob("*.md"))
-PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_accelerated", "poutyne", "fastai")
+PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_accelerated", "poutyne", "fastai", "deepspeed")
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
