@@ -111,7 +111,11 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
     if on_probe is None and diagnosis.names & (NOT_BY_VALUES | {"not-linear"}):
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     diagnosis = unless_gone(
-        diagnosis, runner, instance, comparison, lambda run: gradient_of_step(run, window.reference, step)
+        diagnosis,
+        runner,
+        instance,
+        comparison,
+        lambda run: gradient_of_step(run, window.reference, step, comparison.observed),
     )
     return replace(diagnosis, details=numbers + diagnosis.details)
 
@@ -225,7 +229,7 @@ def _on_probe(
         if or_another:
             return None
         # chance, other inputs, or a second fault
-        recorder, again = recorded(runner, window.reference, step)
+        recorder, again = recorded(runner, window.reference, step, comparison.observed)
         if found := explain_run(recorder, again, window, comparison, step):
             return found
         here = diagnose_case(window, comparison, step // len(probe.plan.windows), alike=runner.alike)
@@ -266,4 +270,10 @@ def explain_missing(
     if _is_right_with_finite_losses(runner, window, comparison, step):
         return SKIPPED
     found = missing_gradient(parameter)
-    return unless_gone(found, runner, instance, comparison, lambda run: gradient_of_step(run, window.reference, step))
+    return unless_gone(
+        found,
+        runner,
+        instance,
+        comparison,
+        lambda run: gradient_of_step(run, window.reference, step, comparison.observed),
+    )

@@ -27,17 +27,26 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 
-def gradient_of_step(outcome: Outcome, reference: Reference, step: int) -> Vector | None:
-    """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before."""
+def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
+    """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before.
+
+    Where the step calls its closure several times: that of the last call, or of the one nearest to what was `seen`.
+    """
     if outcome.raised is not None or step >= len(outcome.observations):
         return None
-    return reference.flat(outcome.observations[step].gradients)
+    calls = [reference.flat(evaluation.gradients) for evaluation in outcome.observations[step].evaluations]
+    if seen is None:
+        return calls[-1]
+    with np.errstate(invalid="ignore"):
+        return min(calls, key=lambda gradient: float(np.nansum(np.abs(gradient - seen))))
 
 
-def recorded(runner: LoopRunner, reference: Reference, step: int) -> tuple[LossRecorder, Vector | None]:
-    """Run the loop again and record its losses; return also the gradient at a step, None where there is none."""
+def recorded(
+    runner: LoopRunner, reference: Reference, step: int, seen: Vector | None = None
+) -> tuple[LossRecorder, Vector | None]:
+    """Run the loop again and record its losses; return also `gradient_of_step`."""
     recorder, outcome = run_recorded(runner, reference.instance)
-    return recorder, None if outcome is None else gradient_of_step(outcome, reference, step)
+    return recorder, None if outcome is None else gradient_of_step(outcome, reference, step, seen)
 
 
 def explain_run(

@@ -33,6 +33,7 @@ from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.accumulable import gradient_fault, reference_of
+from gradcheck_suite.verification.closure_calls import closure_without_reset
 from gradcheck_suite.verification.divergence import DIVERGED, ended_in_divergence, is_diverged, is_far, is_start
 from gradcheck_suite.verification.gradient_violation import gradient_violation
 from gradcheck_suite.verification.moved_by_zeros import explain_zeros, moved_while_frozen, zeros_that_move
@@ -255,6 +256,8 @@ def _judge_gradients(
     if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
         return fault
     known = undeclared_autocast(window, evaluation, outcome.compute)
+    if known is None and runner:
+        known = closure_without_reset(window, outcome, evaluation)
     if known is None and moved and runner:
         known = stale_parameters(window, outcome, evaluation, autocast)
     return gradient_violation(window, evaluation, comparison, epoch, runner, known, alike=outcome.alike)

@@ -270,6 +270,27 @@ def test_every_call_of_a_closure_is_judged(dtype):
     # the first call is right, later ones add to it
     violation = check(_closure_without_reset, case).violation
     assert (violation.kind, violation.epoch, violation.window) == ("gradient", 0, 0)
+    if dtype == "float64":
+        assert violation.diagnosis == "stale-window"
+        assert "reset at the start of the closure" in violation.explanation
+
+
+def _closure_of_doubled_losses(run):
+    """The planted fault: as the loop above with a reset in the closure, and every loss twice."""
+    for window in windows(run):
+
+        def closure(window=window):
+            run.optimizer.zero_grad()
+            for batch in window:
+                (2 * part_of_window(run, batch, window_count(run, window))).backward()
+            return torch.zeros(())
+
+        run.optimizer.step(closure)
+
+
+def test_a_closure_that_resets_is_not_blamed_for_its_calls():
+    violation = check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
 # gradients that are not those of the parameters at the step
