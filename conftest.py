@@ -101,7 +101,8 @@ def _kept() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked `full` unless `--full` is given."""
+    """Deselect the tests marked `full` unless `--full` is given. Those that need ranks come first, in one worker."""
+    items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     if config.getoption("--full"):
         return
     long = [item for item in items if item.get_closest_marker("full")]
