@@ -208,16 +208,19 @@ class LowPrecisionBound:
         instance = self._window.reference.instance
         batch = instance.batch(self._window.items)
         total = float(instance.count(batch)) if instance.problem.reduction == "mean" else 1.0
-        sums = self._computation.gradient(*((cut, share * total) for cut, share in _parts(self._window)))
-        if (np.isfinite(sums) != np.isfinite(self._window.expected)).any():
+        parts = [(cut, share * total) for cut, share in _parts(self._window)]
+        sums = self._computation.gradient(*parts)
+        if (np.isfinite(sums) != np.isfinite(self._window.expected)).any() and self._leave_range(parts):
             raise CannotJudgeError(f"the gradient of the window's summed loss overflows {instance.case.dtype}")
 
     def is_out_of_range(self) -> bool:
         """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""
-        computation, parts = self._window.float64_bound.computation, _parts(self._window)
+        return self._leave_range([(self._window.items, 1.0), *_parts(self._window)])
+
+    def _leave_range(self, parts: Sequence[Part]) -> bool:
         in_use = [torch_dtype(name) for name in (self._window.reference.instance.case.dtype, self._compute) if name]
         narrowest = min(in_use, key=lambda dtype: torch.finfo(dtype).max)
-        return leaves_range(computation, [(self._window.items, 1.0), *parts], narrowest)
+        return leaves_range(self._window.float64_bound.computation, parts, narrowest)
 
     def is_torchs(self, observed: Vector) -> bool:
         """Return False: in a lower precision no gradient is told to be torch's float64 one."""
