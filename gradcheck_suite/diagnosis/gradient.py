@@ -1,4 +1,4 @@
-"""Naming the fault of a wrong gradient, from the evidence and at most four further runs of the loop.
+"""Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
 
 The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one is on the
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
@@ -6,7 +6,7 @@ one with the small loss under the first plan tells whether the weights depend on
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
 they are: one run records what the losses are computed from, and one has the small loss. Runs that are left repeat the
 case, since a fault that not every run shows has no other name. Where micro-batches have no valid targets, or every item
-counts the same and not 1, the weights are read off two probes, which count differently.
+counts the same and not 1, the weights are read off two probes, which count differently; the latter takes a fourth run.
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step:
     for probe in probes:
         if found := _on_probe(runner, probe, step, window, comparison, or_another=probe.count is None):
             return found
+        # the second probe of items that all count the same, and not 1, is not one of the runs that other cases have
+        runner.runs_left += probe.count is None
     return _on_probe(runner, last, step, window, comparison)
 
 

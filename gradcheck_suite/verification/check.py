@@ -95,10 +95,7 @@ def check(
         if asked and reference.finding:
             return Verdict(case, finding=reference.finding)
         if refused := next((outcome.refused for outcome in outcomes if outcome.refused), None):
-            if problem is not None or case.optimizer in NEEDS_CLOSURE:
-                # the user's problem, or the loop that passes no closure, is the same in every case
-                raise CannotRunHere(refused)
-            return Verdict(case, skipped=refused)
+            return _refused(case, problem, refused)
 
         declared = {*assumes, *assumptions_of(loop)}
 
@@ -120,6 +117,14 @@ def check(
         return verdict
     except CannotJudgeError as error:
         return Verdict(case, skipped=str(error))
+
+
+def _refused(case: Case, problem: Problem | None, why: str) -> Verdict:
+    """Return that a case is skipped, or raise where every case would be."""
+    if problem is not None or case.optimizer in NEEDS_CLOSURE:
+        # the user's problem, or the loop that passes no closure, is the same in every case
+        raise CannotRunHere(why)
+    return Verdict(case, skipped=why)
 
 
 def _judge(

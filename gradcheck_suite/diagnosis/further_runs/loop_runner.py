@@ -10,9 +10,8 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
-MAX_RUNS, OF_SECOND_PROBE = 4, 1
-"""Runs that one diagnosis may take beside the run that showed the violation. The last one is left to a plan whose
-weights are read off two probes: every other diagnosis takes at most three."""
+MAX_RUNS = 3
+"""Runs that one diagnosis may take beside the run that showed the violation."""
 
 
 class LoopRunner:
@@ -51,8 +50,8 @@ class LoopRunner:
         return failed or outcomes[self.rank]
 
     def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
-        """Yield what the loop does with the very instance that showed the violation, while runs are left for that."""
-        for _ in range(min(times, self.runs_left - OF_SECOND_PROBE)):
+        """Yield what the loop does with the very instance that showed the violation, while runs are left."""
+        for _ in range(times):
             outcome = self.run(instance)
             if outcome is None:
                 return

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning
-from gradcheck_suite.diagnosis.weight_patterns.patterns import FORMATS
 from gradcheck_suite.diagnosis.weight_patterns.weights import ALONE, Diagnosis, listed
 from gradcheck_suite.diagnosis.wrong_elements.moved_elements import Array, mixed, part_of, projected
+from gradcheck_suite.diagnosis.wrong_elements.number_formats import format_of, levels_of, relative_error
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 
 
@@ -100,12 +100,12 @@ def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
     The read-out probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
     """
     expected, observed = comparison.expected, comparison.observed
-    form = _format(expected, observed)
-    if form is None or _format(expected, expected) is not None:
+    form = format_of(expected, observed)
+    if form is None or format_of(expected, expected) is not None:
         return None
     return Diagnosis(
         "rounded-gradient",
-        f"the gradient is right to {_relative(expected, observed):.1g} only, and all its elements are numbers of "
+        f"the gradient is right to {relative_error(expected, observed):.1g} only, and all its elements are numbers of "
         f"{form}: accumulate in the parameter's dtype or a wider one",
     )
 
@@ -145,7 +145,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
             "swapped-gradients",
             f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
         )
-    if weights is None and (levels := _levels(expected, observed)):
+    if weights is None and (levels := levels_of(expected, observed)):
         yield (
             "rounded-gradient",
             f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised; "
@@ -153,11 +153,11 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         )
     elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
-    elif weights is None and (form := _format(expected, observed)):
+    elif weights is None and (form := format_of(expected, observed)):
         yield (
             "rounded-gradient",
-            f"the gradient of {name} is right to {_relative(expected, observed):.1g} only, and all its elements are "
-            f"numbers of {form}: accumulate in the parameter's dtype or a wider one",
+            f"the gradient of {name} is right to {relative_error(expected, observed):.1g} only, and all its elements "
+            f"are numbers of {form}: accumulate in the parameter's dtype or a wider one",
         )
 
 
@@ -254,34 +254,3 @@ def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_z
         found.append(("changes large elements, since all others are smaller (clipping by value)", choices > 64))
     causes = [] if any(sure for _, sure in found) else ["a slice, a mask or a shard"]
     return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
-
-
-LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
-"""Largest whole numbers of the formats that gradients are quantised to."""
-
-
-def _levels(expected: Array, observed: Array) -> int | None:
-    """Return the number of steps from 0 to the largest element that all elements lie on, where they are near enough."""
-    largest = np.abs(observed).max()
-    if np.count_nonzero(observed) < 3 or len(np.unique(np.abs(observed))) < 2:
-        return None
-    for levels in LEVELS:
-        steps = observed / largest * levels
-        if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
-            return levels if (np.abs(observed - expected) <= largest / levels).all() else None
-    return None
-
-
-def _relative(expected: Array, observed: Array) -> float:
-    size = np.abs(expected).max()
-    return float(np.abs(observed - expected).max() / size) if size else float("inf")
-
-
-def _format(expected: Array, observed: Array) -> str | None:
-    """Return the narrow format that all elements are numbers of, where the gradient is right to its precision."""
-    for form, digits in FORMATS.items():
-        mantissa, _ = np.frexp(observed)
-        scaled = mantissa * 2.0**digits
-        if (scaled == np.round(scaled)).all() and _relative(expected, observed) <= 8 * 2.0**-digits:
-            return form
-    return None
