@@ -118,7 +118,8 @@ def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, name
     if arguments.reports is not None:
         from gradcheck_suite.records.store import append_record
 
-        append_record(arguments.reports, "audit", result.to_json(), environment=about)
+        data = {**result.to_json(), "arguments": arguments.arguments}
+        append_record(arguments.reports, "audit", data, environment=about)
     sys.stdout.flush()
     print("\n".join(result_lines(result, shown=True)), file=sys.stderr, flush=True)
     if result.violations:
