@@ -8,6 +8,7 @@ from typing import Any
 
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.records_view import Records, latest
+from gradcheck_suite.report.sections.audits import run_of
 from gradcheck_suite.report.sections.traffic import total
 
 SMALLEST = 0.1
@@ -189,7 +190,8 @@ def _zero_or_none(records: list[Record]) -> Facts:
 
 
 def _audits(records: list[Record]) -> Facts:
-    return {str(r.data["loop"]): _verdict(r.data) for r in records}
+    runs = ((run_of(r.data), _verdict(r.data)) for r in records)
+    return {f"{script} on {ranks} ranks" if ranks > 1 else script: verdict for (script, ranks), verdict in runs}
 
 
 def _steps(records: list[Record]) -> Facts:

@@ -226,12 +226,17 @@ def test_an_audited_script_has_its_last_verdict(tmp_path):
     record(tmp_path, "audit", loop="train.py", verdict="holds", windows=3, violation=None)
     violation = {"kind": "gradient", "diagnosis": "tail-leak", "step": 4, "where": "train.py:7", "explanation": "leaks"}
     record(tmp_path, "audit", loop="train.py", verdict="violated", windows=5, violation=violation)
+    record(
+        tmp_path, "audit", loop="train.py", arguments=["--fast"], ranks=2, verdict="holds", windows=4, violation=None
+    )
     record(tmp_path, "audit", loop="other.py", verdict="unjudged", windows=0, violation=None)
     section = _section(build(tmp_path), "audits")
-    assert section.text[0].endswith("ran 2 scripts unchanged and judged the optimizer steps; 1 violated.")
+    assert section.text[0].startswith("`gradcheck-suite audit` ran 3 scripts unchanged")
+    assert "; 1 violated." in section.text[0]
     assert section.tables[0].rows == (
-        ("train.py", "violated", 5, "gradient: tail-leak", 4, "train.py:7", "leaks"),
-        ("other.py", "unjudged", 0, None, None, None, None),
+        ("train.py", 1, "violated", 5, "gradient: tail-leak", 4, "train.py:7", "leaks"),
+        ("train.py --fast", 2, "holds", 4, None, None, None, None),
+        ("other.py", 1, "unjudged", 0, None, None, None, None),
     )
 
 

@@ -17,7 +17,7 @@ COLUMNS = ("script", "ranks", "verdict", "steps judged", "diagnosis", "at step",
 
 def audits(records: Sequence[Record]) -> Section | None:
     """Return the section on audited scripts; None where there is none."""
-    newest = latest(records, lambda d: (_command(d), _ranks(d)))
+    newest = latest(records, run_of)
     if not newest:
         return None
     rows = tuple(_row(record.data) for record in newest)
@@ -27,23 +27,20 @@ def audits(records: Sequence[Record]) -> Section | None:
         "Audited scripts",
         "verification",
         (
-            f"`gradcheck-suite audit` ran {counted(len(rows), 'script')} unchanged, each with its arguments, and judged "
-            f"the optimizer steps; {violated} violated. Those on several ranks ran under `torchrun`.",
+            f"`gradcheck-suite audit` ran {counted(len(rows), 'script')} unchanged and judged the optimizer "
+            f"steps; {violated} violated. Those on several ranks ran under `torchrun`.",
         ),
         tables=(Table("Every script and its verdict", COLUMNS, rows),),
         sources=sources(newest),
     )
 
 
-def _command(data: Mapping[str, Any]) -> str:
-    return " ".join([str(data["loop"]), *data.get("arguments", ())])
-
-
-def _ranks(data: Mapping[str, Any]) -> int:
-    return int(data.get("ranks") or 1)
+def run_of(data: Mapping[str, Any]) -> tuple[str, int]:
+    """Return a script with its arguments, and the number of its ranks."""
+    return " ".join([str(data["loop"]), *data.get("arguments", ())]), int(data.get("ranks") or 1)
 
 
 def _row(data: Mapping[str, Any]) -> tuple[Cell, ...]:
     violation = data.get("violation") or {}
     told = (violation.get(name) for name in ("step", "where", "explanation"))
-    return (_command(data), _ranks(data), str(data["verdict"]), data.get("windows"), title_of(data.get("violation")), *told)
+    return (*run_of(data), str(data["verdict"]), data.get("windows"), title_of(data.get("violation")), *told)
