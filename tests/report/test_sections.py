@@ -233,6 +233,11 @@ def test_an_audited_script_has_its_last_verdict(tmp_path):
     section = _section(build(tmp_path), "audits")
     assert section.text[0].startswith("`gradcheck-suite audit` ran 3 scripts unchanged")
     assert "; 1 violated." in section.text[0]
+    assert [(row[0], [cell[1] for cell in row[1]]) for row in section.matrices[0].rows] == [
+        ("train.py", [("tail-leak",), ("not run",)]),
+        ("train.py --fast", [("not run",), ("holds",)]),
+        ("other.py", [("unjudged",), ("not run",)]),
+    ]
     assert section.tables[0].rows == (
         ("train.py", 1, "violated", 5, "gradient: tail-leak", 4, "train.py:7", "leaks"),
         ("train.py --fast", 2, "holds", 4, None, None, None, None),
