@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 from gradcheck_suite.numerics.bounds import (
+    DRAWS,
     FALSE_ALARM,
+    FEW_DRAWS,
+    MANY_DRAWS,
+    RARE_DRAWS,
     SMALLEST,
     UNIT_ROUNDOFF,
     accumulation_bound,
@@ -143,3 +147,10 @@ def test_the_bound_of_accumulation_has_a_relative_and_an_absolute_part(terms, ro
             [float(_product(roundings, dtype) * size + roundings * spacing)], rel=1e-13, abs=0
         )
     assert accumulation_bound(np.array([np.inf]), terms, dtype).tolist() == [float(roundings * spacing)]
+
+
+def test_so_many_draws_are_made_as_the_guide_and_the_derivations_say():
+    """Whole groups of `DRAWS`, each with a bound of its own; `docs/bounds.md` states the first three numbers."""
+    assert (FEW_DRAWS, DRAWS, MANY_DRAWS, RARE_DRAWS) == (4, 32, 128, 1024)
+    assert (1 - 1 / 15) ** MANY_DRAWS < 2e-4
+    assert (1 - 1 / 150) ** RARE_DRAWS < 2e-3
