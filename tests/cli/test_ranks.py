@@ -106,6 +106,7 @@ def test_a_loop_over_ranks_needs_ranks(run, project):
     assert_one_line(run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4")
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_that_needs_ranks_is_told_so(run, project):
     (project / "own.py").write_text(FILE)
     outcome = run("verify", "own.py:train", "--examples", "1")

@@ -76,6 +76,7 @@ def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch):
         pool._pools.popitem()[1].close()
 
 
+@pytest.mark.full
 def test_a_rank_that_kills_itself_is_named():
     assert violation(rank_loops.killed).explanation == "on rank 1 of 2: the loop failed: its process ended by SIGKILL"
 

@@ -20,6 +20,7 @@ UNEVEN = Plan((1, 3, 2, 2, 4), 2, 2, ranks=(3, 2))
 SQUARE = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=4),), Loss("mse", reduction="mean"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loop",
     [
@@ -41,7 +42,13 @@ def test_a_sound_way_to_add_up_gradients_holds(loop):
     [
         (reductions.broadcast_alone, probe_case(EVEN), "dropped-rank", "no micro-batch of rank 1 is in the gradient"),
         (reductions.by_max, Case(SQUARE, EVEN), "wrong-operation", "is called with ReduceOp.MAX"),
-        (reductions.by_product, Case(SQUARE, EVEN), "wrong-operation", "is called with ReduceOp.PRODUCT"),
+        pytest.param(
+            reductions.by_product,
+            Case(SQUARE, EVEN),
+            "wrong-operation",
+            "is called with ReduceOp.PRODUCT",
+            marks=pytest.mark.full,
+        ),
         (reductions.to_rank_0_alone, probe_case(EVEN), "not-reduced", "look for a reduce in place of an all_reduce"),
         (reductions.negated_on_rank_1, probe_case(EVEN), "wrong-scale", "those of rank 1 weigh -1 times what they"),
         (reductions.in_other_order, Case(SQUARE, EVEN), "permuted-gradient", "go through the parameters in the same"),
