@@ -25,6 +25,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.references.attention import attention_backward
+from gradcheck_suite.references.normalizations import FORWARD_NORMS
 
 # fmt: off
 SELECTING = frozenset((
@@ -74,6 +75,11 @@ class _Grid:
     step: float
     inside: float
     shift: int
+
+    @property
+    def rounds_inside(self) -> bool:
+        """Whether operations round inside, too."""
+        return self.inside > self.step
 
 
 @cache
@@ -133,7 +139,7 @@ class RandomRounding(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation with rounding errors."""
-        if (decomposed := _decompositions().get(func)) is not None:
+        if (decomposed := _decompositions(inside=_grid(self._dtype).rounds_inside).get(func)) is not None:
             with self:
                 return decomposed(*args, **(kwargs or {}))
         rounding = _rounding_of(func)
@@ -205,16 +211,20 @@ def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
 
 
 @cache
-def _decompositions() -> dict[Any, Any]:
+def _decompositions(*, inside: bool) -> dict[Any, Any]:
     """Return the operations whose result is a difference of sums, as functions of simpler operations.
 
     The gradient of the layer norm of a single number is g - g. Whatever its arguments are, the operation returns 0, and
     torch in a lower precision returns a rounding error of g / sqrt(eps).
+
+    Args:
+        inside: whether a normalization rounds inside, as `normalizations` has it.
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
     attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return {**get_decompositions([getattr(aten, name) for name in names]), attention: attention_backward}
+    found = {**get_decompositions([getattr(aten, name) for name in names]), attention: attention_backward}
+    return {**found, **FORWARD_NORMS} if inside else found
 
 
 @cache

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
@@ -279,3 +280,33 @@ def test_no_draw_of_large_logits_overflows():
                 drawn = gradient()
             assert drawn.isfinite().all()
             assert (drawn - exact).abs().max() <= 2 * exact.abs().max()
+
+
+CLOSE = torch.tensor([[-6.7251, -6.8569]], dtype=torch.float64)
+NORMALIZATIONS = {
+    "layer": lambda x, *affine: F.layer_norm(x, (2,), *affine),
+    "group": lambda x, *affine: F.group_norm(x, 1, *affine),
+    "frozen batch": lambda x, *affine: F.batch_norm(x, x.new_tensor([-6.7, -6.8]), x.new_tensor([1e-3, 2e-3]), *affine),
+    "batch": lambda x, *affine: F.batch_norm(x.T.repeat(1, 2), None, None, *affine, training=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZATIONS)
+def test_a_normalization_of_close_numbers_has_the_rounding_error_of_their_mean(name):
+    """A shift of all inputs leaves the output as it is, so moved inputs would show a thousandth of it."""
+    normalized, affine = NORMALIZATIONS[name], torch.tensor([[1.5, 0.5], [0.2, -0.3]], dtype=torch.float64)
+    exact = normalized(CLOSE, *affine)
+    variance = {"frozen batch": 1e-3}.get(name, float(CLOSE.var(correction=0)))
+    size = 2.0**-24 * 6.8 * variance**-0.5
+    errors = []
+    for draw in range(DRAWS):
+        with RandomRounding(draw, torch.float32):
+            errors.append(normalized(CLOSE, *affine) - exact)
+    noise = torch.stack(errors).square().mean(0).sqrt().max()
+    assert 0.3 * size < noise < 6 * size
+    with RandomRounding(0):
+        assert 0 < (normalized(CLOSE, *affine) - exact).abs().max() < 1e-12
+    assert (normalized(CLOSE.float(), *affine.float()).double() - exact).abs().max() < 4 * noise
+    with RandomRounding(0, torch.bfloat16):
+        # computed in float32 there, and rounded at the end
+        assert (normalized(CLOSE, *affine) - exact).abs().max() < 2.0**-5 * exact.abs().max()
