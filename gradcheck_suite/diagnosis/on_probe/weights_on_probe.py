@@ -56,7 +56,10 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
             separated, elsewhere = _separated(runner, probe, weights, steps)
-            if separated and not (separated.names & OF_OTHER_WINDOWS and runner.runs_left):
+            if separated and separated.names & OF_OTHER_WINDOWS:
+                # the small loss tells other windows from a number that is added, by a fourth run if need be
+                runner.runs_left = max(runner.runs_left, 1)
+            elif separated:
                 return replace(separated, weights=table)
         if known and not runner.runs_left:
             return replace(named, weights=table)
