@@ -104,6 +104,9 @@ HAND: dict[str, Callable[[], list[Any]]] = {
     "_assert_scalar": lambda: [(aten._assert_scalar.default, (True, "text"), {})],
     "_assert_tensor_metadata": lambda: [(aten._assert_tensor_metadata.default, (tensor(2),), {})],
     "_grouped_mm": grouped_products,
+    "_linalg_check_errors": lambda: [
+        (aten._linalg_check_errors.default, (torch.zeros((), dtype=torch.int32), "text"), {"is_matrix": True})
+    ],
     "_batch_norm_with_update_functional": lambda: [
         (
             aten._batch_norm_with_update_functional.default,
