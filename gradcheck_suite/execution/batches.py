@@ -68,13 +68,19 @@ class Items(Dataset[Any]):
 
 
 class MicroBatchSampler(BatchSampler):
-    """The micro-batches of one epoch in order, as lists of item indices; `batch_size` is that of the largest."""
+    """The micro-batches of one epoch in order, as lists of item indices; `batch_size` is that of the largest.
+
+    Attributes:
+        passes: number of passes that were begun.
+    """
 
     def __init__(self, items: Items, micro_batches: Iterable[range]) -> None:
         self.micro_batches = [list(indices) for indices in micro_batches]
+        self.passes = 0
         super().__init__(SequentialSampler(items), max(map(len, self.micro_batches), default=1), drop_last=False)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
         return iter(self.micro_batches)
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
+from gradcheck_suite.execution.batches import MicroBatchSampler
 from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
@@ -42,9 +43,10 @@ class Outcome:
         structure: how the loop changed the model's parameters, or None.
         compute: the autocast dtype of its losses, or None.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
-        scheduler_steps: number of steps of each learning rate scheduler.
+        scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An epoch is a pass over
+            the loader.
         skipped: for each step that a `GradScaler` skipped, the number of steps before it.
-        scaler_calls: (method, number of its calls), one for each `GradScaler` and optimizer.
+        scaler_calls: (method, number of its calls in each epoch), one for each `GradScaler` and optimizer.
         deadlock: whether the loop was stopped because its ranks wait for each other.
         mismatched: whether this rank was ended because other ranks were in another collective.
         collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
@@ -62,9 +64,9 @@ class Outcome:
     structure: str | None = None
     compute: Compute = None
     refused: str | None = None
-    scheduler_steps: tuple[int, ...] = ()
+    scheduler_steps: tuple[dict[int, int], ...] = ()
     skipped: tuple[int, ...] = ()
-    scaler_calls: tuple[tuple[str, int], ...] = ()
+    scaler_calls: tuple[tuple[str, dict[int, int]], ...] = ()
     deadlock: bool = False
     mismatched: bool = False
     collectives: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -84,15 +86,20 @@ def run_loop(
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
-    scaled, scheduled = ScalerCalls(), Calls()
+    scaled, scheduled, sampler = ScalerCalls(), Calls(), run.loader.batch_sampler
+    assert isinstance(sampler, MicroBatchSampler)
+
+    def epoch() -> int:
+        return sampler.passes - 1
+
     default_dtype = torch.get_default_dtype()
     try:
         with (
             loop_output(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
-            scaler_calls(lambda: len(observer.observations)) as scaled,
-            scheduler_steps() as scheduled,
+            scaler_calls(lambda: len(observer.observations), epoch) as scaled,
+            scheduler_steps(epoch) as scheduled,
             time_limit(time_limit_s) as limit,
         ):
             loop(run)

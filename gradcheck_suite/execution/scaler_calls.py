@@ -26,27 +26,28 @@ class ScalerCalls:
 
     def __init__(self) -> None:
         self.skipped: list[int] = []
-        self._counts: Counter[tuple[str, int, int]] = Counter()
+        self._counts: dict[tuple[str, int, int], Counter[int]] = {}
         self._kept: list[Any] = []  # so that no id is used again
 
-    def add(self, method: str, scaler: Any, arguments: tuple[Any, ...]) -> None:
+    def add(self, method: str, scaler: Any, arguments: tuple[Any, ...], epoch: int) -> None:
         """Count one call, which has returned. A `step` calls `unscale_` by itself where the loop has not."""
         optimizer = arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
-        self._counts[method, id(scaler), id(optimizer)] += 1
+        self._counts.setdefault((method, id(scaler), id(optimizer)), Counter())[epoch] += 1
         self._kept.append((scaler, optimizer))
 
     @property
-    def counts(self) -> tuple[tuple[str, int], ...]:
-        """(method, number of calls), one for each scaler and optimizer."""
-        return tuple((method, count) for (method, _, _), count in self._counts.items())
+    def counts(self) -> tuple[tuple[str, dict[int, int]], ...]:
+        """(method, number of calls in each epoch), one for each scaler and optimizer."""
+        return tuple((method, dict(counts)) for (method, _, _), counts in self._counts.items())
 
 
 @contextmanager
-def scaler_calls(steps: Callable[[], int]) -> Iterator[ScalerCalls]:
+def scaler_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterator[ScalerCalls]:
     """Record the calls of every scaler while the context is active.
 
     Args:
         steps: returns the number of optimizer steps so far.
+        epoch: returns the epoch of the loop.
     """
     calls, found = ScalerCalls(), torch.amp.GradScaler
     originals = {method: getattr(found, method) for method in METHODS}
@@ -56,7 +57,7 @@ def scaler_calls(steps: Callable[[], int]) -> Iterator[ScalerCalls]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = steps()
             result = originals[method](self, *args, **kwargs)
-            calls.add(method, self, args or tuple(kwargs.values()))
+            calls.add(method, self, args or tuple(kwargs.values()), epoch())
             if method == "step" and steps() == before:
                 calls.skipped.append(before)
             return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,30 +22,35 @@ class Calls:
     """Counts of calls of `step`, one for each scheduler. The call that a scheduler makes when it is made is none."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[torch.optim.lr_scheduler.LRScheduler, int]] = {}
+        self._counts: dict[int, tuple[torch.optim.lr_scheduler.LRScheduler, Counter[int]]] = {}
 
-    def add(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    def add(self, scheduler: torch.optim.lr_scheduler.LRScheduler, epoch: int) -> None:
         """Count one call, which has returned."""
         if getattr(scheduler, "last_epoch", 0) > 0:
-            _, before = self._counts.get(id(scheduler), (scheduler, 0))
-            self._counts[id(scheduler)] = scheduler, before + 1  # the reference keeps the id from being used again
+            # the reference keeps the id from being used again
+            _, counts = self._counts.setdefault(id(scheduler), (scheduler, Counter()))
+            counts[epoch] += 1
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of calls of each scheduler that was stepped."""
-        return tuple(count for _, count in self._counts.values())
+    def counts(self) -> tuple[dict[int, int], ...]:
+        """The number of calls in each epoch, one for each scheduler that was stepped."""
+        return tuple(dict(counts) for _, counts in self._counts.values())
 
 
 @contextmanager
-def scheduler_steps() -> Iterator[Calls]:
-    """Count the calls of `step` of every scheduler of torch while the context is active."""
+def scheduler_steps(epoch: Callable[[], int]) -> Iterator[Calls]:
+    """Count the calls of `step` of every scheduler of torch while the context is active.
+
+    Args:
+        epoch: returns the epoch of the loop.
+    """
     calls, originals = Calls(), {found: found.step for found in _CLASSES}
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
-            calls.add(self)
+            calls.add(self, epoch())
             return result
 
         return step

@@ -26,25 +26,38 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
         schedules: whether the loop assumes that its schedule counts micro-batches.
     """
     plan = case.plan
-    micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank] * plan.epochs
-    if is_probe(case) or micro_batches in (plan.steps, plan.steps * plan.world_size):
+    micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank]
+    windows = len(plan.windows)
+    if is_probe(case) or micro_batches in (windows, windows * plan.world_size):
         return None
-    if micro_batches in outcome.scheduler_steps and not schedules:
-        return Violation(
-            "step-count",
-            "scheduler-per-micro-batch",
-            f"a learning rate scheduler was stepped {micro_batches} times, once per micro-batch, and the optimizer "
-            f"{plan.steps} times, once per window: step the scheduler where the optimizer steps; if its schedule is "
-            f"meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
-            case,
-        )
-    for method, count in outcome.scaler_calls:
-        if count == micro_batches:
+
+    def calls(counts: dict[int, int]) -> str | None:
+        """Say how often something was called where it was once per micro-batch, in all epochs or in one."""
+        total = sum(counts.values())
+        if total == micro_batches * plan.epochs:
+            return f"{total} times, once per micro-batch, and the optimizer {plan.steps} times, once per window"
+        if len(counts) == plan.epochs and (found := [e for e, n in counts.items() if n == micro_batches]):
+            return (
+                f"{micro_batches} times in epoch {found[0]}, once per micro-batch, and the optimizer {windows} times, "
+                "once per window"
+            )
+        return None
+
+    for counts in outcome.scheduler_steps:
+        if not schedules and (said := calls(counts)):
+            return Violation(
+                "step-count",
+                "scheduler-per-micro-batch",
+                f"a learning rate scheduler was stepped {said}: step the scheduler where the optimizer steps; if its "
+                f"schedule is meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
+                case,
+            )
+    for method, counts in outcome.scaler_calls:
+        if said := calls(counts):
             return Violation(
                 "step-count",
                 "scaler-per-micro-batch",
-                f"GradScaler.{method} was called {count} times, once per micro-batch, and the optimizer was stepped "
-                f"{plan.steps} times, once per window: unscale, step and update once per window, after its last "
+                f"GradScaler.{method} was called {said}: unscale, step and update once per window, after its last "
                 "backward. A scaler that is disabled, as without CUDA, hides what this does to the gradient",
                 case,
             )
