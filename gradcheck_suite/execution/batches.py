@@ -93,5 +93,12 @@ def loader_over(data: Batch, micro_batches: Iterable[range]) -> DataLoader[Any]:
     return DataLoader(items, batch_sampler=MicroBatchSampler(items, micro_batches), collate_fn=_unchanged)
 
 
+def epoch_of(loader: DataLoader[Any]) -> Callable[[], int]:
+    """Return a function that returns the index of the pass over a loader of `loader_over`."""
+    sampler = loader.batch_sampler
+    assert isinstance(sampler, MicroBatchSampler)
+    return lambda: sampler.passes - 1
+
+
 def _unchanged(batch: Batch) -> Batch:
     return batch

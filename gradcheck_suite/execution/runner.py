@@ -12,7 +12,7 @@ import torch
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import AutocastRecorder, Compute
-from gradcheck_suite.execution.batches import MicroBatchSampler
+from gradcheck_suite.execution.batches import epoch_of
 from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.observer import Observation, Observer, TooManySteps
@@ -86,12 +86,7 @@ def run_loop(
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
-    scaled, scheduled, sampler = ScalerCalls(), Calls(), run.loader.batch_sampler
-    assert isinstance(sampler, MicroBatchSampler)
-
-    def epoch() -> int:
-        return sampler.passes - 1
-
+    scaled, scheduled, epoch = ScalerCalls(), Calls(), epoch_of(run.loader)
     default_dtype = torch.get_default_dtype()
     try:
         with (

@@ -66,12 +66,13 @@ def test_a_rank_that_exits_is_named_with_its_status_and_the_next_case_runs():
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADCHECK_SUITE_TEST_KILLED", str(tmp_path / "done"))
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGABRT"])
+def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch, how):
+    monkeypatch.setenv("GRADCHECK_SUITE_TEST_KILLED", str(tmp_path / f"done.{how}"))
     monkeypatch.setattr(pool, "_pools", {})  # the ranks that are running do not have that variable
     try:
         assert violation(rank_loops.killed_once) is None
-        assert (tmp_path / "done").exists()
+        assert (tmp_path / f"done.{how}").exists()
     finally:
         pool._pools.popitem()[1].close()
 

@@ -28,7 +28,6 @@ STARTUP_S = 120.0
 MISMATCH = "collective mismatch"
 """What gloo says when it ends a process whose collective is not that of the other rank."""
 ENDED = "its process ended"
-KILLED = f"{ENDED} by SIGKILL"
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from gradcheck_suite.execution.ranks.server import main; main(int(sys.argv[2]))"

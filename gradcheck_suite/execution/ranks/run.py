@@ -8,7 +8,7 @@ from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.quiet import is_quiet
 from gradcheck_suite.execution.ranks.messages import Request
 from gradcheck_suite.execution.ranks.parts import with_all_parts
-from gradcheck_suite.execution.ranks.pool import KILLED, kept_ranks, pool_of
+from gradcheck_suite.execution.ranks.pool import ENDED, kept_ranks, pool_of
 from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.schema.contract import Loop
@@ -53,7 +53,9 @@ def run_ranks(
     with kept_ranks():
         pool = pool_of(case.plan.world_size, case.device)
         outcomes = pool.run(request, time_limit_s)
-        if any(outcome.raised == KILLED for outcome in outcomes):
-            # by the kernel, for want of memory, or by somebody: a loop that does so itself does it again
+        ended = [outcome for outcome in outcomes if (outcome.raised or "").startswith(f"{ENDED} by ")]
+        if any(not outcome.mismatched for outcome in ended):
+            # by the kernel for want of memory, by somebody, by gloo where a connection is lost: a loop that ends its
+            # process by itself does it again
             outcomes = pool.run(request, time_limit_s)
         return with_all_parts(outcomes)
