@@ -15,3 +15,5 @@ LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=
 def draw_only_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `verify` draw plans alone, on `LINEAR` unless a problem is given."""
     monkeypatch.setattr(verification, "cases", lambda **o: cases(**{**o, "problem": o["problem"] or st.just(LINEAR)}))
+    # what it keeps is of the other strategy
+    monkeypatch.setattr(verification, "_cases", verification._cases.__wrapped__)

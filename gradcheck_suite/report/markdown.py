@@ -78,7 +78,7 @@ def _matrix(matrix: Matrix) -> list[str]:
     lines.append(f"|{' --- |' * (1 + len(matrix.columns))}")
     for name, cells in matrix.rows:
         lines.append(f"| {' | '.join(map(_cell, (name, *(', '.join(filter(None, said)) for _, said in cells))))} |")
-    return [*lines, "", *(line for note in matrix.notes for line in (text(note), ""))]
+    return [*lines, "", *(f"- {text(note)}" for note in matrix.notes), *([""] if matrix.notes else [])]
 
 
 def _claims(claims: tuple[Claim, ...]) -> list[str]:

@@ -300,10 +300,14 @@ class Search:
         if sought is not None and not is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
-        if self._settled is None:
-            self._found_at = Stopwatch()
         # the same fault may have another diagnosis without further runs of the loop
         alone = self._check(violation.case, shrinking=True).violation
+        if self._first_pass and alone and alone.diagnosis and not is_same_fault(alone, violation):
+            # a case whose own gradient gives the name explains the fault better, if there is one
+            self._other = self._other or violation
+            return False
+        if self._settled is None:
+            self._found_at = Stopwatch()
         self._fitting = names_of("").union(*(names_of(v.diagnosis) for v in (violation, alone) if v))
         return True
 

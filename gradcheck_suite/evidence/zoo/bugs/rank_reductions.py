@@ -179,7 +179,7 @@ BROADCAST = bug_of_two_ranks(
     mechanism="all ranks step with the gradients of rank 0, and the others' are lost.",
     needs="two ranks",
     loop=broadcast_from_first,
-    wanted=ALONE,
+    wanted=frozenset({"gradient/dropped-rank"}),
     assumes=ASSUMED,
 )
 
