@@ -59,7 +59,7 @@ def _answer(answer: Answer, place: Place) -> list[str]:
 
 
 def _section(section: Section, place: Place) -> list[str]:
-    lines = ["", f"## {text(section.title)}", ""]
+    lines = [f"## {text(section.title)}", ""]
     if section.missing:
         lines += [f"> {text(section.missing)}", ""]
     lines += [line for paragraph in section.text[:2] for line in (text(paragraph), "")]

@@ -38,6 +38,19 @@ def is_same_fault(found: Violation, first: Violation) -> bool:
     return may_be_unnamed(found, first) or found.diagnosis == first.diagnosis
 
 
+def is_named_otherwise(alone: Violation | None, full: Violation) -> bool:
+    """Return whether a case's own gradient gives its fault another name than further runs do.
+
+    A case on which both give the same name explains the fault better: a window of one micro-batch shows a mean of means
+    as a wrong factor.
+
+    Args:
+        alone: the violation without further runs of the loop.
+        full: the violation with them.
+    """
+    return full.kind == "gradient" and alone is not None and alone.diagnosis not in ("", full.diagnosis)
+
+
 def is_of_elements(violation: Violation) -> bool:
     """Return whether some elements of parameters are wrong, which a weight probe shows as another fault.
 

@@ -24,6 +24,7 @@ from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.same_fault import (
     MAY_BE_OF_ELEMENTS,
+    is_named_otherwise,
     is_of_elements,
     is_same_fault,
     keeps_right_parameters,
@@ -35,11 +36,11 @@ from gradcheck_suite.verification.smallest_probe import has_slopes
 from gradcheck_suite.verification.stopwatch import Stopwatch
 
 SHRINK_SECONDS = 30.0
-"""Seconds of computing, or a quarter of the clock's seconds: a busy machine shrinks as far as an idle one."""
+"""Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far."""
 MOST_HUNTED = 50
 """Cases that are searched for the fault of a probe."""
 MOST_AFTER = 20
-"""Cases that are searched for it after one has shown another fault, which is then the verdict's."""
+"""Cases that are searched for it after one has shown another fault."""
 MOST_BESIDE = 20
 """Cases that are searched for a fault of elements after a probe's fault of size."""
 Progress = Callable[[Verdict], None]
@@ -158,7 +159,7 @@ class Search:
                 return
 
     def search_small(self) -> bool:
-        """Prepare to search for the same fault among small cases; return whether shrinking did not end at one."""
+        """Prepare to search for the fault among small cases; return whether shrinking did not end at one."""
         if self._settled is None:
             return False
         self._found_at = Stopwatch()
@@ -167,14 +168,14 @@ class Search:
         return self._wandered or layers > 2 or micro_batches > most
 
     def turn_to_other_fault(self) -> bool:
-        """Search for the fault of drawn cases where they show another than the probes; return whether they do."""
+        """Search for the fault of drawn cases where it is not the probes'; return whether it is not."""
         if self.found or self._other is None:
             return False
         self._on_probe, self._first_pass, self._final = self._other, False, False
         return True
 
     def prepare(self, case: Case) -> None:
-        """Let other threads load or compile what JAX needs for a generated case."""
+        """Let other threads load or compile what JAX needs for a case."""
         if case.spec is not None and is_accumulable(case.spec):
             REFERENCES.get(case, None).prepare()
 
@@ -300,10 +301,9 @@ class Search:
         if sought is not None and not is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
-        # the same fault may have another diagnosis without further runs of the loop
+        # the same fault may have another name without further runs
         alone = self._check(violation.case, shrinking=True).violation
-        if self._first_pass and alone and alone.diagnosis and not is_same_fault(alone, violation):
-            # a case whose own gradient gives the name explains the fault better, if there is one
+        if self._first_pass and is_named_otherwise(alone, violation):
             self._other = self._other or violation
             return False
         if self._settled is None:

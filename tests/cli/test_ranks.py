@@ -52,6 +52,7 @@ def test_a_users_loop_and_problem_run_in_every_rank(run, project):
     assert (result["verdict"], result["judged"]) == ("holds", 3)
 
 
+@pytest.mark.full
 def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
     (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
     outcome = run(

@@ -231,6 +231,7 @@ def test_a_users_problem(run):
     assert "finding" not in outcome.out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_second_opinion")
 def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
     assert run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status == 1

@@ -51,6 +51,7 @@ def test_a_loss_that_never_goes_backward_is_freed_with_its_graph():
         assert freed() is None
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripting_compiling_saving_and_copying_work_under_an_audit():
     model = torch.nn.Linear(2, 2)

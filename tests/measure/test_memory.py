@@ -37,6 +37,7 @@ def test_gradients_between_steps_are_all_or_none(mode, kept):
     assert sum(moments[-1]) == found["between"]
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_counts_resident_pages():
     command = [sys.executable, "-m", "gradcheck_suite.measure.memory", json.dumps({**ASKED, "mode": "zero_"})]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

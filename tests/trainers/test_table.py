@@ -45,6 +45,7 @@ FAULTY = _here("faulty", mean_of_means, questions=(UNEQUAL,))
 GONE = _here("gone", imports=("gradcheck_suite.loops.modes:no_such_loop",), questions=(EQUAL, UNEQUAL))
 
 
+@pytest.mark.full
 def test_the_console_says_who_holds_how_to_read_a_case_and_once_why_a_trainer_was_not_asked(asked):
     status, out, _ = asked(GONE, SOUND, FAULTY)
     header, first, second, sound, faulty, legend, why, summary = out.splitlines()

@@ -52,7 +52,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
         return Diagnosis(
             "permuted-gradient",
             "the other ranks' elements are added to other elements of this one: ranks lay out their gradients, or call "
-            "their all-reduces, in different orders, or leave out parameters without a gradient; go through the same "
-            "parameters in the same order on every rank",
+            "their all-reduces, in different orders, or leave out parameters without a gradient; go through the "
+            "parameters in the same order on every rank, all of them",
         )
     return None

@@ -58,6 +58,7 @@ def unchanged_imports(monkeypatch, tmp_path):
             del sys.modules[name]
 
 
+@pytest.mark.full
 def test_a_users_loop_is_imported_from_its_file(tmp_path, elsewhere, monkeypatch):
     """In a process of its own, where neither the suite nor JAX can be imported; then mended."""
     monkeypatch.chdir(tmp_path)
