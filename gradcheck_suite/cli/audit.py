@@ -15,11 +15,10 @@ from typing import Any
 from gradcheck_suite.cli import exit_status, output_paths, parsers
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
+from gradcheck_suite.live.options import INSTRUMENTS
 from gradcheck_suite.records.files import write_json
 from gradcheck_suite.schema.live_results import LiveResult
 from gradcheck_suite.schema.results import results_to_json
-
-INSTRUMENTS = ("weights", "sums", "batch")
 
 
 def add_arguments(parser: parsers.Parser) -> None:

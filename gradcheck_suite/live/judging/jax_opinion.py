@@ -145,7 +145,7 @@ def _compare(call: KeptCall) -> str | None:
     found = _by_torch(call, None)
     if found.random:
         raise _Refused("the model draws random numbers, which JAX draws differently")
-    gradients, narrow = _by_jax(call)
+    gradients, narrow = _by_jax(call, found.functions)
     names = {id(p): name for name, p in call.forward.module.named_parameters()}
     total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
     share = NARROW_RESOLUTION if narrow else RESOLUTION
@@ -174,10 +174,14 @@ def _by_torch(call: KeptCall, seed: int | None) -> Replayed:
     return replay(call.forward, call.forward.arguments, call.cotangents, How(seed=seed, scale=1.0))
 
 
-def _by_jax(call: KeptCall) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the gradients by name, and whether the model asks for less than float64 inside."""
+def _by_jax(call: KeptCall, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the gradients by name, and whether the model asks for less than float64 inside.
+
+    Args:
+        call: the call.
+        functions: custom functions whose own backward is taken.
+    """
     from gradcheck_suite.bridge import arguments_of, lower
-    from gradcheck_suite.bridge.custom_gradients import functions_of
 
     model, structure = call.forward.module, call.forward.structure
     for part, training in zip(model.modules(), call.forward.modes, strict=True):
@@ -192,6 +196,6 @@ def _by_jax(call: KeptCall) -> tuple[dict[str, torch.Tensor], bool]:
         return torch.stack(products).sum()
 
     batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}
-    lowered: Lowered = lower(model, loss, batch, own_backwards=functions_of(model, loss, batch))
+    lowered: Lowered = lower(model, loss, batch, own_backwards=functions)
     _, gradients, _ = lowered.value_and_gradient(*arguments_of(model, batch))
     return {name: torch.from_numpy(g.copy()) for name, g in gradients.items()}, bool(lowered.narrow)
