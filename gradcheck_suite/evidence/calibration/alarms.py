@@ -22,7 +22,7 @@ from gradcheck_suite.verification.check import check
 
 @dataclass
 class _Noted:
-    """A loop that keeps the gradients at its optimizer's steps."""
+    """A loop that keeps the gradients that its optimizer's steps used."""
 
     loop: Loop
     reference: Reference
@@ -42,7 +42,8 @@ class _Noted:
                      for n, p in trainable.items()}  # fmt: skip
             self.gradients.append(self.reference.flat({n: g if g is None else g.detach() for n, g in dense.items()}))
 
-        handle: torch.utils.hooks.RemovableHandle = run.optimizer.register_step_pre_hook(note)
+        # after the step, since a closure computes its gradients during it
+        handle: torch.utils.hooks.RemovableHandle = run.optimizer.register_step_post_hook(note)
         try:
             self.loop(run)
         finally:

@@ -97,6 +97,15 @@ def test_what_cannot_be_judged_is_counted_with_its_reason():
     assert all("bfloat16" in why for why in tally.skipped)
 
 
+@pytest.mark.parametrize("name", ["closure", "plain"])
+def test_other_rules_are_given_the_gradient_of_the_step(name):
+    # before the step of `closure`, the parameters have the gradient of the window before
+    tally = _run(CASE.replace(dtype="float64"), loops={name: LOOPS[name]})
+    assert tally.judged == 1
+    assert "torch.testing.assert_close" not in tally.rivals
+    assert not any(tally.drawn_on.counts)
+
+
 def test_a_limit_is_kept():
     assert Judge(Drawn(CASE, frozenset())).run(3, lambda: None).checks == 3
 
