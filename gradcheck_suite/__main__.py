@@ -5,6 +5,8 @@ Nothing heavy is imported here: `--help` and bad usage answer at once.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from gradcheck_suite.cli import run
 
+    # at its end Python would look for garbage among the objects of torch and jax, which takes a second
+    atexit.register(gc.freeze)
     return run(sys.argv[1:] if argv is None else list(argv))
 
 

@@ -15,6 +15,7 @@ from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.cli.verify_and_record import Subject, Verified, record, verify_subject
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.execution import environment
+from gradcheck_suite.execution.ranks.launch import server_ahead
 from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.records.files import write_json
 from gradcheck_suite.schema.contract import (
@@ -70,8 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
         expect_file(text)  # before torch and jax are imported, which takes seconds
-    environment.prepare()
     options = options_of(arguments)
+    with server_ahead(wanted=options.ranks > 1):
+        environment.prepare()
+        return _verify(arguments, options)
+
+
+def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.cli import verdict_text

@@ -171,7 +171,7 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
     for judged in count():
         ahead = 0 if prepare is None else min(judged, AHEAD)
         for drawn in islice(source, ahead + 1 - len(waiting)):
-            if prepare is not None and waiting:
+            if prepare is not None and judged:
                 (_, case), _ = drawn
                 prepare(case)
             waiting.append(drawn)

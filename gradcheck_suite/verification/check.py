@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.observer import Evaluation
 from gradcheck_suite.execution.optimizers import NEEDS_CLOSURE
-from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.execution.ranks.run import run_ranks, run_ranks_ahead
 from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import (
@@ -55,6 +56,19 @@ class _Finding:
     """A fault of torch or JAX."""
 
     text: str
+
+
+def prepare(loop: Loop, case: Case, problem: Problem | None) -> None:
+    """Begin with what `check` needs: other threads load or compile the programs of JAX, and ranks run the loop.
+
+    Args:
+        loop: the subject.
+        case: what it trains.
+        problem: the user's problem that `case.problem` names, if it is not a generated one.
+    """
+    run_ranks_ahead(loop, case, problem)
+    if case.spec is not None and is_accumulable(case.spec):
+        REFERENCES.get(case, None).prepare()
 
 
 def check(

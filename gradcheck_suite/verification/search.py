@@ -8,19 +8,18 @@ from contextlib import suppress
 
 from hypothesis import strategies as st
 
-from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.execution.ranks.pool import forget_ahead
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import ATTEMPTS, RedrawError, run_on_cases
-from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import FINITE_GRADIENTS, MEAN_REDUCTION, SUM_REDUCTION, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
 from gradcheck_suite.verification.battery import Battery, run_battery
-from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.check import check, prepare
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.same_fault import (
     MAY_BE_OF_ELEMENTS,
@@ -175,9 +174,8 @@ class Search:
         return True
 
     def prepare(self, case: Case) -> None:
-        """Let other threads load or compile what JAX needs for a case."""
-        if case.spec is not None and is_accumulable(case.spec):
-            REFERENCES.get(case, None).prepare()
+        """Begin in the background with what a check of a case needs."""
+        prepare(self._loop, case, None if case.spec else self._problem)
 
     def judge(self, case: Case) -> None:
         """Check a case; raise `ViolatedError` where it shows the fault that is searched for."""
@@ -314,5 +312,8 @@ class Search:
 
 def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, seed_value: int) -> None:
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
-    with suppress(ViolatedError, EnoughError):
-        run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.prepare)
+    try:
+        with suppress(ViolatedError, EnoughError):
+            run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.prepare)
+    finally:
+        forget_ahead()

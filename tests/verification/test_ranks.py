@@ -17,8 +17,8 @@ from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.ranks import pool
 from gradcheck_suite.execution.ranks.messages import Request
-from gradcheck_suite.execution.ranks.pool import Pool
-from gradcheck_suite.execution.ranks.run import run_ranks
+from gradcheck_suite.execution.ranks.pool import Pool, forget_ahead
+from gradcheck_suite.execution.ranks.run import run_ranks, run_ranks_ahead
 from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
@@ -112,6 +112,30 @@ def test_a_rank_that_computes_forever_is_stopped_by_the_time_limit():
     assert check(rank_loops.right, probe_case(EVEN)).holds
 
 
+def test_cases_that_ranks_run_ahead_are_judged_as_without():
+    cases = [probe_case(plan) for plan in (EVEN, UNEVEN)]
+    alone = [check(rank_loops.wrong_on_rank_1, case).violation for case in cases]
+    for asked in (cases, cases[::-1], cases[1:]):
+        for case in cases:
+            run_ranks_ahead(rank_loops.wrong_on_rank_1, case, None)
+        assert [check(rank_loops.wrong_on_rank_1, case).violation for case in asked] == [
+            alone[cases.index(case)] for case in asked
+        ]
+        # ahead of this the ranks run a case that is not asked for
+        assert check(rank_loops.right, cases[0]).holds
+        forget_ahead()
+
+
+def test_a_rank_begins_no_case_before_all_ranks_have_finished_the_one_before():
+    cases = [probe_case(plan) for plan in (EVEN, UNEVEN)]
+    assert check(rank_loops.right, cases[0]).holds
+    for case in cases:
+        run_ranks_ahead(rank_loops.waits_alone, case, None)
+    found = violation(rank_loops.waits_alone, cases[0].plan, time_limit_s=60)
+    assert found.diagnosis == "deadlock", found.explanation
+    assert "rank 1 has returned" in found.explanation
+
+
 @pytest.mark.full
 def test_ranks_that_wait_for_one_that_sleeps_are_no_deadlock():
     assert violation(rank_loops.sleeps_first) is None
@@ -119,14 +143,14 @@ def test_ranks_that_wait_for_one_that_sleeps_are_no_deadlock():
 
 def _right_in_new_ranks():
     case = probe_case(EVEN)
-    request = Request(source_of(rank_loops.right, "the loop"), case, None, 1.0, None, True, False, tuple(sys.path))
+    request = Request(source_of(rank_loops.right, "the loop"), case, None, quiet=True, path=tuple(sys.path))
     pool = Pool(2, "gloo")
     try:
         return pool.run(request, 30.0)
     finally:
         pool.close()
-        assert pool._server.poll() is not None
-        assert not pool._folder.exists()
+        assert pool._server.process.poll() is not None
+        assert not pool._server.folder.exists()
 
 
 @pytest.mark.full
@@ -158,7 +182,7 @@ from tests.verification import rank_loops
 with kept_ranks():
     check(rank_loops.right, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
     pool = pool_of(2, "cpu")
-    print(pool._server.pid, *pool._pids, flush=True)
+    print(pool._server.process.pid, *pool._pids, flush=True)
     check(rank_loops.never_ends, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
 """
 

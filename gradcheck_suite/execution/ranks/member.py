@@ -6,8 +6,10 @@ import faulthandler
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,8 +50,14 @@ class Place:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def serve(place: Place, connection: Connection) -> None:
-    """Join the group, then answer requests until the parent is gone."""
+def serve(place: Place, connection: Connection, others: Sequence[socket.socket]) -> None:
+    """Join the group, then answer requests until the parent is gone.
+
+    Args:
+        place: the rank's place.
+        connection: to the parent.
+        others: a socket to each other rank.
+    """
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -75,7 +83,24 @@ def serve(place: Place, connection: Connection) -> None:
             return
         connection.send_bytes(packed(Reply(None)))
         while True:
-            connection.send_bytes(packed(_answer(unpacked(requests.get()), place)))
+            reply = _answer(unpacked(requests.get()), place)
+            connection.send_bytes(packed(reply))
+            if not _all_went_well(reply, others):
+                threading.Event().wait()  # until the parent, which has the replies, ends the ranks
+
+
+def _all_went_well(reply: Reply, others: Sequence[socket.socket]) -> bool:
+    """Return whether no rank failed on a case, when all have finished it.
+
+    Requests may be waiting. A rank that began the next one earlier would meet the others in collectives of this one.
+    """
+    went_well = b"1" if reply.outcome is not None and reply.outcome.raised is None else b"0"
+    try:
+        for other in others:
+            other.sendall(went_well)
+        return {went_well, *(other.recv(1) for other in others)} == {b"1"}
+    except ConnectionError:
+        return False  # a rank that has ended
 
 
 def _join(place: Place) -> None:

@@ -27,21 +27,21 @@ class Request:
         loop: where the loop is found.
         case: what it trains; its plan has as many ranks as there are.
         problem: where the user's problem is found; None for a generated one.
+        quiet: whether to discard what the loop prints.
+        path: the parent's `sys.path`.
         scale: factor of the loss.
         item_counts: what each item counts, in place of the case's own counts; None for these.
-        quiet: whether to discard what the loop prints.
         count_traffic: whether to count the collectives of the run.
-        path: the parent's `sys.path`.
     """
 
     loop: Source
     case: Case
     problem: Source | None
-    scale: float
-    item_counts: tuple[float, ...] | None
     quiet: bool
-    count_traffic: bool
     path: tuple[str, ...]
+    scale: float = 1.0
+    item_counts: tuple[float, ...] | None = None
+    count_traffic: bool = False
 
 
 @dataclass(frozen=True)

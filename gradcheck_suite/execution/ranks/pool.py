@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
-import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution.ranks.launch import STARTUP_S, take_server
 from gradcheck_suite.execution.ranks.messages import Reply, Request, packed, unpacked
 from gradcheck_suite.execution.ranks.waiting import Patience, place_of
 from gradcheck_suite.execution.runner import Outcome
 
 LAST_LINES = 10
-STARTUP_S = 120.0
-"""Seconds within which the ranks must have started: the first time, torch is imported."""
 MISMATCH = "collective mismatch"
 """What gloo says when it ends a process whose collective is not that of the other rank."""
 ENDED = "its process ended"
-PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from gradcheck_suite.execution.ranks.server import main; main(int(sys.argv[2]))"
-)
 
 
 class Pool:
@@ -45,19 +35,24 @@ class Pool:
     def __init__(self, world_size: int, backend: str) -> None:
         """Start the server; the ranks start with the first request."""
         self.world_size, self.backend = world_size, backend
-        self._folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-ranks-"))
-        self._control, theirs = socket.socketpair()
-        # a process group of its own: Ctrl-C reaches the parent alone, which then ends the others
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        self._server = take_server()
         self._ranks: list[Connection] = []
         self._pids: list[int] = []
         self._generation = 0
+        self._waiting: deque[Request | None] = deque()
+        """The requests that have no answer yet, in order; None for one whose answer is not wanted any more."""
+        self._early: list[tuple[Request, list[Outcome]]] = []
+        """Answers to requests that were run ahead, and that came before they were asked for."""
+
+    def run_ahead(self, request: Request) -> None:
+        """Let ranks that have started run a request, whose outcomes `run` will be asked for."""
+        if self._ranks:
+            self._send(request)
+
+    def forget(self) -> None:
+        """Drop the outcomes of requests that were run ahead."""
+        self._early.clear()
+        self._waiting = deque([None] * len(self._waiting))
 
     def run(self, request: Request, time_limit_s: float | None) -> list[Outcome]:
         """Return what a loop did on each rank.
@@ -66,15 +61,43 @@ class Pool:
             UsageError: the loop or the problem cannot be imported by the ranks, or the case cannot be built.
             CannotRunHere: the ranks cannot start, or the loop cannot run here.
         """
-        if not self._ranks:
-            self._start()
-        answers: list[Outcome | None] = [None] * self.world_size
+        for place, (asked, outcomes) in enumerate(self._early):
+            if asked == request:
+                del self._early[place]
+                return outcomes
+        while True:
+            if not self._ranks:
+                self._start()
+            if request not in self._waiting:
+                self._send(request)
+            first = self._waiting.popleft()
+            try:
+                outcomes = self._answers(time_limit_s)
+            except UsageError:
+                if first == request:
+                    raise
+                continue  # it is raised again where that request is asked for
+            if first == request:
+                return outcomes
+            if first is not None:
+                self._early.append((first, outcomes))
+
+    def _send(self, request: Request) -> None:
+        message = packed(request)
+        self._waiting.append(request)
         try:
-            message = packed(request)
             for connection in self._ranks:
                 with contextlib.suppress(BrokenPipeError, ConnectionError):
                     connection.send_bytes(message)
-            patience = Patience(self._pids, self._folder / str(self._generation), time_limit_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _answers(self, time_limit_s: float | None) -> list[Outcome]:
+        """Return what a loop did with the first request that has no answer yet."""
+        answers: list[Outcome | None] = [None] * self.world_size
+        try:
+            patience = Patience(self._pids, self._folder, time_limit_s)
             while (open_ranks := [r for r, answer in enumerate(answers) if answer is None]) and not patience.is_over(
                 open_ranks
             ):
@@ -95,24 +118,29 @@ class Pool:
             for rank, answer in enumerate(answers)
         ]
 
+    @property
+    def _folder(self) -> Path:
+        """For what the ranks write that run now."""
+        return self._server.folder / str(self._generation)
+
     def stop(self) -> list[int]:
         """End the ranks, which start again with the next request; return their exit statuses."""
         for connection in self._ranks:
             connection.close()
         self._ranks, self._pids = [], []
-        return self._command(b"end", [])[1]
+        self._waiting.clear()
+        return self._server.end_ranks()
 
     def _died(self, rank: int) -> Outcome:
         """Return the outcome of a rank that has ended, with the last lines that it wrote."""
-        written = (self._folder / str(self._generation) / f"errors-{rank}").read_text(errors="replace")
+        written = (self._folder / f"errors-{rank}").read_text(errors="replace")
         return Outcome([], {}, {}, raised=ENDED, trace="\n".join(written.splitlines()[-LAST_LINES:]))
 
     def _start(self) -> None:
         self._generation += 1
-        folder = self._folder / str(self._generation)
-        folder.mkdir()
+        self._folder.mkdir()
         pairs = [socket.socketpair() for _ in range(self.world_size)]
-        self._pids, _ = self._command(packed((str(folder), self.backend)), [theirs for _, theirs in pairs])
+        self._pids = self._server.fork(self._folder, self.backend, [theirs for _, theirs in pairs])
         self._ranks = [Connection(ours.detach()) for ours, _ in pairs]
         for _, theirs in pairs:
             theirs.close()
@@ -125,35 +153,11 @@ class Pool:
                     + (reply.refused if reply and reply.refused else "a rank ended, or did not answer, at its start")
                 )
 
-    def _command(self, data: bytes, sockets: list[socket.socket]) -> tuple[list[int], list[int]]:
-        """Send the server a command with the ranks' sockets; return the ranks' process ids and exit statuses."""
-        handles = array.array("i", [s.fileno() for s in sockets])
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)] if sockets else []
-        try:
-            self._control.sendmsg([data], ancillary)
-            self._control.settimeout(STARTUP_S)
-            answer = self._control.recv(65536)
-        except (OSError, ConnectionError):
-            answer = b""
-        if not answer:
-            raise CannotRunHere(
-                f"{self.world_size} ranks cannot start: the process that starts them ended with status "
-                f"{self._server.poll()}"
-            )
-        pids, statuses = unpacked(answer)
-        return pids, statuses
-
     def close(self) -> None:
         """End all processes."""
         for connection in self._ranks:
             connection.close()
-        self._control.close()
-        try:
-            self._server.wait(5)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._server.close()
 
 
 _pools: dict[tuple[int, str], Pool] = {}
@@ -185,6 +189,12 @@ def pool_of(world_size: int, device: str) -> Pool:
     if (world_size, backend) not in _pools:
         _pools[world_size, backend] = Pool(world_size, backend)
     return _pools[world_size, backend]
+
+
+def forget_ahead() -> None:
+    """Drop what ranks have run ahead, as `Pool.forget` does."""
+    for pool in _pools.values():
+        pool.forget()
 
 
 def expect_ranks(world_size: int, device: str) -> str:

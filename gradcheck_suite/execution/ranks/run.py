@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.quiet import is_quiet
@@ -11,7 +12,8 @@ from gradcheck_suite.execution.ranks.parts import with_all_parts
 from gradcheck_suite.execution.ranks.pool import ENDED, kept_ranks, pool_of
 from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.schema.case import Case
+from gradcheck_suite.schema.contract import Loop, Problem
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 
@@ -39,16 +41,11 @@ def run_ranks(
     case = instance.case
     if case.plan.world_size == 1:
         return [run_loop(loop, instance, time_limit_s=time_limit_s)]
-    problem = instance.users_problem
-    request = Request(
-        loop=source_of(loop, "the loop"),
-        case=case,
-        problem=None if problem is None else source_of(problem, "the problem of"),
+    request = replace(
+        _request(loop, case, instance.users_problem),
         scale=instance.scale,
         item_counts=instance.item_counts,
-        quiet=is_quiet(),
         count_traffic=count_traffic,
-        path=tuple(sys.path),
     )
     with kept_ranks():
         pool = pool_of(case.plan.world_size, case.device)
@@ -59,3 +56,25 @@ def run_ranks(
             # process by itself does it again
             outcomes = pool.run(request, time_limit_s)
         return with_all_parts(outcomes)
+
+
+def run_ranks_ahead(loop: Loop, case: Case, problem: Problem | None) -> None:
+    """Let the ranks of a case run a loop while this process does other things; `run_ranks` returns the outcomes.
+
+    Args:
+        loop: the subject.
+        case: what it trains.
+        problem: the user's problem that `case.problem` names, if it is not a generated one.
+    """
+    if case.plan.world_size > 1:
+        pool_of(case.plan.world_size, case.device).run_ahead(_request(loop, case, problem))
+
+
+def _request(loop: Loop, case: Case, problem: Problem | None) -> Request:
+    return Request(
+        loop=source_of(loop, "the loop"),
+        case=case,
+        problem=None if problem is None else source_of(problem, "the problem of"),
+        quiet=is_quiet(),
+        path=tuple(sys.path),
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import array
 import contextlib
 import importlib
+import itertools
+import json
 import os
 import signal
 import socket
@@ -17,9 +19,7 @@ from multiprocessing.connection import Connection
 
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.ranks import member
-from gradcheck_suite.execution.ranks.messages import packed, unpacked
-
-MOST_BYTES = 65536
+from gradcheck_suite.execution.ranks.launch import MOST_BYTES
 
 
 def main(handle: int) -> None:
@@ -39,14 +39,9 @@ def main(handle: int) -> None:
                 return
             statuses = _end(ranks)
             if handles:
-                folder, backend = unpacked(data)
-                ranks = [
-                    _fork(member.Place(rank, len(handles), backend, folder), own, [control.fileno(), *handles])
-                    for rank, own in enumerate(handles)
-                ]
-                for own in handles:
-                    os.close(own)
-            control.sendall(packed((ranks, statuses)))
+                folder, backend = json.loads(data)
+                ranks = _fork_all(folder, backend, control, [socket.socket(fileno=handle) for handle in handles])
+            control.sendall(json.dumps(ranks or statuses).encode())
     except (ConnectionError, KeyboardInterrupt):
         return
     finally:
@@ -70,15 +65,27 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
     return data, list(kind)
 
 
-def _fork(place: member.Place, own: int, others: list[int]) -> int:
+def _fork_all(folder: str, backend: str, control: socket.socket, parents: list[socket.socket]) -> list[int]:
+    """Fork a rank for each socket to the parent, and return their process ids."""
+    places = [member.Place(rank, len(parents), backend, folder) for rank in range(len(parents))]
+    between: list[dict[int, socket.socket]] = [{} for _ in parents]
+    for rank, other in itertools.combinations(range(len(parents)), 2):
+        between[rank][other], between[other][rank] = socket.socketpair()
+    sockets = [control, *parents, *itertools.chain.from_iterable(own.values() for own in between)]
+    ranks = [_fork(place, parents[place.rank], [*between[place.rank].values()], sockets) for place in places]
+    for own in sockets[1:]:
+        own.close()
+    return ranks
+
+
+def _fork(place: member.Place, parent: socket.socket, others: list[socket.socket], sockets: list[socket.socket]) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        for handle in others:
-            if handle != own:
-                os.close(handle)
-        member.serve(place, Connection(own))
+        for not_own in set(sockets) - {parent, *others}:
+            not_own.close()
+        member.serve(place, Connection(parent.detach()), others)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
