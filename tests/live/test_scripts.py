@@ -43,8 +43,11 @@ FAULTY = {
     "faulty_mean_of_means_masked": "mean-of-means",
     "faulty_mean_of_means_one_backward": "mean-of-means",
     "faulty_mean_of_means_padded": "mean-of-means",
+    "faulty_mean_of_means_of_sample_weights": "mean-of-means",
+    "faulty_mean_of_means_sample_weights": "mean-of-means",
     "faulty_mean_of_means_unreduced": "mean-of-means",
     "faulty_miscounted": "wrong-scale",
+    "faulty_mixup_mean_of_means": "mean-of-means",
     "faulty_never_reset": "stale-window",
     "faulty_noise_per_micro_batch": "not-linear",
     "faulty_one_parameter_lost": "reset-inside-window",
@@ -59,6 +62,7 @@ FAULTY = {
     "faulty_running_loss": "running-loss",
     "faulty_scaled_accumulator": "rescaled-accumulator",
     "faulty_short_window": "wrong-scale",
+    "faulty_short_window_of_a_coefficient": "wrong-scale",
     "faulty_short_window_stepped_early": "wrong-scale",
     "faulty_sparse": "stale-window",
     "faulty_sum_of_means": "wrong-scale",
@@ -146,6 +150,21 @@ def test_a_backward_that_only_some_windows_have_is_a_finding(tmp_path, monkeypat
     result, _ = audited(script)
     said = "stray.py:14: backward is called here in 2 of 3 windows"
     assert any(said in finding for finding in result.findings), result
+
+
+def test_a_coefficient_is_no_part_of_the_size_of_a_fault():
+    result, _ = audited(SCRIPTS / "faulty_short_window_of_a_coefficient.py")
+    assert result.violation.error == pytest.approx(1 / 4)
+    assert all(row.observed / row.expected == pytest.approx(3 / 4) for row in result.violation.weights)
+    assert "weighs 0.75 times what it should" in result.violation.explanation
+
+
+@pytest.mark.parametrize("script", ["sound_mixup", "sound_sample_weights"])
+def test_weights_that_change_within_a_window_are_judged(script):
+    """An audit that only skipped them would hold, too."""
+    result, _ = audited(SCRIPTS / f"{script}.py")
+    assert not any("not judged" in finding for finding in result.findings), result
+    assert result.windows == result.steps
 
 
 def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding():

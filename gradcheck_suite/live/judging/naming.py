@@ -64,14 +64,14 @@ def _one_factor(terms: list[Term], weights: Weights) -> Diagnosis | None:
 
 def table(reading: Reading) -> tuple[WeightRow, ...]:
     """Return what each call of an objective gave its items."""
-    expected = 1.0 / reading.count if reading.count else 0.0
+    expected = reading.coefficient / reading.count if reading.count else 0.0
     rows = [WeightRow(t.micro_batch, t.line, t.count, expected, t.weight) for t in reading.terms]
     return tuple(rows[:MAX_ROWS])
 
 
 def largest_error(reading: Reading) -> float:
     """Return the largest relative error of a weight."""
-    return max((abs(t.weight * reading.count - 1) for t in reading.terms if t.count), default=0.0)
+    return max((abs(t.weight * reading.count / reading.coefficient - 1) for t in reading.terms if t.count), default=0.0)
 
 
 def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
@@ -82,15 +82,12 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
     where = counted[0].line
     if reading.status == "scale":
         name = "wrong-scale"
-        sentence = f"every item of the window weighs {reading.factor:.6g} times what it should, which is {reading.note}"
+        times = reading.factor / reading.coefficient
+        sentence = f"every item of the window weighs {times:.6g} times what it should, which is {reading.note}"
         if len({t.micro_batch for t in reading.terms}) > len({t.micro_batch for t in counted}):
             name = "mean-of-means"
         # what leaks is shorter than a whole window
-        if (
-            steps is not None
-            and steps < reading.length < 2 * steps
-            and abs(reading.factor * steps / reading.length - 1) < 1e-3
-        ):
+        if steps is not None and steps < reading.length < 2 * steps and abs(times * steps / reading.length - 1) < 1e-3:
             name = "tail-leak"
             sentence += (
                 "; the gradient of micro-batches that belong to the window before is still in it: "

@@ -83,6 +83,29 @@ def _averaged_objectives(found: list[Reading]) -> list[Reading]:
     return found
 
 
+def _blended(terms: Sequence[Term]) -> list[Term]:
+    """Return one term for each pass, with the sum of its calls' weights, as in `a * loss(y) + (1 - a) * loss(z)`.
+
+    Mixup draws another `a` for each batch. Empty where the calls of a pass are not of one size.
+    """
+    passes = group((t for t in terms if t.count), lambda t: t.micro_batch).values()
+    same_size = all(len({(t.count, t.rows) for t in part}) == 1 for part in passes)
+    if not same_size or {len(part) for part in passes} <= {1} or any(t.weight <= 0 for t in terms):
+        return []
+    return [replace(part[0], weight=sum(t.weight for t in part)) for part in passes]
+
+
+def _blend(parts: Sequence[Reading], steps: int | None, history: History, ranks: int) -> Reading | None:
+    """Read several calls of each pass as one, where each by itself has a weight that changes and their sum has none."""
+    blended = _blended([t for reading in parts for t in reading.terms])
+    if len(parts) < 2 or len(blended) < 2 or any(reading.status != "unequal" for reading in parts):
+        return None
+    reading = read(blended, steps, history, ranks)
+    means = [t.weight * t.count for t in blended]
+    tolerance = max(t.tolerance for t in blended)
+    return reading if reading.status != "unequal" or all(near(mean, means[0], tolerance) for mean in means) else None
+
+
 def _refined(
     key: Hashable, members: list[Term], steps: int | None, histories: dict[Hashable, History], ranks: int
 ) -> list[tuple[Hashable, Reading]]:
@@ -102,11 +125,16 @@ def _refined(
                 each.append((name, read(terms, steps, histories.setdefault(name, History()), ranks)))
             if all(reading.holds for _, reading in each):
                 return each
+            name = (key, "blend")
+            if blend := _blend([r for _, r in each], steps, histories.setdefault(name, History()), ranks):
+                return [(name, blend)]
     return [(key, whole)]
 
 
-def _merged(found: list[tuple[Hashable, Reading]], steps: int | None, ranks: int) -> list[tuple[Hashable, Reading]]:
-    """Read the lines of one loss function as one objective where that is exactly right."""
+def _merged(
+    found: list[tuple[Hashable, Reading]], steps: int | None, histories: dict[Hashable, History], ranks: int
+) -> list[tuple[Hashable, Reading]]:
+    """Read the lines of one loss function as one objective where that is exactly right, or where they are a blend."""
     by_name: dict[Hashable, list[tuple[Hashable, Reading]]] = {}
     for key, reading in found:
         by_name.setdefault((reading.terms[0].name, reading.terms[0].reduction), []).append((key, reading))
@@ -116,6 +144,10 @@ def _merged(found: list[tuple[Hashable, Reading]], steps: int | None, ranks: int
             merged = read([t for _, reading in parts for t in reading.terms], steps, History(), ranks)
             if merged.status == "right":
                 result.append((name, merged))
+                continue
+            blend = _blend([reading for _, reading in parts], steps, histories.setdefault(name, History()), ranks)
+            if blend is not None:
+                result.append((name, blend))
                 continue
         result += parts
     return result
@@ -137,7 +169,7 @@ def readings(
     for key, members in group(terms, lambda t: (t.name, t.line)).items():
         found += _refined(key, members, steps, histories, ranks)
     if len(found) > 1 and any(reading.status != "right" for _, reading in found):
-        found = _merged(found, steps, ranks)
+        found = _merged(found, steps, histories, ranks)
     result = [reading for _, reading in found]
     if any(r.status == "right" and r.length > 1 for r in result):
         # another objective of the same window shows that the loop scales as it should

@@ -21,6 +21,7 @@ class Reading:
         terms: the calls.
         count: N, what the window's mean divides by.
         factor: weight of an item over 1/N, where all are equal.
+        coefficient: what `factor` should be, as other windows show: 1 where the loss has no coefficient of its own.
         length: micro-batches of the window in which the objective occurs.
         note: what a finding or an explanation says about it.
         step: the number of the step, where it is an earlier one than the one that is judged.
@@ -35,6 +36,7 @@ class Reading:
     note: str = ""
     step: int | None = None
     changes: bool = False
+    coefficient: float = 1.0
 
     @property
     def holds(self) -> bool:
@@ -110,6 +112,31 @@ def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float
     return next((name for value, name in names if near(factor, value, tolerance)), "")
 
 
+def _weighted_samples(terms: Sequence[Term], length: int, steps: int | None) -> Reading | None:
+    """Read the products of an unreduced loss and weights of the samples, of which only the loop knows the scale.
+
+    Returns None where that shows neither that all weigh the same, nor that each micro-batch is a mean of its own.
+    """
+    products = tuple(t.summed for t in terms if t.summed is not None)
+    if len(products) < len(terms):
+        return None
+    tolerance = max(t.tolerance for t in products)
+    if all(near(t.weight, products[0].weight, tolerance) for t in products):
+        count = _totals(products)[0]
+        note = "a coefficient of the samples' weights"
+        return Reading("coefficient", products, count, products[0].weight * count, length, note)
+    shares = [1 / length] if steps is None else [1 / length, 1 / steps]
+    for counts in (
+        [t.count for t in products],
+        [float(t.elements) for t in products],
+        [t.sample_weights for t in products],
+    ):
+        if any(all(near(t.weight * n, s, tolerance) for t, n in zip(products, counts, strict=True)) for s in shares):
+            counted = tuple(replace(t, count=n) for t, n in zip(products, counts, strict=True))
+            return Reading("unequal", counted, sum(counts), length=length)
+    return None
+
+
 def read(terms: Sequence[Term], steps: int | None, history: History, ranks: int = 1) -> Reading:
     """Read some calls of a window as one objective.
 
@@ -125,14 +152,21 @@ def read(terms: Sequence[Term], steps: int | None, history: History, ranks: int 
     if not counted:
         return Reading("unknown", given, note="without valid targets")
     tolerance = max(t.tolerance for t in counted)
-    if any(t.spread > tolerance for t in counted):
-        return Reading("unknown", given, note="with different weights for its items, whose right weights are not known")
     weights = [t.weight for t in counted]
     largest = max(abs(w) for w in weights)
+    spread = any(t.spread > tolerance for t in counted)
+    unequal = max(abs(w - weights[0]) for w in weights) > tolerance * largest
+    if spread or (unequal and all(t.count == 1 for t in counted)):
+        # the weight of a single sample looks like a weight of its micro-batch
+        weighted = _weighted_samples(counted, length, steps)
+        if weighted is not None and (spread or weighted.holds):
+            return weighted
+    if spread:
+        return Reading("unknown", given, note="with different weights for its items, whose right weights are not known")
     totals = _totals(counted)
     if not largest:
         return Reading("unknown", given, note="multiplied by 0")
-    if max(abs(w - weights[0]) for w in weights) > tolerance * largest:
+    if unequal:
         return Reading("unequal", given, totals[0], length=length)
     weight = sum(weights) / len(weights)
     factors = [weight * total for total in totals]
@@ -174,11 +208,11 @@ def _scaled(
             return reading("scale", fault, index)
     for _, r, factor, _ in history.seen[:1]:
         if r != length and near(factors[0] / factor, length / r, tolerance):
-            if near(factor, 1.0, tolerance):
-                return reading("scale", f"{length}/{r}: divided by {r}, where the window has {length} micro-batches")
-            return reading(
-                "scale", f"{factors[0]:.6g}, where a window of {r} has {factor:.6g}: no mean is taken over it"
-            )
+            own = 1.0 if near(factor, 1.0, tolerance) else factor
+            note = f"{length}/{r}: divided by {r}, where the window has {length} micro-batches"
+            if own != 1.0:
+                note += f" (beside the loss's coefficient of {own:.6g})"
+            return replace(reading("scale", note), coefficient=own)
     if divisor := _divisor_of_a_short_window(factors[0], length, history, tolerance):
         return reading(
             "scale", f"{length}/{divisor}: divided by {divisor}, where the window has {length} micro-batches"

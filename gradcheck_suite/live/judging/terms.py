@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradcheck_suite.live.recording.calls import Received
 
@@ -32,6 +32,9 @@ class Term:
         target: storage address, first byte and last byte of the target, or None.
         unit: unit roundoff of the cotangent.
         declared: the count by which the trainer has the window divided, or None.
+        summed: the term of the elements that a reduction adds up, which the user has made of an unreduced loss, such as
+            its products with weights of the samples; None where there are none, or their own weights differ.
+        sample_weights: of such a term, the sum of those weights.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Term:
     target: tuple[int, int, int] | None
     unit: float
     declared: float | None = None
+    summed: Term | None = None
+    sample_weights: float = 0.0
 
     @property
     def tolerance(self) -> float:
@@ -63,7 +68,7 @@ def term(received: Received, micro_batch: int, factor: float) -> Term:
     if counted.reduction == "none" and count == 0:
         low = high = 0.0
     largest = max(abs(low), abs(high))
-    return Term(
+    found = Term(
         name=call.name,
         line=call.place.line,
         path=call.place.path,
@@ -79,6 +84,16 @@ def term(received: Received, micro_batch: int, factor: float) -> Term:
         unit=received.unit,
         declared=None if call.declared is None else float(call.declared),
     )
+    return replace(found, summed=_summed(found, received, factor))
+
+
+def _summed(found: Term, received: Received, factor: float) -> Term | None:
+    """Return the term of the elements that a reduction adds up, where these weigh the same."""
+    of = received.summands
+    if of is None or not of.high or not near(float(of.low), float(of.high), found.tolerance):
+        return None
+    weight, total = float(of.high), float(of.total)
+    return replace(found, weight=weight * factor, spread=0.0, elements=of.elements, sample_weights=total / weight)
 
 
 def near(a: float, b: float, tolerance: float) -> bool:

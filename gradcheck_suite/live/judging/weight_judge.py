@@ -73,7 +73,7 @@ def judge_weights(step: Step, found: Explanation | None, result: Judged) -> None
             line = reading.terms[0].line
             remedy = f": {DECLARE}" if reading.note.startswith("with different") else ""
             result.findings.append(f"{line}: a loss {reading.note} was not judged{remedy}")
-        elif reading.status == "coefficient" and reading.note.startswith("a coefficient") and reading.length > 1:
+        elif reading.status == "coefficient" and reading.note.startswith("a coefficient of ") and reading.length > 1:
             result.findings.append(f"{reading.terms[0].line}: the loss has {_coefficient(reading.note)}")
     judged = [reading for reading in readings if reading.status != "unknown"]
     result.weights = bool(judged)

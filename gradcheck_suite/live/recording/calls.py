@@ -1,7 +1,8 @@
 """Calls of loss functions, and the cotangents that backward hands to their results.
 
 A mean that divides by n and receives the cotangent c weighs each of its items c / n, a sum weighs each c. An unreduced
-loss receives a cotangent for each element: the weight itself.
+loss receives a cotangent for each element: the weight itself. Where the user has multiplied its elements by weights of
+the samples, the cotangent of the products is the weight of each sample beside those.
 """
 
 from __future__ import annotations
@@ -41,6 +42,24 @@ class Call:
     target: tuple[int, int, int] | None
     inner: bool = False
     declared: Any = None
+    summand: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Summands:
+    """The cotangent of the elements that a reduction adds up, and that an unreduced loss is part of.
+
+    Attributes:
+        low: its smallest element.
+        high: its largest element.
+        elements: number of its elements.
+        total: sum of the cotangent of the loss: `high` times the sum of the samples' weights.
+    """
+
+    low: Number
+    high: Number
+    elements: int
+    total: Number
 
 
 @dataclass(eq=False)
@@ -54,6 +73,7 @@ class Received:
         items: what the weights are spread over: the divisor of a mean, the elements with a weight for `"none"`.
         unit: unit roundoff of the cotangent.
         ordinal: index of the call among those of its line in this backward pass, in the order of the calls.
+        summands: of an unreduced loss whose elements the user has multiplied before a reduction.
     """
 
     call: Call
@@ -62,10 +82,13 @@ class Received:
     items: Number
     unit: float
     ordinal: int = field(default=0)
+    summands: Summands | None = None
 
     def settle(self) -> None:
         """Turn what is on a device into numbers; waits for the device."""
         self.low, self.high, self.items = float(self.low), float(self.high), float(self.items)
+        if (of := self.summands) is not None:
+            of.low, of.high, of.total = float(of.low), float(of.high), float(of.total)
 
 
 def target_place(target: Any) -> tuple[int, int, int] | None:
@@ -89,7 +112,11 @@ def received(call: Call, cotangent: torch.Tensor) -> Received:
         infinity = torch.full((), torch.inf, dtype=g.dtype, device=g.device)
         high = torch.where(weighted, g, -infinity).max()
         low = torch.where(weighted, g, infinity).min()
-        return Received(call, low, high, weighted.sum(), unit)
+        found = Received(call, low, high, weighted.sum(), unit)
+        if (of := call.summand) is not None and of.numel():
+            elements = of.numel() if of.dim() else counted.elements
+            found.summands = Summands(of.min(), of.max(), elements, g.sum())
+        return found
     weight: Number = g if g.device.type != "cpu" else float(g)
     divisor = counted.divisor if g.device.type != "cpu" else float(counted.divisor)
     if counted.reduction == "mean":
@@ -106,3 +133,13 @@ def watch(output: torch.Tensor, call: Call, receive: Callable[[Call, torch.Tenso
 
     mark(output.grad_fn, call)
     output.register_hook(hook)
+
+
+def watch_summands(node: Any, call: Call) -> None:
+    """Note the cotangent of a node's result in the next backward pass, for a call that the result is made of."""
+
+    def hook(cotangents: Any) -> None:
+        handle.remove()
+        call.summand = None if cotangents[0] is None else cotangents[0].detach()
+
+    handle = node.register_prehook(hook)

@@ -18,6 +18,7 @@ SCALAR_NODES = {
     )
 }
 """Arithmetic between the results of losses and what goes backward."""
+REDUCTIONS = ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
 OPAQUE = ("torch::autograd::AccumulateGrad", "CheckpointFunctionBackward")
 """Nodes that say nothing about a loss: parameters, and regions that are computed again in backward."""
 LOG_PROBABILITIES = ("ChunkedLogProbFunctionBackward",)
@@ -43,11 +44,14 @@ class Reached:
         calls: recognised calls of losses.
         log_probabilities: nodes that compute the log-probability of each target.
         other: the name of the first node that is none of these.
+        summands: call -> node of the elements that a mean, sum or dot product adds up and that the call is part of,
+            such as the product of an unreduced loss and the weights of its samples.
     """
 
     calls: list[Any] = field(default_factory=list)
     log_probabilities: list[Any] = field(default_factory=list)
     other: str | None = None
+    summands: dict[Any, Any] = field(default_factory=dict)
 
 
 def reached(node: Any) -> Reached:
@@ -57,20 +61,29 @@ def reached(node: Any) -> Reached:
         node: of the tensor that goes backward.
     """
     found = Reached()
-    queue: list[Any] = [node]
-    seen: set[Any] = set()
+    queue: list[tuple[Any, Any]] = [(node, None)]
+    seen: dict[Any, Any] = {}
+    added_twice = False
     while queue and len(seen) < MAX_NODES:
-        current = queue.pop()
+        current, summand = queue.pop()
         if current is None or current in seen:
+            added_twice |= current is not None and seen[current] is not summand
             continue
-        seen.add(current)
-        call = current.metadata.get(KEY)
-        if call is not None:
-            found.calls.append(call())
-        elif current.name() in SCALAR_NODES:
-            queue.extend(child for child, _ in current.next_functions)
-        elif current.name() in LOG_PROBABILITIES:
+        seen[current] = summand
+        name, reference = current.name(), current.metadata.get(KEY)
+        if reference is not None:
+            call = reference()
+            found.calls.append(call)
+            if call is not None and summand is not None and summand is not current:
+                found.summands[call] = summand
+        elif name in SCALAR_NODES:
+            below = current if name == "DotBackward0" else summand
+            queue.extend((child, child if name in REDUCTIONS else below) for child, _ in current.next_functions)
+        elif name in LOG_PROBABILITIES:
             found.log_probabilities.append(current)
-        elif current.name() not in OPAQUE:
-            found.other = found.other or current.name()
+        elif name not in OPAQUE:
+            found.other = found.other or name
+    if added_twice:
+        # elements that several sums share have no common weight
+        found.summands.clear()
     return found

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import TensorWeakRef
 
 from gradcheck_suite.live.recording import calls, losses
-from gradcheck_suite.live.recording.calls import Call, Received
+from gradcheck_suite.live.recording.calls import Call
 from gradcheck_suite.live.recording.forwards import Forward, Forwards
 from gradcheck_suite.live.recording.graph import reached
 from gradcheck_suite.live.recording.objects import living
@@ -156,7 +156,7 @@ class Recorder:
             if not backward.accumulates:
                 call.inner = True
             ordinal = sum(1 for other in backward.received if other.call.place.line == call.place.line)
-            found = calls.received(call, cotangent)
+            found, call.summand = calls.received(call, cotangent), None
             found.ordinal = ordinal
             backward.received.append(found)
 
@@ -229,6 +229,8 @@ class Recorder:
                 found = reached(node)
                 for inner in found.log_probabilities:
                     self._watch_log_probabilities(inner, backward.place)
+                for call, summand in found.summands.items():
+                    calls.watch_summands(summand, call)
                 if found.other is not None:
                     backward.unknown = found.other
                     self.unrecognised.setdefault(backward.place.line, found.other)
@@ -338,9 +340,3 @@ class Recorder:
             if getattr(error, "gradcheck_suite_passes", False):
                 raise
             self.findings[f"{what} could not be observed ({type(error).__name__}: {error}); please report it"] += 1
-
-
-def settle(received: list[Received]) -> None:
-    """Turn what is on a device into numbers, at a step."""
-    for one in received:
-        one.settle()
