@@ -18,6 +18,7 @@ from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.ranks.launch import server_ahead
 from gradcheck_suite.records.columns import aligned
 from gradcheck_suite.records.files import write_json
+from gradcheck_suite.records.sources import judge_digest
 from gradcheck_suite.schema.contract import (
     assumptions_of,
     autocast_of,
@@ -88,6 +89,7 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     checked_device(options.device)
     if options.ranks > 1:
         expect_ranks(options.ranks, options.device)
+        judge_digest()  # the records have it; to find it takes a second, in which the ranks' process imports torch
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
     header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)
