@@ -171,7 +171,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._findings, self._recorder.findings = together.findings, Counter()
         for file in files:
             if file.ended is None:
-                wrote = "it died, or runs on another machine" if file.pid else "it wrote nothing on this machine"
+                wrote = "it died, or runs on another machine" if file.writer else "it wrote nothing on this machine"
                 self._findings[f"rank {file.rank} has not ended: {wrote}"] += 1
             elif file.ended:
                 self._findings[f"rank {file.rank} ended with {file.ended}"] += 1

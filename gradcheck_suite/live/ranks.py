@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -102,14 +104,45 @@ class RankFile:
         steps: its steps.
         findings: what it could not see -> how often.
         ended: how it ended: `""` for a normal end, else its exception; None where it died or runs still.
-        pid: of the process.
+        writer: the process; None where it has written nothing.
     """
 
     rank: int
     steps: list[StepLine] = field(default_factory=list)
     findings: dict[str, int] = field(default_factory=dict)
     ended: str | None = None
-    pid: int = 0
+    writer: Writer | None = None
+
+    @property
+    def is_open(self) -> bool | None:
+        """Whether the rank may write more; None where that is not known here."""
+        if self.ended is not None:
+            return False
+        return None if self.writer is None else self.writer.lives
+
+
+RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+"""Variables that all ranks of a run have alike."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The process that writes a file.
+
+    Attributes:
+        pid: of the process.
+        host: name of its machine: a folder may be shared by several.
+        began: when it began the file, in the nanoseconds of its file system.
+    """
+
+    pid: int
+    host: str
+    began: int
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether it runs; None where that is not known here."""
+        return _lives(self.pid) if self.host == socket.gethostname() else None
 
 
 @dataclass(frozen=True)
@@ -120,11 +153,13 @@ class Ranks:
         rank: of the process.
         size: number of ranks.
         folder: in which each rank writes its file.
+        parent: id of the process that started this one.
     """
 
     rank: int
     size: int
     folder: Path
+    parent: int
 
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> Ranks | None:
@@ -135,16 +170,35 @@ class Ranks:
             return None
         if size < 2:
             return None
-        names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        name = "-".join(environment.get(key, "") for key in names)
+        values = [environment.get(key, "") for key in RUN]
+        # without a port, as with a file through which ranks meet, the launcher alone tells one run from another
+        parent = os.getppid()
+        name = "-".join(values if environment.get("MASTER_PORT") else [str(parent), *values])
         safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name)
-        # all ranks of a launcher have one parent: an earlier run on the same port has another
-        folder = Path(tempfile.gettempdir()) / f"gradcheck-suite-audit-{os.getuid()}-{os.getppid()}-{safe}"
-        return Ranks(rank, size, folder)
+        return Ranks(rank, size, Path(tempfile.gettempdir()) / f"gradcheck-suite-audit-{os.getuid()}-{safe}", parent)
 
-    def path(self, rank: int) -> Path:
-        """Return the file of a rank."""
-        return self.folder / f"rank-{rank}"
+    @property
+    def own(self) -> Path:
+        """The file of this rank."""
+        return self.folder / f"rank-{self.rank}-{self.parent}"
+
+    def path(self, rank: int) -> Path | None:
+        """Return the file of a rank of this run, None where it has none yet.
+
+        An earlier run on the same port may have left files. Ranks of one launcher have one parent. Others train at the
+        same time, so their files have been written to since this rank began its own.
+        """
+        if (beside := self.folder / f"rank-{rank}-{self.parent}").exists():
+            return beside
+        written = {path: path.stat().st_mtime_ns for path in self.folder.glob(f"rank-{rank}-*")}
+        newest = max(written, key=written.__getitem__, default=None)
+        return newest if newest and written[newest] >= self._began else None
+
+    @property
+    def _began(self) -> int:
+        with self.own.open("rb") as file:
+            began: int = pickle.load(file).began
+        return began
 
 
 class RankWriter:
@@ -161,8 +215,8 @@ class RankWriter:
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise UsageError(f"audit: {ranks.folder} is not this user's own: remove it")
         self._wrapped = False
-        self._file: IO[bytes] = ranks.path(ranks.rank).open("wb")
-        self._write(os.getpid())
+        self._file: IO[bytes] = ranks.own.open("wb")
+        self._write(Writer(os.getpid(), socket.gethostname(), ranks.own.stat().st_mtime_ns))
 
     def _write(self, entry: Any) -> None:
         pickle.dump(entry, self._file)
@@ -220,21 +274,20 @@ def _pass_line(one: Pass, position: Mapping[int, int]) -> PassLine:
     return PassLine(one.place.line, one.accumulates, tuple(terms), arrivals, one.unknown)
 
 
-def read(path: Path, rank: int) -> RankFile:
+def read(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
     found = RankFile(rank)
-    try:
-        with path.open("rb") as file:
-            while True:
-                entry = pickle.load(file)
-                if isinstance(entry, StepLine):
-                    found.steps.append(entry)
-                elif isinstance(entry, int):
-                    found.pid = entry
-                else:
-                    found.findings, found.ended = entry
-    except (EOFError, FileNotFoundError, pickle.UnpicklingError):
-        pass
+    with suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
+        if path := ranks.path(rank):
+            with path.open("rb") as file:
+                while True:
+                    entry = pickle.load(file)
+                    if isinstance(entry, StepLine):
+                        found.steps.append(entry)
+                    elif isinstance(entry, Writer):
+                        found.writer = entry
+                    else:
+                        found.findings, found.ended = entry
     return found
 
 
@@ -254,15 +307,14 @@ def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
     """Wait until each other rank has ended or died, and return what all have written."""
     deadline = time.monotonic() + patience
     while True:
-        found = [read(ranks.path(rank), rank) for rank in range(ranks.size)]
-        others = [f for f in found if f.ended is None and f.rank != ranks.rank]
-        late = time.monotonic() > deadline
-        if not any(_lives(f.pid) if f.pid else not late for f in others):
+        found = [read(ranks, rank) for rank in range(ranks.size)]
+        others = [f.is_open for f in found if f.rank != ranks.rank]
+        if True not in others and (None not in others or time.monotonic() > deadline):
             return found
         time.sleep(0.1)
 
 
 def died_before(ranks: Ranks) -> bool:
     """Whether every rank before this one has died."""
-    files = [read(ranks.path(rank), rank) for rank in range(ranks.rank)]
-    return all(f.pid and f.ended is None and not _lives(f.pid) for f in files)
+    files = [read(ranks, rank) for rank in range(ranks.rank)]
+    return all(f.ended is None and f.is_open is False for f in files)

@@ -40,18 +40,21 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def audited_on_two_ranks(script: Path, path: Path, *arguments: str):
+def audited_on_two_ranks(script: Path, path: Path, *arguments: str, own_parents: bool = False):
     """Audit a script on two ranks, started as a launcher does, without the launcher.
 
     Args:
         script: the script.
         path: where the result is written.
         arguments: of the script.
+        own_parents: whether each rank is started by a shell of its own.
 
     Returns:
         the result as JSON data, and the standard error and status of each rank.
     """
     command = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
+    if own_parents:
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     shared = {**os.environ, **shared, "MASTER_PORT": free_port()}
     started = [

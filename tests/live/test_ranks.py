@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
 
 import gradcheck_suite
+from gradcheck_suite.live.ranks import RankFile, Ranks, RankWriter, died_before, gather, read
 from tests.live.running import SCRIPTS, audited_on_two_ranks, free_port
 
 RANKS = SCRIPTS / "ranks"
@@ -87,6 +91,60 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     alone = _of_two_ranks(monkeypatch, lambda rank: 1 / sum(SIZES[rank]), reduced=False)
     assert alone.verdict == "holds", alone
     assert any("each rank was judged by itself" in finding for finding in alone.findings)
+
+
+def _place(monkeypatch, tmp_path, rank, parent, **others):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    return Ranks.of({"RANK": str(rank), "WORLD_SIZE": "2", **others})
+
+
+PORT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_ranks_with_different_parents_find_each_other(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100 + rank, **PORT) for rank in range(2))
+    writers = [RankWriter(ranks) for ranks in (first, second)]
+    writers[1].end({"seen": 1}, "")
+    writers[0].end({}, "")
+    assert [(file.rank, file.ended) for file in gather(first, 0.0)] == [(0, ""), (1, "")]
+    assert not died_before(second)
+
+
+def test_what_an_earlier_run_on_the_same_port_left_is_not_read(monkeypatch, tmp_path):
+    left = _place(monkeypatch, tmp_path, 1, 101, **PORT)
+    RankWriter(left).end({"of the earlier run": 1}, "")
+    os.utime(left.own, (1e9, 1e9))
+    now = _place(monkeypatch, tmp_path, 0, 200, **PORT)
+    RankWriter(now).end({}, "")
+    assert [file.ended for file in gather(now, 0.0)] == ["", None]
+    # a rank that the same process has started is of this run, also one that had ended before
+    beside = _place(monkeypatch, tmp_path, 1, 200, **PORT)
+    RankWriter(beside).end({"of this run": 1}, "")
+    os.utime(beside.own, (1e9, 1e9))
+    assert [file.findings for file in gather(now, 0.0)] == [{}, {"of this run": 1}]
+
+
+def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_path):
+    folders = [_place(monkeypatch, tmp_path, rank, parent).folder for rank, parent in ((0, 7), (1, 7), (1, 8))]
+    assert folders[0] == folders[1] != folders[2]
+
+
+def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
+    RankWriter(first).end({}, "")
+    running = RankWriter(second)
+    assert read(first, 1).is_open
+    for host, known in ((socket.gethostname(), False), ("another", None)):
+        writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
+        assert RankFile(1, writer=writer).is_open is known
+    running.end({}, "")
+
+
+@pytest.mark.full
+def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path):
+    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json", own_parents=True)
+    _expect("faulty_gathered_count", result, ended)
 
 
 @pytest.mark.full
