@@ -23,6 +23,7 @@ from gradcheck_suite.diagnosis.on_probe.probe_weights import WeightProbe, probes
 from gradcheck_suite.diagnosis.on_probe.separating_probe import per_micro_batch
 from gradcheck_suite.diagnosis.on_probe.weights_on_probe import explain_weights, not_linear
 from gradcheck_suite.diagnosis.weight_patterns.weights import ALONE, Diagnosis, missing_gradient
+from gradcheck_suite.diagnosis.wrong_elements.combined_elements import combined_elements
 from gradcheck_suite.diagnosis.wrong_elements.elements import (
     as_rounded_gradient,
     diagnose_elements,
@@ -110,6 +111,8 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
     if on_probe is None and diagnosis.names & (NOT_BY_VALUES | {"not-linear"}):
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
+    if diagnosis.name in UNNAMED:
+        diagnosis = combined_elements(window, comparison) or diagnosis
     diagnosis = unless_gone(
         diagnosis,
         runner,
@@ -230,6 +233,8 @@ def _on_probe(
     if weights is not None and not is_explained(window, comparison, weights):
         if or_another:
             return None
+        if found := combined_elements(window, comparison):
+            return found
         # chance, other inputs, or a second fault
         recorder, again = recorded(runner, window.reference, step, comparison.observed)
         if found := explain_run(recorder, again, window, comparison, step):

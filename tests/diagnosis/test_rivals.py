@@ -8,7 +8,7 @@ import torch
 
 from gradcheck_suite import Plan, check, verify
 from gradcheck_suite.diagnosis.wrong_elements.elements import diagnose_elements
-from gradcheck_suite.evidence.zoo.loops import train_with_weights
+from gradcheck_suite.evidence.zoo.loops import step_with, train_with_weights, window_gradients
 from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.numerics.comparison import Comparison, Layout
@@ -336,6 +336,45 @@ def _rectify(run):
 )
 def test_elements_that_are_wrong(loop, name, says):
     found, sentence, _ = explained(loop, y=SIGNS)
+    assert found == name, sentence
+    assert says in sentence
+
+
+def _by_elements(combine):
+    """Return a loop that combines each element from those of the micro-batches, (micro-batches, ...)."""
+
+    def loop(run):
+        for window in windows(run):
+            parts = [window_gradients(run, [batch]) for batch in window]
+            shares = [run.count(batch) / window_count(run, window) for batch in window]
+            step_with(
+                run,
+                {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]},
+            )
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("combine", "sizes", "name", "says"),
+    [
+        (lambda parts: parts.median(0).values * 3, (1, 2, 2), "not-summed", "the median of those"),
+        (lambda parts: parts.median(0).values * 2, (1, 2), "not-summed", "the smallest of those"),
+        (lambda parts: parts.amax(0), (1, 2, 2), "not-summed", "the largest of those"),
+        (lambda parts: parts.norm(dim=0), (1, 2), "not-summed", "the root of the sum of the squares"),
+        (
+            lambda parts: parts.sum(0) * (parts.sign().sum(0).abs() == len(parts)),
+            (4, 4),
+            "not-summed",
+            "sum where their signs agree",
+        ),
+        # functions of micro-batches, not of elements
+        (lambda parts: parts[0], (1, 2), "first-only", "the window's first micro-batch"),
+        (lambda parts: parts.mean(0), (1, 2), "wrong-scale", "one over the window's micro-batches, 1/2"),
+    ],
+)
+def test_other_functions_of_the_elements_than_their_sum(combine, sizes, name, says):
+    found, sentence, _ = explained(_by_elements(combine), y=SIGNS, plan=Plan(sizes, len(sizes)))
     assert found == name, sentence
     assert says in sentence
 

@@ -106,6 +106,9 @@ def test_the_expected_weight():
         # in proportion to the count, and to its inverse square
         (_weights(1 / 36, 2 / 36, 3 / 36), "weighted-by-count", "proportional to its micro-batch's count"),
         (_weights(1 / 6, 1 / 24, 1 / 54), "weighted-by-count", "divided by the square of its micro-batch's count"),
+        # the count of the micro-batch before, of the one after
+        (_weights(0.7, 1 / 12, 2 / 18), "weighted-by-count", "by the count of the micro-batch before it"),
+        (_weights(2 / 6, 3 / 12, 0.7), "weighted-by-count", "by the count of the micro-batch after it"),
         # acc = (acc + mean)/3; acc = 2 acc + share; acc = acc/2 + share
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
@@ -115,6 +118,8 @@ def test_the_expected_weight():
         # 1/6 rounded to float32, and a factor that is none
         (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are numbers of float32"),
         (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are numbers of float16"),
+        (_weights(0.17, 0.33 / 2, 0.5 / 3), "rounded-weights", "are numbers of 2 decimals"),
+        (_weights(0.2, 0.3 / 2, 0.5 / 3), "rounded-weights", "are numbers of 1 decimal:"),
         (_weights(*[(1 - 5e-7) / 6] * 3), "wrong-scale", "1 - 5e-07 times"),
     ],
 )

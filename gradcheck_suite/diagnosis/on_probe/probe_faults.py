@@ -286,5 +286,5 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
 
 def _size(elements: Vector) -> str:
     sizes = np.abs(elements)
-    low, high = f"{sizes.min():.2g}", f"{sizes.max():.2g}"
+    low, high = f"{sizes.min():.3g}", f"{sizes.max():.3g}"
     return high if low == high else f"{low} to {high}"

@@ -83,7 +83,8 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
     both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
-    if not names_nothing(both):
+    if not names_nothing(both) or elsewhere:
+        # a name of the first run alone is refuted by the other one
         named = both
     elif names_nothing(named):
         named = diagnose(weights)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning, fitting_factors
+from gradcheck_suite.diagnosis.weight_patterns.neighbours import NEIGHBOURS
 from gradcheck_suite.diagnosis.weight_patterns.other_windows import averaged, outside, reordered
 from gradcheck_suite.diagnosis.weight_patterns.patterns import INSIDE, Pattern, by_place, rescaled, rounded_to
 from gradcheck_suite.diagnosis.weight_patterns.presence import Steps
@@ -17,6 +18,13 @@ from gradcheck_suite.diagnosis.weight_patterns.rank_patterns import RANKS, by_ra
 from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights, listed
 
 MOST_NAMES = 3
+SEVERAL = "windows of several micro-batches"
+OF_SEVERAL = f" (only in {SEVERAL})"
+NOT_A_SUM = (
+    "; or an element is 0 where the micro-batches differ in it, as in their median, their minimum or where their signs "
+    "must agree: on the read-out probe each is in one micro-batch alone"
+)
+"""What a probe shows as a missing gradient as well."""
 
 
 def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False) -> Diagnosis:
@@ -38,6 +46,8 @@ def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: b
     names = list(dict.fromkeys(pattern.name for pattern in chosen))[:MOST_NAMES]
     first = {name: next(p.sentence(violated, wrong) for p in chosen if p.name == name) for name in names}
     rare = _alike(steps) or ("" if complete else _where(violated, steps))
+    if rare == OF_SEVERAL and names == ["no-gradient"]:
+        rare += NOT_A_SUM
     return Diagnosis(" or ".join(names), "; or: ".join(first.values()) + rare)
 
 
@@ -51,7 +61,8 @@ def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
         return []
     scaled = (*_scales(steps, wrong), *rescaled(wrong), *by_place(wrong))
     ranks = (*RANKS, *by_rank(wrong)) if violated.owners else ()
-    patterns = (*ranks, *outside(violated.accumulation_steps), *averaged(steps), *reordered(steps), *scaled, *INSIDE)
+    others = (*outside(violated.accumulation_steps), *averaged(steps), *reordered(steps))
+    patterns = (*ranks, *others, *scaled, *INSIDE, *NEIGHBOURS)
     return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
 
 
@@ -141,7 +152,7 @@ KINDS_OF_STEPS: tuple[tuple[str, Callable[[Weights], bool]], ...] = (
     ("windows after the first of the run", lambda w: bool(w.epoch or w.index)),
     ("the first window of an epoch", lambda w: w.index == 0),
     ("windows after the first of an epoch", lambda w: bool(w.index)),
-    ("windows of several micro-batches", lambda w: len(w.inside) > 1),
+    (SEVERAL, lambda w: len(w.inside) > 1),
     ("windows with a micro-batch without valid targets", lambda w: any(not w.counts[j] for j in w.window)),
 )
 """What steps may have in common that are wrong."""

@@ -29,6 +29,7 @@ from gradcheck_suite.diagnosis.weight_patterns.weights import Array, Weights
 SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
 FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
 """Precision of the formats that weights may have been rounded to, in binary digits, the narrowest first."""
+MOST_DECIMALS = 6
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,10 @@ def rounded_to(w: Weights) -> str | None:
             scaled = mantissa * 2.0**digits
             if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
                 return name
+    for decimals in range(1, MOST_DECIMALS + 1):
+        right = w.expected * np.array([w.counts[j] for j in w.inside])
+        if w.reduction == "mean" and w.close(w.per_mean, np.round(right, decimals)):
+            return f"{decimals} decimal{'s' if decimals > 1 else ''}"
     return None
 
 

@@ -99,7 +99,8 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
         more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
         return f"{said}, {more}, or that stand in for others"
     if several and gone == {(0,)}:
-        return f"{said}, in every wrong window the first: look for what takes it away before the loop"
+        why = "look for a reset after its backward, or for what takes it away before the loop"
+        return f"{said}, in every wrong window the first: {why}"
     if several and all(places(v, lambda ratio: ratio == 0) == (len(v.window) - 1,) for v in wrong) and last:
         return f"{said}, in every wrong window the last: look for a loop that ends one early"
     if several and all(places(v, lambda ratio: ratio == 0) == tuple(range(1, len(v.window), 2)) for v in wrong):

@@ -130,7 +130,8 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         yield weights.name, weights.sentence
         return
     if not seen.any():
-        yield "no-gradient", f"the gradient of {name} is 0: it was reset before the step, or never computed"
+        why = "it was reset before the step, never computed, or set to 0 because of its values"
+        yield "no-gradient", f"the gradient of {name} is 0: {why}"
         return
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
