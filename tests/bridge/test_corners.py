@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
 from gradcheck_suite.bridge.op_table import lowering_of
-from tests.bridge.comparing import compare
-from tests.bridge.test_operations import LOOSER, TOLERANCE
+from tests.bridge.comparing import Call, compare, compare_all
+from tests.bridge.test_operations import LOOSER, TOGETHER, TOLERANCE
 
 aten = torch.ops.aten
 CORNERS = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 6.0, 2.0, -2.0, 0.25, 20.0, 21.0]
@@ -35,11 +35,14 @@ UNARY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNARY)
-def test_functions_of_one_number(name):
-    # which infinity torch's logit has at -0.0 depends on the element's place in the tensor: see test_findings
-    values = [value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value]
-    compare(getattr(aten, name).default, (corners(values),), {}, tolerance=LOOSER.get(name, TOLERANCE))
+@pytest.mark.parametrize("first", range(0, len(UNARY), TOGETHER), ids=lambda i: f"from {UNARY[i]}")
+def test_functions_of_one_number(first):
+    calls = []
+    for name in UNARY[first : first + TOGETHER]:
+        # which infinity torch's logit has at -0.0 depends on the element's place in the tensor: see test_findings
+        values = [value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value]
+        calls.append(Call(getattr(aten, name).default, (corners(values),), {}, LOOSER.get(name, TOLERANCE)))
+    compare_all(calls)
 
 
 PAIRS = [(a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5) for b in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5)]
@@ -51,30 +54,24 @@ BINARY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("op", BINARY, ids=str)
-def test_functions_of_two_numbers(op):
+def test_functions_of_two_numbers():
     left, right = (corners(values) for values in zip(*PAIRS, strict=True))
-    compare(op, (left, right), {})
+    compare_all([Call(op, (left, right), {}) for op in BINARY])
 
 
 REMAINDERS = [(a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5, 7.25) for b in (1.0, -1.0, 2.0, -3.0, 0.5)]
 
 
-@pytest.mark.parametrize("op", [aten.fmod.Tensor, aten.remainder.Tensor], ids=str)
-def test_remainders(op):
+def test_remainders_and_rounded_quotients():
     left, right = (corners(values) for values in zip(*REMAINDERS, strict=True))
-    compare(op, (left, right), {})
+    remainders = [Call(op, (left, right), {}) for op in (aten.fmod.Tensor, aten.remainder.Tensor)]
+    quotients = [Call(aten.div.Tensor_mode, (left, right), {"rounding_mode": mode}) for mode in ("floor", "trunc")]
+    compare_all(remainders + quotients)
 
 
-@pytest.mark.parametrize("mode", ["floor", "trunc"])
-def test_rounded_quotients(mode):
-    left, right = (corners(values) for values in zip(*REMAINDERS, strict=True))
-    compare(aten.div.Tensor_mode, (left, right), {"rounding_mode": mode})
-
-
-@pytest.mark.parametrize("exponent", [0, 1, 2, 3, -1, 0.5, 1.5, 0.0])
-def test_powers_of_corners(exponent):
-    compare(aten.pow.Tensor_Scalar, (corners(),), {"exponent": exponent})
+def test_powers_of_corners():
+    exponents = (0, 1, 2, 3, -1, 0.5, 1.5, 0.0)
+    compare_all([Call(aten.pow.Tensor_Scalar, (corners(),), {"exponent": exponent}) for exponent in exponents])
 
 
 TIES = [[1.0, 2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 3.0, 3.0, 3.0]]
@@ -90,31 +87,37 @@ REDUCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "arguments"), REDUCTIONS, ids=str)
-def test_reductions_with_ties_and_zeros(op, arguments):
-    kwargs = {"stable": True} if op is aten.sort.stable else {}
-    compare(op, (corners(TIES), *arguments), kwargs)
+@pytest.mark.parametrize("first", range(0, len(REDUCTIONS), TOGETHER), ids=lambda i: f"from {REDUCTIONS[i][0]}")
+def test_reductions_with_ties_and_zeros(first):
+    calls = []
+    for op, arguments in REDUCTIONS[first : first + TOGETHER]:
+        kwargs = {"stable": True} if op is aten.sort.stable else {}
+        calls.append(Call(op, (corners(TIES), *arguments), kwargs))
+    compare_all(calls)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
-@pytest.mark.parametrize("include_self", [True, False])
-def test_scattered_ties_and_zeros(reduce, include_self):
+def test_scattered_ties_and_zeros():
     index = torch.tensor([[0, 0, 1], [2, 2, 2]])
     source = corners([[2.0, 2.0, 0.0], [0.0, 3.0, 3.0]])
-    # torch counts a tie with an entry of self that is not included: see test_findings
-    into = corners(TIES) if include_self else (corners(TIES) - 7).detach().requires_grad_()
-    compare(aten.scatter_reduce.two, (into, 1, index, source, reduce), {"include_self": include_self})
+    calls = []
+    for reduce, include_self in itertools.product(("sum", "prod", "mean", "amax", "amin"), (True, False)):
+        # torch counts a tie with an entry of self that is not included: see test_findings
+        into = corners(TIES) if include_self else (corners(TIES) - 7).detach().requires_grad_()
+        calls.append(Call(aten.scatter_reduce.two, (into, 1, index, source, reduce), {"include_self": include_self}))
+    compare_all(calls)
 
 
-@pytest.mark.parametrize("pool", [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], ids=str)
-def test_pooling_ties(pool):
+def test_pooling_ties():
     image = corners([[[[1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 3.0]]]])
-    compare(pool, (image, [2, 2]), {})
+    pools = (aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default)
+    compare_all([Call(pool, (image, [2, 2]), {}) for pool in pools])
 
 
 def test_clamps_at_their_bounds():
-    compare(aten.clamp.default, (corners(), -1, 3), {})
-    compare(aten.clamp.Tensor, (corners(TIES), corners([0.0, 2.0, 1.0, 3.0]), corners([1.0, 2.0, 0.0, 3.0])), {})
+    bounds = corners([0.0, 2.0, 1.0, 3.0]), corners([1.0, 2.0, 0.0, 3.0])
+    compare_all(
+        [Call(aten.clamp.default, (corners(), -1, 3), {}), Call(aten.clamp.Tensor, (corners(TIES), *bounds), {})]
+    )
 
 
 @given(values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=4, max_size=4), p=st.sampled_from([1, 2, 3]))
