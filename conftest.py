@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
 from hypothesis import HealthCheck, settings
 
 DEFAULT_PROFILE = "ci"
@@ -41,6 +45,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # cuBLAS is deterministic only with a workspace of a fixed size. It reads the variable when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _STARTED = time.monotonic()
+PLAIN_DATA = [Path(__file__).parent / "tests" / name for name in ("mutation", "numerics", "records", "schema")]
+"""Directories of tests that start without torch."""
+# imports make objects that live until the end: collecting garbage among them takes a third of the time of collection
+gc.set_threshold(100_000, 20, 20)
+# pytest rewrites the assertions of every module of a package that has a plugin, which takes each worker six seconds
+for _finder in sys.meta_path:
+    if isinstance(_finder, AssertionRewritingHook):
+        _finder._must_rewrite.discard("gradcheck_suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,8 +101,6 @@ def _keep_what_exists() -> None:
 def pytest_collection_finish() -> None:
     """Keep what has been imported."""
     _keep_what_exists()
-    # a collection after every 2,000 new objects, as Python's default has it, takes a twentieth of the time
-    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +108,20 @@ def _kept() -> Iterator[None]:
     """Keep what the tests of a module have imported and compiled, so that those of the next do not look at it."""
     yield
     _keep_what_exists()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let `verify` draw rounding errors as often for a violation as for a gradient that holds.
+
+    A planted fault is thousands of times larger than rounding, and drawing four times as often takes most of the time.
+    The fixture `many_draws` undoes this.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not any(request.path.is_relative_to(folder) for folder in PLAIN_DATA):
+            drawn_comparison = import_module("gradcheck_suite.references.drawn_comparison")
+            patch.setattr(drawn_comparison, "MANY_DRAWS", drawn_comparison.DRAWS)
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

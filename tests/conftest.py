@@ -6,6 +6,14 @@ import pytest
 
 
 @pytest.fixture
+def many_draws(monkeypatch):
+    """As many draws for a violation as `verify` makes outside of the tests."""
+    from gradcheck_suite.numerics.bounds import MANY_DRAWS
+
+    monkeypatch.setattr("gradcheck_suite.references.drawn_comparison.MANY_DRAWS", MANY_DRAWS)
+
+
+@pytest.fixture
 def only_linear(monkeypatch):
     """Let `verify` draw plans alone, on one small problem, so that next to nothing is compiled."""
     from tests.one_problem import draw_only_linear

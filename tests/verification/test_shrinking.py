@@ -41,7 +41,7 @@ def test_a_violation_is_the_same_and_nothing_else_becomes_one(name, dtype, examp
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_what_lies_between_the_two_bounds_is_measured_again(dtype):
+def test_what_lies_between_the_two_bounds_is_measured_again(dtype, many_draws):
     # of one micro-batch: of several, their own rounding errors are drawn too
     first = Reference(generated_instance(CASE.replace(dtype=dtype, plan=Plan((4,), 1)))).window(0)
     allowed, wide = first.allowed(MANY_DRAWS), first.allowed(FEW_DRAWS)
