@@ -149,7 +149,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self in _open:
             _open.remove(self)
         if self._ranks is not None and self._writer is not None:
-            self._writer.end(self._recorder.findings, _shown(error))
+            given = self.options.accumulation_steps
+            tail = self._writer.tail(self._recorder.watched, given) if complete else None
+            self._writer.end(self._recorder.findings, _shown(error), tail)
             self._result = self._of_all_ranks(self._ranks, error)
             return self._result
         if complete:
@@ -175,6 +177,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._findings[f"rank {file.rank} has not ended: {wrote}"] += 1
             elif file.ended:
                 self._findings[f"rank {file.rank} ended with {file.ended}"] += 1
+            if file.tail:
+                self._violations.setdefault(file.tail.diagnosis, file.tail)
         if "batch" not in self.options.without:
             self._findings["windows are not computed again where there are several ranks"] += 1
         result = replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)

@@ -12,7 +12,8 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,12 +24,14 @@ import numpy.typing as npt
 import torch
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.live.ending import dropped_tail
 from gradcheck_suite.live.judging.sum_judge import clip_factor
 from gradcheck_suite.live.judging.terms import Term, term
 from gradcheck_suite.live.recording.objects import living
 from gradcheck_suite.live.recording.passes import Pass, Watched
 from gradcheck_suite.live.recording.places import Place
 from gradcheck_suite.live.recording.sketches import as_array
+from gradcheck_suite.schema.live_results import LiveViolation
 
 Sketches = dict[int, npt.NDArray[np.float64]]
 """The index of a parameter in its optimizer -> a sketch."""
@@ -105,6 +108,7 @@ class RankFile:
         findings: what it could not see -> how often.
         ended: how it ended: `""` for a normal end, else its exception; None where it died or runs still.
         writer: the process; None where it has written nothing.
+        tail: the violation of micro-batches that were accumulated and never stepped, or None.
     """
 
     rank: int
@@ -112,6 +116,7 @@ class RankFile:
     findings: dict[str, int] = field(default_factory=dict)
     ended: str | None = None
     writer: Writer | None = None
+    tail: LiveViolation | None = None
 
     @property
     def is_open(self) -> bool | None:
@@ -215,6 +220,7 @@ class RankWriter:
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise UsageError(f"audit: {ranks.folder} is not this user's own: remove it")
         self._wrapped = False
+        self._lengths: dict[int, Counter[int]] = {}
         self._file: IO[bytes] = ranks.own.open("wb")
         self._write(Writer(os.getpid(), socket.gethostname(), ranks.own.stat().st_mtime_ns))
 
@@ -227,11 +233,24 @@ class RankWriter:
         if not state.steps:
             # a search through all objects, once for each optimizer
             self._wrapped = self._wrapped or bool(living(torch.nn.parallel.DistributedDataParallel))
+        self._lengths.setdefault(index, Counter())[len(state.pending)] += 1
         self._write(replace(_line(self.ranks.rank, state, index, place, self._wrapped), steps=steps))
 
-    def end(self, findings: Mapping[str, int], raised: str) -> None:
+    def tail(self, watched: Sequence[Watched], given: int | None) -> LiveViolation | None:
+        """Return the violation of micro-batches that are left without a step, or None.
+
+        Args:
+            watched: the optimizers, at the end of the run.
+            given: the accumulation steps that the user states, or None for the most frequent number.
+        """
+        for index, lengths in self._lengths.items():
+            if found := dropped_tail(watched[index], given or lengths.most_common(1)[0][0]):
+                return replace(found, explanation=f"on rank {self.ranks.rank}: {found.explanation}")
+        return None
+
+    def end(self, findings: Mapping[str, int], raised: str, tail: LiveViolation | None = None) -> None:
         """Write how the rank ended."""
-        self._write((dict(findings), raised))
+        self._write((dict(findings), raised, tail))
         self._file.close()
 
 
@@ -287,7 +306,7 @@ def read(ranks: Ranks, rank: int) -> RankFile:
                     elif isinstance(entry, Writer):
                         found.writer = entry
                     else:
-                        found.findings, found.ended = entry
+                        found.findings, found.ended, found.tail = entry
     return found
 
 

@@ -26,6 +26,7 @@ NAMES = {
     "faulty_mean_of_means": "mean-of-means",
     "faulty_mean_of_ranks_means": "mean-of-means",
     "faulty_no_sync_left_on": "not-reduced",
+    "faulty_tail_dropped": "tail-dropped",
     "faulty_sum_over_ranks": "wrong-scale",
 }
 """Each script -> its diagnosis, or None where it holds."""
