@@ -238,7 +238,8 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         )
     if clipped := clipping(case, seen, right, step, runner):
         return clipped
-    larger = seen[wrong] / right[wrong]
+    with np.errstate(divide="ignore"):
+        larger = seen[wrong] / right[wrong]
     if np.abs(right[items]).max() < 1 and (np.abs(larger) > 1).all() and np.ptp(larger) > 1e-2 * np.abs(larger).max():
         return Diagnosis(
             "added-term",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from gradcheck_suite import Case, Plan
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.evidence.zoo import BUGS, NOT_EXPRESSED
 from gradcheck_suite.evidence.zoo.fixed_tests import FIXED_TESTS
 from gradcheck_suite.evidence.zoo.scoreboard import run_bug
-from gradcheck_suite.loops import MODES
+from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.loops import BUILT_IN, MODES
 from gradcheck_suite.verification.check import check
 from properties.devices import DEVICES
 from tests.faults.small_cases import diagnoses, until
@@ -43,6 +46,24 @@ def test_a_known_bug_is_found_named_and_made_small(bug):
     assert row.rightly_named == 1, f"diagnosis {row.names}, should be {bug.wanted}: {violation.explanation}"
     assert not bug.says or any(text in violation.explanation for text in bug.says), violation.explanation
     assert row.small, violation.case
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_accumulator_in_bfloat16_is_no_fault_of_a_run_in_bfloat16(dtype):
+    """There `.grad` is bfloat16 as well, so both loops round the same sums in the same order."""
+    layer = Layer("linear", bias=True, features=3)
+    spec = ProblemSpec(Input("vector", size=3), (layer, Layer("tanh"), layer), Loss("mse", reduction="mean"))
+    instance = generated_instance(Case(spec, Plan((3, 5, 4, 4, 1, 2, 6, 3), 4), dtype=dtype))
+    seen, plain = (
+        [observation.gradients for observation in run_loop(loop, instance).observations]
+        for loop in (BUGS["low-precision-accumulator"].loop, BUILT_IN["plain"])
+    )
+    same = [
+        torch.equal(gradients[name], right[name])
+        for gradients, right in zip(seen, plain, strict=True)
+        for name in right
+    ]
+    assert all(same) == (dtype == "bfloat16")
 
 
 def test_the_whole_corpus_is_in_the_zoo_or_has_a_reason():
