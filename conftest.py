@@ -112,13 +112,15 @@ def _kept() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let `verify` draw rounding errors as often for a violation as for a gradient that holds.
+    """By default, let `verify` draw rounding errors as often for a violation as for a gradient that holds.
 
     A planted fault is thousands of times larger than rounding, and drawing four times as often takes most of the time.
-    The fixture `many_draws` undoes this.
+    Over more cases, or random ones, some sound loop needs all draws. The fixture `many_draws` makes them in one test.
     """
+    option = request.config.getoption
+    default = not option("--full") and option("--hypothesis-profile", default=None) in (None, DEFAULT_PROFILE)
     with pytest.MonkeyPatch.context() as patch:
-        if not any(request.path.is_relative_to(folder) for folder in PLAIN_DATA):
+        if default and not any(request.path.is_relative_to(folder) for folder in PLAIN_DATA):
             drawn_comparison = import_module("gradcheck_suite.references.drawn_comparison")
             patch.setattr(drawn_comparison, "MANY_DRAWS", drawn_comparison.DRAWS)
         yield
