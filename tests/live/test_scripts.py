@@ -162,6 +162,23 @@ def test_a_backward_that_only_some_windows_have_is_a_finding(tmp_path, monkeypat
     assert any(said in finding for finding in result.findings), result
 
 
+BY_ONE_INSTRUMENT = {
+    "weights": "faulty_mean_of_means",
+    "sums": "faulty_never_reset",
+    "batch": "faulty_left_in_evaluation_mode",
+}
+"""Each instrument -> a script whose fault it finds alone."""
+
+
+@pytest.mark.parametrize("off", BY_ONE_INSTRUMENT)
+def test_without_an_instrument_the_others_find_what_they_find(off):
+    assert audited(SCRIPTS / "sound_equal.py", without=(off,))[0].holds
+    for instrument, script in BY_ONE_INSTRUMENT.items():
+        result, _ = audited(SCRIPTS / f"{script}.py", without=(off,))
+        named = [violation.diagnosis for violation in result.violations]
+        assert named == [FAULTY[script]] * (instrument != off), result
+
+
 def test_a_coefficient_is_no_part_of_the_size_of_a_fault():
     result, _ = audited(SCRIPTS / "faulty_short_window_of_a_coefficient.py")
     assert result.violation.error == pytest.approx(1 / 4)
