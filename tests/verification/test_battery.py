@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite import Problem, check, training_loop, verify
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
+from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
@@ -49,6 +50,32 @@ def test_sound_loops_hold(names, dtype):
         found = battery(loop, dtype=dtype)
         assert found.violation is None, f"{name}: {found.violation}"
         assert not found.skipped
+
+
+def _in(dtype, loop):
+    """Return the loop as one that runs in one precision alone."""
+
+    def alone(run):
+        if run.dtype is not getattr(torch, dtype):
+            raise TypeError(f"expected {dtype}, got {run.dtype}")
+        loop(run)
+
+    return alone
+
+
+def test_a_loop_that_runs_in_one_precision_alone_is_judged_and_named_in_it():
+    faulty = BUGS["mean-of-means"].loop
+    spec = ProblemSpec(
+        Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean")
+    )
+    case = Case(spec, Plan((1, 2), 2), dtype="float32")
+    assert battery(_in("float32", BUILT_IN["plain"]), dtype="float32").violation is None
+    assert check(_in("float32", BUILT_IN["plain"]), case).holds
+    assert check(_in("float32", faulty), case).violation.diagnosis == "mean-of-means"
+    # in bfloat16 weights cannot be told apart, and nothing is known of float64
+    violation = battery(_in("bfloat16", faulty), dtype="bfloat16").violation
+    assert violation.diagnosis == "not-linear"
+    assert "the loop raises in float64" in violation.explanation
 
 
 def test_the_probes_satisfy_every_assumption():

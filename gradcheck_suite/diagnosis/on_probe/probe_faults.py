@@ -174,7 +174,9 @@ def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diag
     if dtype != case.dtype:
         finer = probe.observed_weights(runner)
         right = probe.right_weights(step % windows)
-        if finer is None or step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
+        if finer is None:
+            return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
+        if step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
                 f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
