@@ -17,11 +17,8 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
-import os
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,8 +28,8 @@ from typing import Any
 
 import pytest
 
-import gradcheck_suite
 from gradcheck_suite.__main__ import main
+from gradcheck_suite.report.scripts.processes import run_script
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -50,7 +47,6 @@ _COUNTED = (
 """What depends on how many cases were drawn."""
 _MACHINE_S_OWN = ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "FORCE_COLOR", "PY_COLORS")
 """Variables of the environment that change what pytest prints: on a CI server its summary is not cut."""
-_COLUMNS = 100
 _FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"^# ([\w./]+\.(?:py|toml|ini))$")
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -152,18 +148,10 @@ class Page:
             self.status, printed = _tested(["-p", "no:cacheprovider", "-p", "no:xdist", *_plugin(), *arguments])
             return printed
         assert program == "python", f"{self.name}: no rule for $ {command}"
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=_reader_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        self.status = done.returncode
-        return done.stdout
+        (script,) = arguments
+        done = run_script(self.folder / script, timeout_s=300)
+        self.status = done.status
+        return done.output + done.errors
 
     def _fewer(self, command: str) -> list[str]:
         if not self.few or not command.startswith("gradcheck-suite verify") or re.search(r"--(list|help)", command):
@@ -216,11 +204,6 @@ def _tested(arguments: list[str]) -> tuple[int, str]:
             patch.delenv(name, raising=False)
         status = pytest.main(arguments)
     return int(status), printed.getvalue()
-
-
-def _reader_environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _MACHINE_S_OWN}
-    return {**kept, "COLUMNS": str(_COLUMNS), "PYTHONPATH": str(Path(gradcheck_suite.__file__).parent.parent)}
 
 
 def _plugin() -> list[str]:
