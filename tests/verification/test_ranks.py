@@ -182,7 +182,7 @@ from tests.verification import rank_loops
 with kept_ranks():
     check(rank_loops.right, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
     pool = pool_of(2, "cpu")
-    print(pool._server.process.pid, *pool._pids, flush=True)
+    print(pool._server.folder, pool._server.process.pid, *pool._pids, flush=True)
     check(rank_loops.never_ends, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
 """
 
@@ -191,7 +191,8 @@ with kept_ranks():
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_behind(how):
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    pids = [int(pid) for pid in program.stdout.readline().split()]
+    folder, *shown = program.stdout.readline().decode().split()
+    pids = [int(pid) for pid in shown]
     assert len(pids) == 3
     time.sleep(1)
     program.send_signal(how)
@@ -200,6 +201,7 @@ def test_no_process_is_left_behind(how):
     while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+    assert not Path(folder).exists()
 
 
 def _runs(pid):

@@ -24,7 +24,7 @@ STARTUP_S = 120.0
 MOST_BYTES = 65536
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from gradcheck_suite.execution.ranks.server import main; main(int(sys.argv[2]))"
+    "from gradcheck_suite.execution.ranks.server import main; main(int(sys.argv[2]), sys.argv[3])"
 )
 
 
@@ -42,7 +42,7 @@ class Server:
         # a process group of its own: Ctrl-C reaches the parent alone, which then ends the others
         with theirs, (self.folder / "errors").open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno()), str(self.folder)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=errors,

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,11 +23,12 @@ from gradcheck_suite.execution.ranks import member
 from gradcheck_suite.execution.ranks.launch import MOST_BYTES
 
 
-def main(handle: int) -> None:
+def main(handle: int, folder: str) -> None:
     """Fork ranks and end them as the parent asks, until it is gone.
 
     Args:
         handle: the file descriptor of a socket to the parent.
+        folder: what is written there is removed at the end, also where the parent was killed.
     """
     environment.set_precision()
     _import_ahead()
@@ -39,13 +41,14 @@ def main(handle: int) -> None:
                 return
             statuses = _end(ranks)
             if handles:
-                folder, backend = json.loads(data)
-                ranks = _fork_all(folder, backend, control, [socket.socket(fileno=handle) for handle in handles])
+                own, backend = json.loads(data)
+                ranks = _fork_all(own, backend, control, [socket.socket(fileno=handle) for handle in handles])
             control.sendall(json.dumps(ranks or statuses).encode())
     except (ConnectionError, KeyboardInterrupt):
         return
     finally:
         _end(ranks)
+        shutil.rmtree(folder, ignore_errors=True)
         # unloading torch and jax in order takes a second
         os._exit(0)
 
