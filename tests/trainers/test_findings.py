@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from gradcheck_suite.report.scripts.processes import run_script
 
 FINDINGS = sorted((Path(__file__).parents[2] / "reports" / "findings").glob("*.md"))
 PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_accelerated", "poutyne", "fastai", "deepspeed")
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
-def test_the_script_prints_what_the_finding_says(path):
+def test_the_script_prints_what_the_finding_says(path, tmp_path):
     text = path.read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)[1]
     printed = re.search(r"```text\n(.*?)```", text, re.S)[1]
@@ -28,8 +28,9 @@ def test_the_script_prints_what_the_finding_says(path):
                 installed = None
             if installed != version:
                 pytest.skip(f"needs {package} {version}")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.stdout == printed, done.stderr
+    (tmp_path / "script.py").write_text(script)
+    done = run_script(tmp_path / "script.py", timeout_s=300)
+    assert done.output == printed, done.errors
 
 
 def test_the_guide_lists_every_finding():
