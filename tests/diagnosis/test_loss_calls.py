@@ -77,6 +77,18 @@ def _normalizes_in_every_epoch(run):
             _step(run)
 
 
+def _adversarial(run):
+    """Move each input along the sign of its own gradient: two losses of each micro-batch are sent backward."""
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            x = batch["x"].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(run.loss(run.model, {**batch, "x": x}), x)
+            moved = {**batch, "x": (x + 0.01 * gradient.sign()).detach()}
+            (run.loss(run.model, moved) * run.count(batch) / total).backward()
+        _step(run)
+
+
 def _changes(change):
     def loop(run):
         for window in windows(run):
@@ -94,6 +106,7 @@ def _changes(change):
         (_evaluates_at_its_last_micro_batch, "wrong-mode", "1 of the window's 2 losses is computed in eval mode"),
         (_perturbs, "other-parameters", "perturbed or rounded and restored before the step"),
         (_trains_a_copy, "other-parameters", "other values of 1.weight than those that the step changes"),
+        (_adversarial, "changed-batch", "it has other values in x,"),
         (_normalizes_in_every_epoch, "changed-batch", "it has other values in x,"),
         (_changes(lambda name, t: t.roll(1, 0) if name == "target" else t), "changed-batch", "other values in target,"),
     ],

@@ -119,8 +119,15 @@ def explain_inputs(
     """
     sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
     instance = recorder.original
-    # what an earlier pass over the window computed may have been cleared
-    for calls in (sent, sent[-len(members) :]) if len(sent) > len(members) else (sent,):
+    times, rest = divmod(len(sent), len(members))
+    passes = [sent]
+    if times > 1 or rest:
+        # what an earlier pass over the window computed may have been cleared
+        passes.append(sent[-len(members) :])
+    if times > 1 and not rest:
+        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial training
+        passes.append(sent[times - 1 :: times])
+    for calls in passes:
         if not calls or not _gives(instance, flat, calls, observed):
             continue
         found = {}
