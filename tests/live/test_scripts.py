@@ -43,6 +43,7 @@ FAULTY = {
     "faulty_mean_of_means_masked": "mean-of-means",
     "faulty_mean_of_means_one_backward": "mean-of-means",
     "faulty_mean_of_means_padded": "mean-of-means",
+    "faulty_mean_of_means_of_chunks": "mean-of-means",
     "faulty_mean_of_means_of_sample_weights": "mean-of-means",
     "faulty_mean_of_means_sample_weights": "mean-of-means",
     "faulty_mean_of_means_unreduced": "mean-of-means",

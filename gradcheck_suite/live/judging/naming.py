@@ -45,6 +45,25 @@ def _by_elements(terms: list[Term], weights: Weights) -> Diagnosis | None:
     return replace(found, sentence=padded + found.sentence) if found.name == "mean-of-means" else None
 
 
+def _by_micro_batches(terms: list[Term], weights: Weights) -> Diagnosis | None:
+    """Name a fault between micro-batches whose loss goes through several calls of equal weights, as in chunks."""
+    parts = [[t for t in terms if t.micro_batch == m] for m in sorted({t.micro_batch for t in terms})]
+    if len(parts) == len(terms) or not all(weights.close(t.weight, part[0].weight) for part in parts for t in part):
+        return None
+    whole = [replace(part[0], count=sum(t.count for t in part)) for part in parts]
+    number = len(whole)
+    merged = replace(
+        weights,
+        observed=_observed(whole, weights.tolerance, [1 / number, 1.0]),
+        counts=tuple(t.count for t in whole),
+        window=tuple(range(number)),
+        accumulation_steps=number,
+        items=(),
+    )
+    found = diagnose(merged)
+    return None if names_nothing(found) else found
+
+
 def _one_factor(terms: list[Term], weights: Weights) -> Diagnosis | None:
     """Name a factor that some micro-batches of a window have and most have not."""
     for values, what in ((weights.observed, "item"), (weights.observed * np.array(weights.counts), "mean")):
@@ -109,7 +128,12 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
         )
         found = diagnose(weights)
         if names_nothing(found):
-            found = _by_elements(counted, weights) or _one_factor(counted, weights) or found
+            found = (
+                _by_elements(counted, weights)
+                or _by_micro_batches(counted, weights)
+                or _one_factor(counted, weights)
+                or found
+            )
         name, sentence = _preferred(found)
         sentence = sentence.replace("run.count(batch)", "the batch's count")
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
