@@ -352,3 +352,9 @@ def test_missing_micro_batches_whose_window_counts_the_others_alone_are_not_take
     others = "others weigh more than they should"
     assert others not in diagnose(_weights(0, 1 / 5, 1 / 5)).sentence
     assert others in diagnose(_weights(0, 1 / 8, 3 / 8)).sentence
+
+
+def test_a_longer_window_with_fewer_micro_batches_that_count_is_no_place_of_a_shorter_one():
+    short = Weights(np.array([1, 0.5, 0.25]) / 3, (1.0, 1.0, 1.0), (0, 1, 2), 3, 0, "mean")
+    long = Weights(np.array([0, 0, 0.9, 0, 0.3]) / 2, (0.0, 0.0, 1.0, 0.0, 1.0), (0, 1, 2, 3, 4), 5, 0, "mean")
+    assert diagnose(short, [long]).name == "unrecognised-weights"

@@ -189,7 +189,8 @@ def by_place(wrong: Steps) -> tuple[Pattern, ...]:
         return ()
 
     def fits(w: Weights) -> bool:
-        return not w.foreign and w.close(w.ratio, factors[[w.window.index(j) for j in w.inside]])
+        places = [w.window.index(j) for j in w.inside]
+        return not w.foreign and max(places, default=0) < len(factors) and w.close(w.ratio, factors[places])
 
     shown = ", ".join(f"{factor:.6g}" for factor in factors[:4]) + (", ..." if len(factors) > 4 else "")
     return (
