@@ -29,8 +29,8 @@ import torch
 from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.instance import Instance, generated_instance
+from gradcheck_suite.generation import drawing
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
-from gradcheck_suite.generation.drawing import draw_cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import accumulated, jax_objective, programs
 from gradcheck_suite.references.reference import REFERENCES
@@ -50,7 +50,7 @@ ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
 
 def drawn(count: int) -> list[Case]:
     """Return the cases that `verify` draws for seed 0."""
-    return draw_cases(cases(optimizer=SOMETIMES_MOVING), examples=count, seed_value=0)
+    return drawing.draw_cases(cases(optimizer=SOMETIMES_MOVING), examples=count, seed_value=0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,9 @@ def _imports() -> None:
     jax.block_until_ready(jax.jit(jax.numpy.negative)(1.0))
 
 
-def _forget_references(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forget_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the drawn cases and their references, which a run shares between its loops."""
+    monkeypatch.setattr(drawing, "_KEPT", type(drawing._KEPT)())
     monkeypatch.setattr(REFERENCES, "_kept", type(REFERENCES._kept)())
 
 
@@ -84,7 +86,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     jax.clear_caches()
     monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
-    _forget_references(monkeypatch)
+    _forget_cases(monkeypatch)
 
 
 def _nothing() -> None:
@@ -137,7 +139,7 @@ def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path
 def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     _fresh(monkeypatch, store)
     _suite()
-    forget = lambda: _forget_references(monkeypatch)  # noqa: E731 - pedantic's setup
+    forget = lambda: _forget_cases(monkeypatch)  # noqa: E731 - pedantic's setup
     _measure(benchmark, "suite, steady", _suite, forget, rounds=3)
 
 
