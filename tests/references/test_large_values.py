@@ -47,6 +47,18 @@ OVERFLOWS = Case(
 )
 
 
+LOST_WITHIN = Case(
+    ProblemSpec(
+        Input("vector", size=2, values="large"),
+        (Layer("unused", features=2), Layer("second_input")),
+        Loss("cosine_embedding", margin=0.0, reduction="mean"),
+    ),
+    Plan((3, 8, 3, 4, 2, 4, 8, 1, 2, 8, 5, 8, 2, 8), 7),
+    dtype="float16",
+    seed=3763580280,
+)
+"""The gradient of item 25 is 0.085, and 0 in float16: a product of squares of norms is infinite there."""
+
 PLAN = Plan((3, 1, 4), 2)
 
 
@@ -74,6 +86,14 @@ def test_a_loss_that_overflows_within_torch_is_not_judged():
     with pytest.raises(CannotJudgeError, match="finite in float64 and not in bfloat16"):
         precision_fault(window)
     assert check(BUILT_IN["plain"], OVERFLOWS.replace(dtype="float64")).holds
+
+
+def test_a_gradient_that_an_overflow_within_torch_makes_0_is_not_judged():
+    window = REFERENCES.get(LOST_WITHIN, None).window(0)
+    with pytest.raises(CannotJudgeError, match="leave the range of float16"):
+        precision_fault(window)
+    assert check(BUILT_IN["plain"], LOST_WITHIN).finding is None
+    assert check(BUILT_IN["plain"], LOST_WITHIN.replace(dtype="float64")).holds
 
 
 def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that_divides_last():
