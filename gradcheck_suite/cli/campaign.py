@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     if failure := failed(campaign, shards):
         status, message = failure
-        shards.remove()
         if status == exit_status.BAD_USAGE:
+            shards.remove()
             raise UsageError(message)
         raise RuntimeError(message)
     found = outcome(campaign, shards)

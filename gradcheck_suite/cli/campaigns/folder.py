@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradcheck_suite.cli import exit_status
 from gradcheck_suite.records.files import write_text
 from gradcheck_suite.records.store import records_path
 
 STATUS, RESULT, OUTPUT = "status", "result.json", "output.txt"
 COUNTEREXAMPLES = "counterexamples"
+COULD_NOT_RUN = (exit_status.BAD_USAGE, exit_status.BUG, exit_status.INTERRUPTED)
+"""Exit statuses of shards that have not done their work."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Shards:
         """Note a shard's exit status, and put its folder in place in one step."""
         partial = self.folder / f"{number:06d}.partial"
         (partial / STATUS).write_text(f"{status}\n")
-        shutil.rmtree(self.place(number), ignore_errors=True)  # where it is, a file of it was cut short
+        shutil.rmtree(self.place(number), ignore_errors=True)  # where it is, it failed or a file of it was cut short
         partial.rename(self.place(number))
 
     def remove(self) -> None:
@@ -52,9 +55,10 @@ class Shards:
             self.folder.parent.rmdir()
 
     def done(self, number: int) -> bool:
-        """Return whether a shard is done: one with a file that is cut short, as by a full disk, is not."""
+        """Return whether a shard is done: one that failed is not, nor is one with a file that is cut short."""
         try:
-            self.status(number)
+            if self.status(number) in COULD_NOT_RUN:
+                return False
             self.result(number)
             for path in self.place(number).rglob("*.jsonl"):
                 for line in path.read_text().splitlines():

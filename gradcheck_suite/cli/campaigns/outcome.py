@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.campaigns.folder import Shards
+from gradcheck_suite.cli.campaigns.folder import COULD_NOT_RUN, OUTPUT, Shards
 from gradcheck_suite.cli.campaigns.shards import Plan
 from gradcheck_suite.schema.results import json_number
 
@@ -41,11 +42,18 @@ def outcome(plan: Plan, shards: Shards) -> Outcome:
 
 def failed(plan: Plan, shards: Shards) -> tuple[int, str] | None:
     """Return exit status and error message of the first shard that could not be run; None where every shard was."""
-    for number in range(len(plan.shards)):
+    for number, command in enumerate(plan.shards):
         status = shards.status(number)
-        if status in (exit_status.BAD_USAGE, exit_status.BUG, exit_status.INTERRUPTED):
-            said = (shards.output(number).splitlines() or [""])[-1]
-            return status, said.partition(" error: ")[2] or said
+        if status not in COULD_NOT_RUN:
+            continue
+        said = (shards.output(number).splitlines() or [""])[-1]
+        message = said.partition(" error: ")[2] or said
+        if status == exit_status.BAD_USAGE:
+            return status, message
+        return status, (
+            f"`{shlex.join(['gradcheck-suite', *command])}` ended with status {status}: {message}; its output is in "
+            f"{shards.place(number) / OUTPUT}, and the same campaign goes on with the shards that are not done"
+        )
     return None
 
 

@@ -361,3 +361,23 @@ def test_what_a_shard_refuses_is_the_campaign_s_error(tmp_path: Path, capsys: py
     assert main(["campaign", "--reports", str(tmp_path), "verify", "no_such_file.py:train"]) == 2
     assert "no_such_file.py: no such file" in capsys.readouterr().err
     assert not (tmp_path / "campaign").exists()
+
+
+def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["campaign", "--reports", str(tmp_path), "verify", "zero_", "grad_none", "--examples", "1"]
+    run: list[int] = []
+
+    def crash(commands: Any, waiting: list[int], shards: Shards, *_: Any) -> None:
+        run.extend(waiting)
+        for number in waiting:
+            (shards.partial(number) / "output.txt").write_text("gradcheck-suite verify: error: a bug\n")
+            shards.finish(number, 70 if commands[number][1] == "grad_none" else 0)
+
+    monkeypatch.setattr(pool, "run_locally", crash)
+    assert main(arguments) == 70
+    said = capsys.readouterr().err
+    assert "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug" in said
+    assert main(arguments) == 70
+    assert run == [0, 1, 1]
