@@ -171,12 +171,18 @@ class LowPrecisionBound:
 
         Raises:
             CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch, or of the
-                window's summed loss: a loop may divide at its end.
+                window's summed loss: a loop may divide at its end. Or the plain gradient's numbers nearly leave the
+                range of the precision: a loop may scale its loss.
         """
         expected = self._window.expected
         if (np.isfinite(observed) != np.isfinite(expected)).any():
             self.expect_computable()
             self._expect_finite_sums()
+            if self.is_out_of_range():
+                name = self._window.reference.instance.case.dtype
+                raise CannotJudgeError(
+                    f"a gradient of nearly the largest numbers of {name} overflows where it is scaled"
+                )
         return np.where(np.isfinite(observed) | np.isfinite(expected), observed, expected)
 
     def expect_computable(self) -> None:

@@ -69,6 +69,14 @@ def _across_epochs(run):
         _step(run, batches[first : first + k])
 
 
+def _across_epochs_and_ended_early(run):
+    """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which ends at an epoch's."""
+    k = run.accumulation_steps
+    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    for step in range(run.epochs * (len(run.loader) // k)):
+        _step(run, batches[step * k : (step + 1) * k])
+
+
 def _across_epochs_in_shorter_windows(run):
     k = run.accumulation_steps
     batches = [batch for _ in range(run.epochs) for batch in run.loader]
@@ -191,6 +199,8 @@ def _fails_on_other_plans(run):
             "windows-across-epochs",
             "called 2 times, expected 4 (",
         ),
+        (_across_epochs_and_ended_early, PLAN, "windows-across-epochs", "it ends after 2 steps, the number of whole"),
+        (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "windows-across-epochs", "windows run on from one epoch"),
         (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "(2 epochs of 2 windows)"),
         (
             _every_micro_batch,

@@ -11,7 +11,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.catalogue import LOSSES
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.references.agreement import precision_fault
 from gradcheck_suite.references.drawn_comparison import UNEVEN
 from gradcheck_suite.references.errors import CannotJudgeError
@@ -60,6 +60,7 @@ LOST_WITHIN = Case(
 """The gradient of item 25 is 0.085, and 0 in float16: a product of squares of norms is infinite there."""
 
 PLAN = Plan((3, 1, 4), 2)
+EMBEDDED = Layer("tied_embedding", features=2, sparse=False)
 
 
 def _doubled(run):
@@ -221,3 +222,32 @@ def test_rounding_errors_of_a_linear_model_are_even_and_those_of_a_spike_are_not
     for case, uneven in ((linear, False), (SPIKE, True)):
         errors = REFERENCES.get(case, None).window(min(2, len(case.plan.windows) - 1)).bound.errors
         assert (errors.unevenness() > UNEVEN).any() == uneven
+
+
+def _scaled(factor):
+    def scaled_and_back(run):
+        for window in windows(run):
+            run.optimizer.zero_grad()
+            total = window_count(run, window)
+            for batch in window:
+                (factor * part_of_window(run, batch, total)).backward()
+            for p in run.model.parameters():
+                p.grad.div_(factor)
+            run.optimizer.step()
+
+    return scaled_and_back
+
+
+def test_a_scaled_loss_may_overflow_where_the_gradient_is_nearly_too_large_and_nowhere_else():
+    """Logits are multiplied by the loss's scale, and so are their gradients; float16's largest number is 65504."""
+
+    def case(scale):
+        loss = Loss("cross_entropy_of_large_logits", scale=scale, reduction="sum")
+        problem = ProblemSpec(Input("tokens", length=3, padded=True, vocabulary=5), (EMBEDDED,), loss)
+        return Case(problem, Plan((1, 5, 4, 2, 3, 1), 3), dtype="float16", seed=877856297)
+
+    verdict = check(_scaled(3.0), case(1e4))
+    assert verdict.holds
+    assert "a gradient of nearly the largest numbers of float16 overflows where it is scaled" in verdict.windows_skipped
+    # a factor that overflows far from the largest numbers is a fault of the loop
+    assert check(_scaled(2.0**20), case(1.0)).violation.kind == "non-finite"

@@ -14,6 +14,7 @@ from gradcheck_suite.evidence.calibration.tally import Tally
 from gradcheck_suite.evidence.rivals import failed_rules
 from gradcheck_suite.execution.autocast import AutocastRecorder
 from gradcheck_suite.numerics.comparison import Vector
+from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.schema.contract import Loop, TrainingRun, assumptions_of, autocast_of
 from gradcheck_suite.schema.results import Verdict, json_number
@@ -100,11 +101,14 @@ class Judge:
             key = index, noted.compute, observed.tobytes()
             if key not in self._seen:
                 window = self._reference.window(index, None, noted.compute)
-                beyond = window.compare_quickly(observed).ratio > 1
-                self._seen[key] = (
-                    window.compare(observed).ratio if beyond else None,
-                    failed_rules(window, self._reference.layout, observed, self._drawn.case.dtype),
-                )
+                try:
+                    beyond = window.compare_quickly(observed).ratio > 1
+                    ratio = window.compare(observed).ratio if beyond else None
+                except CannotJudgeError:  # this window alone: others of the case were judged
+                    self._seen[key] = None, frozenset()
+                    continue
+                found = failed_rules(window, self._reference.layout, observed, self._drawn.case.dtype)
+                self._seen[key] = ratio, found
             ratio, found = self._seen[key]
             rivals |= found
             if ratio is not None:

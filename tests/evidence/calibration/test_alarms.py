@@ -44,6 +44,22 @@ def test_sound_loops_are_counted_and_none_is_blamed(dtype):
     assert tally.autocast == 2
 
 
+def test_a_window_out_of_range_leaves_the_others_of_its_case():
+    """The sum of five gradients of 32000 overflows float16; the second window has one."""
+    layers = (
+        Layer("second_input"),
+        Layer("scale"),
+        Layer("unused", features=1),
+        Layer("linear", bias=False, features=1),
+    )
+    large = ProblemSpec(Input("vector", size=2, values="large"), layers, Loss("mse", reduction="mean"))
+    case = Case(large, Plan((1, 1, 1, 1, 1, 1), 5), dtype="float16")
+    last = {"rescale_at_the_end": LOOPS["rescale_at_the_end"]}
+    assert check(last["rescale_at_the_end"], case).windows_skipped
+    tally = _run(case, loops=last)
+    assert (tally.alarms, tally.judged) == ([], 1)
+
+
 def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypatch):
     # where torch's own gradient is beyond the bound, torch is blamed
     tally = _too_tight(monkeypatch)
