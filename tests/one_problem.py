@@ -1,4 +1,4 @@
-"""One small problem in place of drawn ones: a search then compiles one program. What is drawn is tested elsewhere."""
+"""Small problems in place of drawn ones: a search on one compiles one program. What is drawn is tested elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification import verify as verification
 
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))
+OVERFLOWING_SUM = ProblemSpec(
+    Input("vector", size=2, values="large"),
+    (Layer("second_input"), Layer("scale"), Layer("unused", features=1), Layer("linear", bias=False, features=1)),
+    Loss("mse", reduction="mean"),
+)
+"""The gradient of the mean over five items is 32000, so that of their sum is infinite in float16."""
 
 
 def draw_only_linear(monkeypatch: pytest.MonkeyPatch) -> None:

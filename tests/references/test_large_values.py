@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -9,15 +11,17 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.catalogue import LOSSES
+from gradcheck_suite.evidence.calibration.styles import scaled_and_back
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.references.agreement import precision_fault
 from gradcheck_suite.references.drawn_comparison import UNEVEN
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.noise import Computation
 from gradcheck_suite.references.number_range import leaves_range
 from gradcheck_suite.references.reference import REFERENCES
+from tests.one_problem import OVERFLOWING_SUM
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
 SATURATED = Case(
@@ -99,14 +103,7 @@ def test_a_gradient_that_an_overflow_within_torch_makes_0_is_not_judged():
 
 def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that_divides_last():
     """The mean's gradient is 32000 in float16, whose largest number is 65504, and five items make the window."""
-    layers = (
-        Layer("second_input"),
-        Layer("scale"),
-        Layer("unused", features=1),
-        Layer("linear", bias=False, features=1),
-    )
-    large = ProblemSpec(Input("vector", size=2, values="large"), layers, Loss("mse", reduction="mean"))
-    case = Case(large, Plan((1, 1, 1, 1, 1), 5), dtype="float16")
+    case = Case(OVERFLOWING_SUM, Plan((1, 1, 1, 1, 1), 5), dtype="float16")
     verdict = check(BUILT_IN["rescale_at_the_end"], case)
     assert verdict.holds
     assert list(verdict.windows_skipped) == ["the gradient of the window's summed loss overflows float16"]
@@ -119,7 +116,7 @@ def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that
                 p.grad = None if p.grad is None else p.grad * 1e6
             run.optimizer.step()
 
-    small = ProblemSpec(Input("vector", size=2), layers, Loss("mse", reduction="mean"))
+    small = ProblemSpec(Input("vector", size=2), OVERFLOWING_SUM.layers, OVERFLOWING_SUM.loss)
     violation = check(times_a_million, case.replace(problem=small)).violation
     assert violation.kind == "non-finite"
 
@@ -224,20 +221,6 @@ def test_rounding_errors_of_a_linear_model_are_even_and_those_of_a_spike_are_not
         assert (errors.unevenness() > UNEVEN).any() == uneven
 
 
-def _scaled(factor):
-    def scaled_and_back(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
-            total = window_count(run, window)
-            for batch in window:
-                (factor * part_of_window(run, batch, total)).backward()
-            for p in run.model.parameters():
-                p.grad.div_(factor)
-            run.optimizer.step()
-
-    return scaled_and_back
-
-
 def test_a_scaled_loss_may_overflow_where_the_gradient_is_nearly_too_large_and_nowhere_else():
     """Logits are multiplied by the loss's scale, and so are their gradients; float16's largest number is 65504."""
 
@@ -246,8 +229,8 @@ def test_a_scaled_loss_may_overflow_where_the_gradient_is_nearly_too_large_and_n
         problem = ProblemSpec(Input("tokens", length=3, padded=True, vocabulary=5), (EMBEDDED,), loss)
         return Case(problem, Plan((1, 5, 4, 2, 3, 1), 3), dtype="float16", seed=877856297)
 
-    verdict = check(_scaled(3.0), case(1e4))
+    verdict = check(scaled_and_back, case(1e4))
     assert verdict.holds
     assert "a gradient of nearly the largest numbers of float16 overflows where it is scaled" in verdict.windows_skipped
     # a factor that overflows far from the largest numbers is a fault of the loop
-    assert check(_scaled(2.0**20), case(1.0)).violation.kind == "non-finite"
+    assert check(partial(scaled_and_back, factor=2.0**20), case(1.0)).violation.kind == "non-finite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
+from gradcheck_suite import Case, Plan, Problem, check, training_loop, verify
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.loops import BUILT_IN
@@ -15,6 +15,7 @@ from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
 from gradcheck_suite.verification import search
 from gradcheck_suite.verification.battery import run_battery
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
+from tests.one_problem import LINEAR
 from tests.verification.planted import (
     LONG,
     SIZES,
@@ -65,10 +66,7 @@ def _in(dtype, loop):
 
 def test_a_loop_that_runs_in_one_precision_alone_is_judged_and_named_in_it():
     faulty = BUGS["mean-of-means"].loop
-    spec = ProblemSpec(
-        Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean")
-    )
-    case = Case(spec, Plan((1, 2), 2), dtype="float32")
+    case = Case(LINEAR, Plan((1, 2), 2), dtype="float32")
     assert battery(_in("float32", BUILT_IN["plain"]), dtype="float32").violation is None
     assert check(_in("float32", BUILT_IN["plain"]), case).holds
     assert check(_in("float32", faulty), case).violation.diagnosis == "mean-of-means"

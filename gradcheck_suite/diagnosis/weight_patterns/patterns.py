@@ -220,10 +220,11 @@ def rounded_to(w: Weights) -> str | None:
             scaled = mantissa * 2.0**digits
             if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
                 return name
-    for decimals in range(1, MOST_DECIMALS + 1):
+    if w.reduction == "mean":
         right = w.expected * np.array([w.counts[j] for j in w.inside])
-        if w.reduction == "mean" and w.close(w.per_mean, np.round(right, decimals)):
-            return f"{decimals} decimal{'s' if decimals > 1 else ''}"
+        for decimals in range(1, MOST_DECIMALS + 1):
+            if w.close(w.per_mean, np.round(right, decimals)):
+                return f"{decimals} decimal{'s' if decimals > 1 else ''}"
     return None
 
 

@@ -58,15 +58,15 @@ def autograd_grad(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-def scaled_and_back(run: TrainingRun) -> None:
-    """Multiply each loss by 3 and divide the gradients by it."""
+def scaled_and_back(run: TrainingRun, factor: float = 3) -> None:
+    """Multiply each loss by a factor and divide the gradients by it."""
     for window in windows(run):
         total = window_count(run, window)
         for batch in window:
-            (3 * part_of_window(run, batch, total)).backward()
+            (factor * part_of_window(run, batch, total)).backward()
         for p in run.model.parameters():
             if p.grad is not None:
-                p.grad.div_(3)
+                p.grad.div_(factor)
         run.optimizer.step()
         run.optimizer.zero_grad()
 

@@ -18,6 +18,7 @@ from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.verification import check as checking
 from gradcheck_suite.verification.check import check
 from tests.evidence.calibration.conftest import linear
+from tests.one_problem import OVERFLOWING_SUM
 
 CASE = Case(linear("mean"), Plan((1, 3, 2, 4, 1), 3), dtype="float32", seed=5)
 STEPS_FREE = {name for name, loop in LOOPS.items() if not assumptions_of(loop)}
@@ -46,14 +47,7 @@ def test_sound_loops_are_counted_and_none_is_blamed(dtype):
 
 def test_a_window_out_of_range_leaves_the_others_of_its_case():
     """The sum of five gradients of 32000 overflows float16; the second window has one."""
-    layers = (
-        Layer("second_input"),
-        Layer("scale"),
-        Layer("unused", features=1),
-        Layer("linear", bias=False, features=1),
-    )
-    large = ProblemSpec(Input("vector", size=2, values="large"), layers, Loss("mse", reduction="mean"))
-    case = Case(large, Plan((1, 1, 1, 1, 1, 1), 5), dtype="float16")
+    case = Case(OVERFLOWING_SUM, Plan((1, 1, 1, 1, 1, 1), 5), dtype="float16")
     last = {"rescale_at_the_end": LOOPS["rescale_at_the_end"]}
     assert check(last["rescale_at_the_end"], case).windows_skipped
     tally = _run(case, loops=last)
