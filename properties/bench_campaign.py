@@ -17,7 +17,7 @@ import pytest
 from gradcheck_suite.cli import run
 from gradcheck_suite.cli.campaigns.shards import CASES
 
-SHARDS = int(os.environ.get("GRADCHECK_SUITE_BENCH_SHARDS", "30"))
+SHARDS = int(os.environ.get("GRADCHECK_SUITE_BENCH_SHARDS", "60"))
 LOOPS = ("zero_", "zero_grad", "set_to_none", "grad_none")
 LEAST_SPEEDUP = 1.8
 MOST_FIXED_S = 3.0

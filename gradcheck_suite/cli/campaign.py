@@ -54,11 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.address is not None and arguments.engine != "ray":
         raise UsageError("--address: expected --engine ray beside it")
     output_paths.expect_writable(arguments.reports, FOLDER, json=arguments.json)
-    environment.prepare()
+    environment.set_variables()
     from gradcheck_suite.cli.campaigns.folder import Shards, merge
     from gradcheck_suite.cli.campaigns.outcome import failed, outcome
     from gradcheck_suite.cli.campaigns.shards import plan
-    from gradcheck_suite.records.description import counted
+    from gradcheck_suite.records.columns import counted
 
     campaign = plan(arguments.what, arguments.rest)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             shards.remove()
             raise UsageError(message)
         raise RuntimeError(message)
+    environment.set_precision()
     found = outcome(campaign, shards)
     about = environment.environment()
     merge(shards, numbers, arguments.reports, found.copied)

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.records.description import counted, describe_violation, example_text
+from gradcheck_suite.records.columns import counted
+from gradcheck_suite.records.description import describe_violation, example_text
 from gradcheck_suite.records.verification import Counterexample
 from gradcheck_suite.schema.contract import DECLARED
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions

@@ -20,7 +20,7 @@ from gradcheck_suite.diagnosis.on_probe.step_patterns import Held, fitting_fault
 from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.runner import Outcome
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.schema.plan import Plan
 
 SKIPPED_BY_SCALER = (

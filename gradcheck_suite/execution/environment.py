@@ -88,6 +88,16 @@ def prepare() -> None:
         CannotRunHere: torch or jax cannot be imported.
         UsageError: others than the user may write to the folder of compiled programs.
     """
+    set_variables()
+    set_precision()
+
+
+def set_variables() -> None:
+    """Set the environment variables of a command, which its processes inherit; one that the user has set stays.
+
+    Raises:
+        UsageError: others than the user may write to the folder of compiled programs.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # references run on the CPU: a GPU's memory and start-up time are left to the loop
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -96,7 +106,6 @@ def prepare() -> None:
     with contextlib.suppress(OSError):
         make_cache_folder(folder)  # before Hypothesis does, with the permissions that the umask allows
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
-    set_precision()
 
 
 def set_precision() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradcheck_suite.catalogue import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.records.columns import aligned, counted
 from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.plan import ALWAYS_WRITTEN, Plan
@@ -173,8 +173,3 @@ def _shape(signal: Signal) -> str:
 
 def _options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 window` or `2 windows`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

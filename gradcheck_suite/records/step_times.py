@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.stats import binomtest, false_discovery_control
 
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 
 Row = Mapping[str, Any]
 LEVEL = 0.05

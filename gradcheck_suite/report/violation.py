@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.records.counterexamples import FOLDER
-from gradcheck_suite.records.description import counted, describe_case, error_text, example_text, violation_title
+from gradcheck_suite.records.description import describe_case, error_text, example_text, violation_title
 from gradcheck_suite.report.charts.violation import elements_plot, micro_batch, table_rows, weights_plot
 from gradcheck_suite.report.content import Figure, Table
 from gradcheck_suite.report.provenance import machine

@@ -9,7 +9,7 @@ from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.execution.observer import same_tree
 from gradcheck_suite.execution.ranks.pool import ENDED
 from gradcheck_suite.execution.runner import Outcome
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.results import Verdict, Violation
 

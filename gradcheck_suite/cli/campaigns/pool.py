@@ -14,6 +14,7 @@ from typing import Any
 
 from gradcheck_suite.cli.campaigns.folder import OUTPUT, Shards
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.execution.environment import set_precision
 
 LOSSES = 3
 """Workers that one shard may lose before the campaign gives up: the shard itself ends its process, then."""
@@ -68,6 +69,7 @@ def run_locally(
     try:
         for worker in pool:
             _hand(worker, queue.pop(0), commands, shards)
+        set_precision()  # imports torch and JAX for the merge, in the seconds in which the workers import them too
         while any(worker.shard is not None for worker in pool):
             for worker in _ready(pool):
                 shard = worker.shard

@@ -75,16 +75,20 @@ def blocks(total: int, size: int) -> list[int]:
 
 def _verify(asked: argparse.Namespace) -> list[Command]:
     """Cut by loop and by block of cases; the i-th block has the i-th seed."""
-    from gradcheck_suite.loops.modes import MODES
-    from gradcheck_suite.loops.ranks import RANK_MODES
-
-    loops = asked.loops or list(MODES if asked.ranks == 1 else RANK_MODES)
+    loops = asked.loops or _built_in_modes(asked.ranks)
     options = _verify_options(asked)
     return [
         ("verify", loop, "--examples", str(cases), "--seed", str(asked.seed + i), *options)
         for loop in loops
         for i, cases in enumerate(blocks(asked.examples, CASES))
     ]
+
+
+def _built_in_modes(ranks: int) -> list[str]:
+    from gradcheck_suite.loops.modes import MODES
+    from gradcheck_suite.loops.ranks import RANK_MODES
+
+    return list(MODES if ranks == 1 else RANK_MODES)
 
 
 def _verify_options(asked: argparse.Namespace) -> Command:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import counts_plot
 from gradcheck_suite.report.content import Figure, Section, Table

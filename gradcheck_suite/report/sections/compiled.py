@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.content import Cell, Section, Table, device_name
 from gradcheck_suite.report.provenance import sources

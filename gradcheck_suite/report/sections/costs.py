@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.modes import BENCHMARKED
-from gradcheck_suite.records.description import counted
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.cost import times_plot
 from gradcheck_suite.report.content import Cell, Figure, Section, Table, device_name

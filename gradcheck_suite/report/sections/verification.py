@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.modes import MODES
-from gradcheck_suite.records.description import counted, violation_title
+from gradcheck_suite.records.columns import counted
+from gradcheck_suite.records.description import violation_title
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.evidence import counts_plot
 from gradcheck_suite.report.content import Cell, Figure, Matrix, Section, Table, device_name
