@@ -11,6 +11,7 @@ import torch
 
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LayerDefinition
 from gradcheck_suite.catalogue.embeddings import PADDING
+from gradcheck_suite.catalogue.pooling import first_maximum
 from gradcheck_suite.catalogue.signals import Options, Signal, expect, expect_form, vector
 
 FEATURES = 2
@@ -74,8 +75,9 @@ def _jax(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -
     rows = params["weight"][x]
     kept = (x != PADDING if options["padding_idx"] else jnp.full(x.shape, True))[:, :, None]
     if options["mode"] == "max":
+        largest = first_maximum(jnp.swapaxes(jnp.where(kept, rows, -jnp.inf), 1, 2))
         # torch returns a zero vector for a bag of padding only
-        return jnp.where(kept.any(1), jnp.where(kept, rows, -jnp.inf).max(1), 0.0)
+        return jnp.where(kept.any(1), largest, 0.0)
     if options["weighted"]:
         rows = rows * extras["weights"][:, :, None]
     total = jnp.where(kept, rows, 0.0).sum(1)

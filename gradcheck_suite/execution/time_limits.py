@@ -23,6 +23,8 @@ PATIENCE = 10.0
 """Factor of the limit that a process gets at most while other processes keep the processor busy."""
 STARTUP_S = 300.0
 """Seconds in all that imports and compilation may take beside the limit."""
+LOOKS = 4
+"""How often within the limit the clock is looked at: a process that was stopped meanwhile, as by Ctrl-Z, comes late."""
 STARTING = (
     "<frozen importlib._bootstrap>",
     "/torch/_dynamo/convert_frame.py",
@@ -53,6 +55,19 @@ class _Start:
     def __init__(self, *, loading: bool = False) -> None:
         self._loading = loading
         self._clock, self._processor, self._modules = time.monotonic(), time.process_time(), len(sys.modules)
+        self._looked = self._clock, self._processor
+
+    def look(self, pause: float) -> None:
+        """Leave out the time in which the process was stopped: the clock went on for longer than the pause asked for.
+
+        Args:
+            pause: seconds after which this was to be called, since the last call.
+        """
+        clock, processor = time.monotonic(), time.process_time()
+        passed, computed = clock - self._looked[0], processor - self._looked[1]
+        if passed > 2 * pause and computed < IDLE * passed:
+            self._clock += passed - pause
+        self._looked = clock, processor
 
     @property
     def passed(self) -> float:
@@ -78,7 +93,7 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     and was not idle therefore gets up to `PATIENCE` times as long, so that a correct loop is not blamed.
 
     Imports and compilation do not count: a block that did such work since the limit began gets the whole limit again,
-    for at most `STARTUP_S` seconds in all.
+    for at most `STARTUP_S` seconds in all. Nor does the time in which the process was stopped.
 
     The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere there is no limit.
     It stops Python code that catches every exception. It does not stop a call into C code that never returns.
@@ -94,30 +109,37 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     # not the shared generator, which property tests seed
     chance = random.Random(0)
     first = start = _Start()
+    pause = seconds / LOOKS
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal start
+        nonlocal start, pause
         if not _inside(frame, block):
             return
+        if not limit.expired:
+            start.look(pause)
+            if start.passed < seconds:
+                pause = min(seconds / LOOKS, max(seconds - start.passed, _SHORTEST_S))
+                signal.setitimer(signal.ITIMER_REAL, pause)
+                return
         loading = _is_starting(frame, block)
         if not limit.expired and (start.has_loaded or loading) and first.passed < STARTUP_S:
-            start = _Start(loading=loading)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            start, pause = _Start(loading=loading), seconds / LOOKS
+            signal.setitimer(signal.ITIMER_REAL, pause)
             return
         if not limit.expired and (rest := rest_of_limit(seconds, start.passed, start.computed)):
-            signal.setitimer(signal.ITIMER_REAL, rest)
+            pause = rest
+            signal.setitimer(signal.ITIMER_REAL, pause)
             return
-        # random pauses interrupt the block at every place, also outside of its exception handlers
-        pause = _SHORTEST_S * _LONGEST_FACTOR ** chance.random()
         if limit.expired:
             _raise_at_next_line(frame, block)
         limit.expired = True
-        signal.setitimer(signal.ITIMER_REAL, pause)
+        # random pauses interrupt the block at every place, also outside of its exception handlers
+        signal.setitimer(signal.ITIMER_REAL, _SHORTEST_S * _LONGEST_FACTOR ** chance.random())
         raise TimedOut
 
     with _restored():
         signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, pause)
         yield limit
 
 

@@ -137,19 +137,21 @@ def noise_bound(mean_square: Vector, draws: int = DRAWS) -> Vector:
     return student_factor(draws) * np.sqrt(_finite(mean_square))
 
 
-def accumulation_bound(sizes: Vector, terms: int, dtype: str) -> Vector:
+def accumulation_bound(sizes: Vector, terms: int, dtype: str, *, smallest: float | None = None) -> Vector:
     """Return a bound on the rounding error of scaling contributions and adding them in `dtype`, in any order, (P,).
 
     Args:
         sizes: (P,), the sum over micro-batches of the absolute values of their contributions.
         terms: number of micro-batches.
         dtype: the coarsest dtype in which contributions are computed or added up.
+        smallest: the largest spacing of smallest numbers where several dtypes take part; None for that of `dtype`.
     """
     roundings = terms - 1 + FURTHER_ROUNDINGS
-    return growth(roundings, dtype) * _finite(sizes) + roundings * SMALLEST[dtype]
+    underflow = roundings * (SMALLEST[dtype] if smallest is None else smallest)
+    return growth(roundings, dtype) * _finite(sizes) + underflow
 
 
-def coarse_bound(sizes: Vector, terms: int, dtype: str, layout: Layout) -> Vector:
+def coarse_bound(sizes: Vector, terms: int, dtype: str, layout: Layout, *, smallest: float | None = None) -> Vector:
     """Return the bound in a lower precision that needs no draws, (P,): smaller differences are not looked at.
 
     It is `accumulation_bound` of the largest element of each parameter.
@@ -159,8 +161,9 @@ def coarse_bound(sizes: Vector, terms: int, dtype: str, layout: Layout) -> Vecto
         terms: number of micro-batches.
         dtype: the coarsest dtype in which contributions are computed or added up.
         layout: layout of the vector.
+        smallest: as for `accumulation_bound`.
     """
-    return accumulation_bound(layout.spread(_finite(sizes)), terms, dtype)
+    return accumulation_bound(layout.spread(_finite(sizes)), terms, dtype, smallest=smallest)
 
 
 def _finite(vector: Vector) -> Vector:

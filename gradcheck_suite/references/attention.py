@@ -1,4 +1,4 @@
-"""The backward of torch's attention on the CPU, operation by operation, so that each can be rounded at random."""
+"""Torch's attention on the CPU, forward and backward, operation by operation, so that each can be rounded at random."""
 
 from __future__ import annotations
 
@@ -7,6 +7,52 @@ import math
 import torch
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the logarithms of the sums; `aten::_scaled_dot_product_flash_attention_for_cpu`.
+
+    In bfloat16 and float16, the fused operation rounds the probabilities before it multiplies them by the values. Where
+    the values of all keys cancel, as they do after a normalization over them, the output is that rounding error.
+
+    Args:
+        query: (batch, heads, queries, features), as are key and value.
+        key: what queries are compared with.
+        value: what is averaged.
+        _dropout_p: 0 on the CPU.
+        is_causal: whether a query sees no later key.
+        attn_mask: added to the scores, or None.
+        scale: factor of the scores; None for 1 / sqrt(features).
+    """
+    scores, none = _scores(query, key, is_causal, attn_mask, scale)
+    return _softmax(scores, none) @ value, scores.masked_fill(none, 0).logsumexp(-1)
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores, and which queries see no key, as a mask (batch, heads, queries, 1)."""
+    scores = (query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores, (scores == -torch.inf).all(-1, keepdim=True)
+
+
+def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities; a query that sees no key has none."""
+    return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
 
 
 def attention_backward(
@@ -45,16 +91,8 @@ def attention_backward(
 
     Source: T. Dao et al., FlashAttention (2022), appendix B.2.
     """
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ key.mT) * scale
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    # a query that sees no key has no probabilities
-    none = (scores == -torch.inf).all(-1, keepdim=True)
-    probabilities = scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    probabilities = _softmax(*_scores(query, key, is_causal, attn_mask, factor))
     both = (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_out @ value.mT - both) * scale
+    grad_scores = probabilities * (grad_out @ value.mT - both) * factor
     return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out

@@ -78,16 +78,24 @@ class Computation:
         """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
-    def rounded_at_random(self, parts: Sequence[Part], dtype: torch.dtype, draw: int) -> Vector:
+    def rounded_at_random(
+        self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, smallest: float = 0.0
+    ) -> Vector:
         """Return the sum of the parts' gradients with every operation rounded at random as in a dtype, (P,).
 
         On another device than the CPU, only the parameters are moved: their values are in no loss's range.
+
+        Args:
+            parts: whose gradients are added up.
+            dtype: whose rounding errors are drawn.
+            draw: number of the draw.
+            smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
         if not self._is_on_cpu:
             return self._at_moved_values(parts, dtype, draw, data=False)
         try:
             for guarded in (self._guarded, True):
-                with RandomRounding(draw, dtype, guarded=guarded):
+                with RandomRounding(draw, dtype, guarded=guarded, smallest=smallest):
                     found = self.gradient(*parts)
                 if guarded or np.isfinite(found).all():
                     return found
@@ -141,15 +149,19 @@ class Computation:
 class RoundingErrors:
     """The rounding errors of the sum of some parts' gradients in a dtype, drawn when they are needed and kept."""
 
-    def __init__(self, computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> None:
+    def __init__(
+        self, computation: Computation, parts: Sequence[Part], dtype: torch.dtype, *, smallest: float = 0.0
+    ) -> None:
         """Prepare the draws.
 
         Args:
             computation: in float64; the draws are made on the CPU where the problem allows it.
             parts: whose gradients are computed one by one and added up.
             dtype: the precision whose rounding errors are drawn.
+            smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
         self._computation, self._parts, self._dtype = computation.on_cpu(*parts), parts, dtype
+        self._smallest = smallest
         self._kept: dict[tuple[int, int], tuple[Vector, Vector]] = {}
 
     def noise(self, draws: int = DRAWS) -> Vector:
@@ -180,7 +192,8 @@ class RoundingErrors:
         total, number = self._kept.get((first, drawn), (nothing, nothing))
         for draw in range(drawn, last):
             with np.errstate(invalid="ignore", over="ignore"):
-                square = (self._computation.rounded_at_random(self._parts, self._dtype, draw) - self._centre) ** 2
+                rounded = self._computation.rounded_at_random(self._parts, self._dtype, draw, smallest=self._smallest)
+                square = (rounded - self._centre) ** 2
             finite = np.isfinite(square)
             total, number = total + np.where(finite, square, 0.0), number + finite
         self._kept[first, last] = total, number

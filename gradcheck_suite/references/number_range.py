@@ -67,10 +67,13 @@ class _Narrowed(TorchDispatchMode):
 def _decompositions() -> dict[Any, Any]:
     """Return the operations with an intermediate result that overflows, as functions of simpler operations.
 
-    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89.
+    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89. The gradient of its
+    binary cross entropy is the incoming one times (p - y) / (p (1 - p)), and divided by the number of elements only
+    then.
     """
     aten = torch.ops.aten
-    return dict(get_decompositions([aten.soft_margin_loss, aten.soft_margin_loss_backward]))
+    names = ("soft_margin_loss", "soft_margin_loss_backward", "binary_cross_entropy_backward")
+    return dict(get_decompositions([getattr(aten, name) for name in names]))
 
 
 def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> bool:

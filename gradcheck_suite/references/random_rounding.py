@@ -24,8 +24,8 @@ import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.references.attention import attention_backward
-from gradcheck_suite.references.normalizations import FORWARD_NORMS
+from gradcheck_suite.references.attention import attention, attention_backward
+from gradcheck_suite.references.normalizations import FORWARD_NORMS, batch_norm_of_stored
 
 # fmt: off
 SELECTING = frozenset((
@@ -49,14 +49,21 @@ CANCELLING = frozenset(("gelu", "gelu_backward"))
 with the first argument."""
 
 SHIFTED = "_log_softmax"
-"""x minus log(sum(exp(x))), which torch rounds before it subtracts: the error is that of the largest x. At logits of 8
-and 0, torch's bfloat16 result for the first is 0, and the right one is -3.4e-4. No result is above 0: rounding is
-monotonic, and the largest x is a number of the precision."""
+"""x - m - log(sum(exp(x - m))), m the largest x. Torch rounds the sum, and m plus its logarithm, before it subtracts.
+At logits of 0 and -5.5, the sum is 1.0041, which bfloat16 rounds to 1.0078; at logits of 8 and 0, the result for the
+first is 0 in place of -3.4e-4. No result is above 0: rounding is monotonic, and m is a number of the precision."""
 
 LARGEST = "logsumexp"
 """At least the largest x, for the same reason. Otherwise exp(x - logsumexp(x)) in its gradient would overflow."""
 
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+IN_TRAINING = 5
+"""Place of the argument that says whether the batch's own statistics are used."""
+
 SALT = 0x9E3779B97F4A7C15
+OF_SMALLEST = 0.3
+"""Factor of the errors -3/2, -1/2, 1/2 and 3/2 in spacings of the smallest numbers: 0 stays 0, others are rounded to
+either neighbour."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +126,23 @@ class RandomRounding(TorchDispatchMode):
     errors, as in arithmetic, and those of another operation may differ.
     """
 
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float64, *, guarded: bool = False) -> None:
+    def __init__(
+        self, seed: int, dtype: torch.dtype = torch.float64, *, guarded: bool = False, smallest: float = 0.0
+    ) -> None:
         """Prepare a draw.
 
         Args:
             seed: of the errors.
             dtype: the precision that is simulated.
             guarded: whether the largest numbers, as in the masks of attention, stay finite.
+            smallest: spacing of the smallest numbers of the dtypes that take part; 0 for that of `dtype`, where this is
+                float64 or float16.
         """
         super().__init__()
         self._dtype, self._guarded, self._salted = dtype, guarded, seed % 2 == 1
+        # float64 has this spacing among the numbers around the second one; results are cast to float16 anyway
+        self._smallest = 0.0 if dtype is torch.float16 else smallest
+        self._coarse = 1.5 * 2.0**52 * smallest
         self._hash, self._operations = random.Random(seed).getrandbits(64), 0
 
     def __torch_dispatch__(
@@ -147,6 +161,8 @@ class RandomRounding(TorchDispatchMode):
         given = args
         if rounding.arguments:
             args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
+        if func is BATCH_NORM and args[IN_TRAINING]:
+            return batch_norm_of_stored(self._round, *args)
         out = func(*args, **(kwargs or {}))
         if not rounding.results and not _narrows(func, args, out):
             return out
@@ -154,8 +170,7 @@ class RandomRounding(TorchDispatchMode):
             if rounding.cancels:
                 out += self._moved(args[0], 1) - args[0]
             if rounding.shifted:
-                subtracted = args[0].amax(args[1], keepdim=True)
-                out += torch.where(subtracted.isfinite(), self._moved(subtracted, 1) - subtracted, 0.0)
+                out += self._shift(args[0], args[1])
             self._round(out, rounding.within_one)
             if rounding.shifted:
                 out.clamp_(max=0)
@@ -166,12 +181,19 @@ class RandomRounding(TorchDispatchMode):
                 self._round(value, rounding.within_one)
         return out
 
+    def _shift(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the error of what `_log_softmax` subtracts from all `x` of a row."""
+        largest = x.amax(dim, keepdim=True)
+        sums = (x - largest).exp().sum(dim, keepdim=True)
+        error = self._moved(largest, 1) - largest + (sums / self._moved(sums, 1)).log()
+        return torch.where(error.isfinite(), error, 0.0)
+
     def _argument(self, value: Any) -> Any:
         if not _is_rounded(value):
             return value
         return self._moved(value, 1)
 
-    def _round(self, value: Any, within_one: bool) -> None:
+    def _round(self, value: Any, within_one: bool = False) -> None:
         if not _is_rounded(value):
             return
         moved = self._moved(value, 0)
@@ -196,7 +218,11 @@ class RandomRounding(TorchDispatchMode):
             cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
         steps = cells.mul(multiplier).bitwise_right_shift_(62)  # -2, -1, 0 or 1
         step = grid.inside if salt else grid.step
-        return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
+        if not self._smallest:
+            return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
+        errors = steps.to(torch.float64).add_(0.5)
+        moved = errors.mul(step).add_(1).mul_(value).add_(errors, alpha=OF_SMALLEST * self._smallest)
+        return moved.add_(self._coarse).sub_(self._coarse)
 
 
 def _is_rounded(value: Any) -> bool:
@@ -222,8 +248,11 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
-    attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    found = {**get_decompositions([getattr(aten, name) for name in names]), attention: attention_backward}
+    found = {
+        **get_decompositions([getattr(aten, name) for name in names]),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    }
     return {**found, **FORWARD_NORMS} if inside else found
 
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gradcheck_suite.execution.autocast import Compute, coarsest
+from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.devices import torch_dtype
 from gradcheck_suite.numerics.bounds import (
+    SMALLEST,
+    UNIT_ROUNDOFF,
     accumulation_bound,
     coarse_bound,
     quick_bound,
@@ -116,9 +118,9 @@ class LowPrecisionBound:
 
     def __init__(self, window: Window, compute: Compute) -> None:
         self._window, self._compute = window, compute
-        unit = coarsest(window.reference.instance.case.dtype, compute)
-        assert unit is not None
-        self._unit = unit
+        names = [name for name in (window.reference.instance.case.dtype, compute) if name is not None]
+        self._unit = max(names, key=UNIT_ROUNDOFF.__getitem__)
+        self._smallest = max(map(SMALLEST.__getitem__, names))
 
     @cached_property
     def _computation(self) -> Computation:
@@ -143,12 +145,12 @@ class LowPrecisionBound:
     def quick(self) -> Vector:
         """What scaling and adding up may do to the largest element of each parameter."""
         layout, terms = self._window.reference.layout, len(self._window.members)
-        return coarse_bound(self._sizes, terms, self._unit, layout)
+        return coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest)
 
     @cached_property
     def summing(self) -> Vector:
         """What scaling and adding up may do to each element."""
-        return accumulation_bound(self._sizes, len(self._window.members), self._unit)
+        return accumulation_bound(self._sizes, len(self._window.members), self._unit, smallest=self._smallest)
 
     @cached_property
     def errors(self) -> RoundingErrors:
@@ -162,7 +164,8 @@ class LowPrecisionBound:
         return self._errors(parts) if len(parts) > 1 else None
 
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
-        return RoundingErrors(self._window.float64_bound.computation, parts, torch_dtype(self._unit))
+        computation, dtype = self._window.float64_bound.computation, torch_dtype(self._unit)
+        return RoundingErrors(computation, parts, dtype, smallest=self._smallest)
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient with the expected value where both are infinite or NaN.

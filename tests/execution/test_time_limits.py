@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -172,3 +173,24 @@ def test_another_thread_has_no_limit_and_no_error():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+STOPPED = """
+import os, signal, subprocess, sys, time
+from gradcheck_suite.execution.time_limits import time_limit
+waker = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(1.5); os.kill({os.getpid()}, 18)"])
+with time_limit(0.8) as limit:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep({seconds})
+print("returned")
+waker.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+@pytest.mark.parametrize(("seconds", "returns"), [(0.2, True), (5.0, False)])
+def test_the_time_in_which_the_process_is_stopped_does_not_count(seconds, returns):
+    script = STOPPED.replace("{seconds}", str(seconds))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ("returned" in done.stdout) == returns
+    assert returns or "TimedOut" in done.stderr

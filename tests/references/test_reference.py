@@ -153,10 +153,11 @@ def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, red
     sizes = sum(map(np.abs, high))
     coarse = max((name, compute or name), key=UNIT_ROUNDOFF.__getitem__)
     # two micro-batches: one addition, and five further roundings
-    summing = growth(6, coarse) * sizes + 6 * SMALLEST[coarse]
+    smallest = max(SMALLEST[name], SMALLEST[compute or name])
+    summing = growth(6, coarse) * sizes + 6 * smallest
     assert window.bound.quick == pytest.approx(summing, rel=1e-9)
     computation = Computation(window.reference.instance, window.model(), torch.float64)
-    errors = RoundingErrors(computation, [(range(4), 1.0)], getattr(torch, coarse))
+    errors = RoundingErrors(computation, [(range(4), 1.0)], getattr(torch, coarse), smallest=smallest)
     for draws in (FEW_DRAWS, DRAWS):
         assert window.allowed(draws) == pytest.approx(summing + errors.noise(draws), rel=1e-9)
     assert (window.allowed() == window.allowed(DRAWS)).all()

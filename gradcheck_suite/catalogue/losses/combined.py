@@ -20,7 +20,7 @@ from gradcheck_suite.catalogue.losses.classification import (
     targets_per_item,
     uniform_targets,
 )
-from gradcheck_suite.catalogue.losses.common import Bools, elementwise, per_item, rows
+from gradcheck_suite.catalogue.losses.common import Bools, absolute, elementwise, per_item, rows
 from gradcheck_suite.catalogue.signals import ROWS, Options, Signal, on
 
 F = torch.nn.functional
@@ -34,7 +34,7 @@ def _mse_and_l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: 
 
 
 def _mse_and_l1_elements(out: jax.Array, target: jax.Array) -> jax.Array:
-    return (out - target) ** 2 + SECOND * jnp.abs(out - target)
+    return (out - target) ** 2 + SECOND * absolute(out - target)
 
 
 def _with_z_loss(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:

@@ -122,6 +122,11 @@ def hinge(x: jax.Array) -> jax.Array:
     return jnp.where(x >= 0, x, 0.0)
 
 
+def absolute(x: jax.Array) -> jax.Array:
+    """Return |x| with derivative 0 at 0, as torch's `abs` and `l1_loss`; the derivative of `jnp.abs` is 1 there."""
+    return jnp.sign(x) * x
+
+
 def elementwise(
     name: str,
     torch_loss: Callable[[Options, torch.Tensor, Tensors, str], torch.Tensor],

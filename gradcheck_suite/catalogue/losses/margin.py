@@ -71,7 +71,9 @@ def _multi_margin_items(options: Options, out: jax.Array, batch: Arguments) -> j
     classes = out.shape[-1]
     right = jax.nn.one_hot(batch["target"], classes, dtype=out.dtype)
     score = (right * out).sum(axis=-1, keepdims=True)
-    loss = ((1 - right) * hinge(options["margin"] - score + out) ** options["p"]).sum(axis=-1) / classes
+    over = options["margin"] - score + out
+    # at 0 the derivative is 0, unlike that of the other losses with a margin
+    loss = ((1 - right) * jnp.where(over > 0, over, 0.0) ** options["p"]).sum(axis=-1) / classes
     # torch's documentation has the weight inside the power, its implementation outside
     return per_item((0.5 + batch["target"]) * loss if options["class_weights"] else loss)
 

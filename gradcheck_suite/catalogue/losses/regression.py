@@ -10,6 +10,7 @@ import torch
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays, LossDefinition, Tensors
 from gradcheck_suite.catalogue.losses.common import (
     Bools,
+    absolute,
     count_weights,
     elementwise,
     never_uniform,
@@ -35,7 +36,7 @@ def _l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> 
 
 
 def _l1_elements(out: jax.Array, target: jax.Array) -> jax.Array:
-    return jnp.abs(out - target)
+    return absolute(out - target)
 
 
 def _smooth_l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
