@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -118,6 +120,21 @@ def test_ties_go_to_the_first_route_in_both_frameworks(name):
     expected = share * (1.0 + x.sum(axis=1, keepdims=True)) * np.ones((1, 2))
     np.testing.assert_allclose(module(torch.from_numpy(x)).detach().numpy(), expected, rtol=1e-14)
     np.testing.assert_allclose(np.asarray(kind.jax_apply(options, values, x, {})), expected, rtol=1e-14)
+
+
+def test_the_first_of_equal_tokens_of_a_bag_gets_the_gradient_in_both_frameworks():
+    """An optimizer may move two vectors to the same bfloat16 number; the maximum's gradient could go to either."""
+    kind, signal = LAYERS["embedding_bag"], Signal("tokens", (3,), vocabulary=4)
+    options = next(o for o in kind.variants(signal) if o["mode"] == "max" and not o["padding_idx"])
+    module = kind.torch_module(signal, options).double()
+    weight = np.array([[1.0, 2.0], [1.0, 3.0], [0.5, 3.0], [1.0, -1.0]])
+    with torch.no_grad():
+        module.weight.copy_(torch.from_numpy(weight))
+    tokens = np.array([[0, 1, 3], [2, 1, 0], [3, 3, 2]])
+    (in_torch,) = torch.autograd.grad(module(torch.from_numpy(tokens)).sum(), module.weight)
+    total = lambda w: kind.jax_apply(options, {"weight": w}, jnp.asarray(tokens), {}).sum()  # noqa: E731
+    expected = [[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [1.0, 0.0]]
+    assert in_torch.tolist() == np.asarray(jax.grad(total)(jnp.asarray(weight))).tolist() == expected
 
 
 def test_the_pattern_of_none_differs_for_a_dense_mixture():

@@ -308,5 +308,6 @@ def test_a_normalization_of_close_numbers_has_the_rounding_error_of_their_mean(n
         assert 0 < (normalized(CLOSE, *affine) - exact).abs().max() < 1e-12
     assert (normalized(CLOSE.float(), *affine.float()).double() - exact).abs().max() < 4 * noise
     with RandomRounding(0, torch.bfloat16):
-        # computed in float32 there, and rounded at the end
-        assert (normalized(CLOSE, *affine) - exact).abs().max() < 2.0**-5 * exact.abs().max()
+        # torch computes the others in float32 there, and rounds at the end
+        near = (normalized(CLOSE, *affine) - exact).abs().max() < 2.0**-5 * exact.abs().max()
+    assert near == (name != "batch")

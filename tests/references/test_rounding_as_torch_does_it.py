@@ -1,0 +1,188 @@
+"""Rounding within torch's operations that once looked like a fault of torch in low precision: each smallest case."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.numerics.bounds import DRAWS, SMALLEST, student_factor
+from gradcheck_suite.references.agreement import precision_fault
+from gradcheck_suite.references.attention import attention
+from gradcheck_suite.references.random_rounding import RandomRounding
+from gradcheck_suite.references.reference import REFERENCES
+
+LOW = (torch.bfloat16, torch.float16)
+CASES = {
+    # the values of all keys add up to 0 after the norm: the output is the rounding error of its mean
+    "instance norm": Case(
+        ProblemSpec(
+            Input("sequence", length=3, padded=False, size=4),
+            (
+                Layer("sigmoid"),
+                Layer("log_softmax"),
+                Layer("tied_linear", features=2),
+                Layer("instance_norm", affine=False),
+                Layer("attention", causal=False, heads=1),
+            ),
+            Loss("bce", reduction="sum", weight=False),
+        ),
+        Plan((5, 4, 3), 2),
+        dtype="bfloat16",
+        seed=3325560408,
+    ),
+    # probabilities of 1e-43, of which float32 has two digits, times 100
+    "smallest numbers": Case(
+        ProblemSpec(
+            Input("vector", size=2),
+            (Layer("scale"), Layer("dropout", p=0.5), Layer("glu"), Layer("branch", features=2)),
+            Loss("cross_entropy_of_large_logits", reduction="mean", scale=100.0),
+        ),
+        Plan((4, 4, 4), 3),
+        dtype="float32",
+        seed=816062390,
+    ),
+    # x is 1.22 and 1.26: torch's standard deviation is off by 38 units in the last place
+    "layer norm": Case(
+        ProblemSpec(
+            Input("sequence", length=3, padded=False, size=2),
+            (Layer("prelu", per_feature=False), Layer("transformer", activation="relu", heads=1, norm_first=False)),
+            Loss("soft_margin", reduction="sum"),
+        ),
+        Plan((5, 1, 1), 1),
+        dtype="float32",
+        seed=3126777504,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounding_within_torch_is_no_fault_of_torch(name):
+    reference = REFERENCES.get(CASES[name], None)
+    for index in range(len(CASES[name].plan.windows)):
+        window = reference.window(index)
+        assert precision_fault(window) is None
+        assert window.compare(window.expected + 30 * window.allowed(4 * DRAWS)).ratio > 1
+
+
+def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
+    """A gradient of 1.5e-8 is less than half of the smallest number of float16; bfloat16 would hold it."""
+    case = Case(
+        ProblemSpec(
+            Input("sequence", length=3, padded=True, size=2, values="large"),
+            (Layer("glu"), Layer("weight_norm", features=2, whole=False), Layer("unused", features=2)),
+            Loss("cross_entropy", class_weights=False, ignore_index=True, label_smoothing=0.0, reduction="mean"),
+        ),
+        Plan((3, 1, 2, 2, 4, 3, 1, 8, 5, 2, 3, 2), 3, 3, masked=(0, 2, 3, 5, 7, 8, 9, 10)),
+        dtype="float16",
+        seed=3496907658,
+    )
+    verdict = check(BUILT_IN["autocast_bfloat16"], case)
+    assert verdict.holds
+    assert verdict.finding is None
+    window = REFERENCES.get(case, None).window(0, None, "bfloat16")
+    assert (window.bound.quick >= 5 * SMALLEST["float16"]).all()
+    assert (window.bound.quick < 1e-3 * np.abs(window.expected).max()).any()
+
+
+def test_an_overflow_within_a_loss_is_no_fault_of_a_loop_that_divides_last():
+    """The gradient of a summed bce is 640 (p - y) / (p (1 - p)) / 640 where the loop asks for its sum."""
+    case = Case(
+        ProblemSpec(
+            Input("image", channels=2, height=4, width=5),
+            (
+                Layer("scale"),
+                Layer("conv2d", bias=True, dilation=1, features=4, groups=2, kernel=3, padding=1, stride=1),
+            ),
+            Loss("bce", reduction="mean", weight=False),
+        ),
+        Plan((8,), 1),
+        dtype="float16",
+        seed=1452409834,
+    )
+    verdict = check(BUILT_IN["rescale_at_the_end"], case)
+    assert verdict.holds
+    assert verdict.windows_skipped == {"the gradient of the window's summed loss overflows float16": 1}
+    assert check(BUILT_IN["plain"], case).windows_skipped == {}
+
+
+def _drawn(function, *, dtype, smallest=0.0):
+    """Return the root mean square of the errors of a float64 function, as they are drawn for a dtype."""
+    exact, errors = function(), []
+    for draw in range(DRAWS):
+        with RandomRounding(draw, dtype, smallest=smallest):
+            errors.append((function() - exact).square())
+    return torch.stack(errors).mean(0).sqrt()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("logits", [[0.0, -5.5], [0.01, -5.0], [8.0, 0.0], [0.5, -6.25], [3.0, -6.25]])
+def test_the_sum_in_a_logarithm_of_softmax_is_rounded(logits, dtype):
+    x = torch.tensor([logits]).to(dtype)
+    error = (F.log_softmax(x, -1).double() - F.log_softmax(x.double(), -1)).abs()
+    drawn = _drawn(lambda: F.log_softmax(x.double(), -1), dtype=dtype)
+    assert (error <= 4 * drawn).all()
+    # not more than both roundings, of 1 to 2 and of the largest logit
+    assert drawn.max() < 4 * torch.finfo(dtype).eps * (1 + max(map(abs, logits)))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_statistics_of_a_batch_are_rounded_before_they_are_used(dtype):
+    """In torch itself: in bfloat16 its result is off by 5%, and that of a layer norm, computed in float32, by 0.1%."""
+    x = torch.tensor([[-6.7251, -6.8569], [-6.5, -6.62], [-6.9, -6.1]]).to(dtype)
+
+    def norm(x):
+        return F.batch_norm(x, None, None, training=True)
+
+    error = (norm(x).double() - norm(x.double())).abs().max()
+    assert error > 8 * torch.finfo(dtype).eps
+    assert error < 4 * _drawn(lambda: norm(x.double()), dtype=dtype).max()
+    own = (F.layer_norm(x, (2,)).double() - F.layer_norm(x.double(), (2,))).abs().max()
+    assert own < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_numbers_are_rounded_to_their_neighbours_and_zero_stays(dtype):
+    smallest = SMALLEST[str(dtype).removeprefix("torch.")]
+    x = torch.tensor([0.0, 0.3, 5.0, 7.5, 1e30], dtype=torch.float64) * smallest
+    found = []
+    for draw in range(DRAWS):
+        with RandomRounding(draw, dtype, smallest=smallest):
+            found.append(x * 1.0)
+    drawn = torch.stack(found) / smallest
+    assert (drawn[:, :-1] == drawn[:, :-1].round()).all()
+    assert (drawn[:, 0] == 0).all()
+    for column, allowed in ((1, {0.0, 1.0}), (2, {5.0}), (3, {7.0, 8.0})):
+        assert set(drawn[:, column].tolist()) <= allowed
+    assert len(set(drawn[:, 3].tolist())) == 2
+    # far from the smallest, the error is that of the precision alone
+    assert (drawn[:, -1] / 1e30 - 1).abs().max() < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("masked", [False, True, "causal"])
+def test_attention_that_is_rounded_operation_by_operation_is_that_of_torch(masked):
+    generator = torch.Generator().manual_seed(3)
+    shape = {"dtype": torch.float64, "generator": generator}
+    query, key, value = (torch.randn(2, 3, 5, 4, **shape) for _ in range(3))
+    mask, causal = None, masked == "causal"
+    if masked is True:
+        mask = torch.where(torch.rand(2, 1, 5, 5, **shape) < 0.4, -torch.inf, 0.0).double()
+        mask[0, 0, 2] = -torch.inf
+    own, _ = attention(query, key, value, 0.0, causal, attn_mask=mask, scale=0.3)
+    torchs = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=0.3)
+    assert (own - torchs).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_probabilities_of_attention_are_rounded(dtype):
+    """Values that add up to 0 leave the rounding errors of the probabilities, which torch computes in low precision."""
+    assert student_factor(DRAWS) > 8
+    value = torch.tensor([1.0, -0.5, -0.5]).to(dtype).reshape(1, 1, 3, 1).expand(1, 1, 3, 4).contiguous()
+    query = torch.zeros(1, 1, 3, 4, dtype=dtype)
+    error = F.scaled_dot_product_attention(query, query, value).double().abs()
+    drawn = _drawn(lambda: F.scaled_dot_product_attention(query.double(), query.double(), value.double()), dtype=dtype)
+    assert (error <= 4 * drawn).all()
+    assert drawn.max() < 2 * torch.finfo(dtype).eps
