@@ -3,8 +3,9 @@
 Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`. Other processes slow the plain way
 most: the last line says whether there were any.
 
-- suite: `verify` as a user calls it, drawing and judging included; with its cache of compiled programs empty (cold),
-  filled (warm), and with everything in memory (steady).
+- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges; with its
+  cache of compiled programs empty (cold), filled (warm), and with everything in memory (steady). "In one process" is
+  steady without the second one. What processes import is not timed.
 - plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
 - floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
 
@@ -17,7 +18,8 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.loops import MODES
 from gradcheck_suite.references import accumulated, jax_objective, programs
 from gradcheck_suite.references.reference import REFERENCES
+from gradcheck_suite.verification.second_process import judge
 from gradcheck_suite.verification.verify import verify
 
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
@@ -42,10 +45,14 @@ SECONDS: dict[str, float] = {}
 PROCESSOR: dict[str, float] = {}
 """Seconds of the processor, in all threads: of use for comparison on a busy machine."""
 SHARES: dict[str, float] = {}
-"""Seconds of the processor that this process had, over seconds of the clock; below 1 where others kept it waiting."""
+"""Seconds of the processor that this process had, over seconds of the clock; below 1 where others kept it waiting, be
+it the second process.
+"""
 LOAD = os.getloadavg()[0]
 """Processes that ran or waited on average in the minute before."""
 ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
+FEW_REFERENCES = "from gradcheck_suite.references import reference; reference.MAX_REFERENCES = 32; "
+"""The second process keeps references for the next loop; a round is not to find those of the round before."""
 
 
 def drawn(count: int) -> list[Case]:
@@ -81,12 +88,26 @@ def _forget_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(REFERENCES, "_kept", type(REFERENCES._kept)())
 
 
-def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    """Forget everything in memory; keep what is stored."""
+@pytest.fixture(scope="module")
+def second() -> Iterator[ExitStack]:
+    """Keep the second process of a test until the next one starts its own."""
+    with ExitStack() as kept:
+        yield kept
+
+
+def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    """Forget everything in memory, and start a second process; keep what is stored."""
+    second.close()
     jax.clear_caches()
     monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     _forget_cases(monkeypatch)
+    start = judge.PROGRAM.index("from gradcheck_suite")
+    with monkeypatch.context() as patch:
+        patch.setattr(judge, "PROGRAM", judge.PROGRAM[:start] + FEW_REFERENCES + judge.PROGRAM[start:])
+        process = second.enter_context(judge.second_process())
+    assert process is not None
+    process.wait()
 
 
 def _nothing() -> None:
@@ -119,7 +140,8 @@ def _measure(benchmark: Any, name: str, run: Callable[[], None], setup: Callable
 
 def _others() -> str | None:
     """Return a warning if other processes slowed this one down, or None."""
-    worst = min(SHARES, key=SHARES.__getitem__)
+    alone = [name for name in SHARES if not name.startswith("suite")]
+    worst = min(alone, key=SHARES.__getitem__)
     if SHARES[worst] >= ALONE_SHARE and LOAD <= ALONE_LOAD:
         return None
     return (
@@ -128,19 +150,25 @@ def _others() -> str | None:
     )
 
 
-def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    _measure(benchmark, "suite, cold", _suite, lambda: _fresh(monkeypatch, store), rounds=1)
+def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    _measure(benchmark, "suite, cold", _suite, lambda: _fresh(monkeypatch, store, second), rounds=1)
 
 
-def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store), rounds=3)
+def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store, second), rounds=3)
 
 
-def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    _fresh(monkeypatch, store)
+def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    _fresh(monkeypatch, store, second)
     _suite()
-    forget = lambda: _forget_cases(monkeypatch)  # noqa: E731 - pedantic's setup
-    _measure(benchmark, "suite, steady", _suite, forget, rounds=3)
+    _measure(benchmark, "suite, steady", _suite, lambda: _forget_cases(monkeypatch), rounds=3)
+
+
+def test_suite_in_one_process(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    _fresh(monkeypatch, store, second)
+    second.close()
+    _suite()
+    _measure(benchmark, "in one process", _suite, lambda: _forget_cases(monkeypatch), rounds=3)
 
 
 def _values(model: torch.nn.Module) -> dict[str, Any]:
@@ -212,7 +240,12 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
             per_case = 1e3 * seconds / CASES
             share = f"{PROCESSOR[name]:.2f} s of the processors, at least {SHARES[name]:.0%} of one"
             print(f"{name:>14}: {seconds:8.2f} s, {per_case:8.2f} ms per case; {share}")
-        for a, b in (("plain", "suite, warm"), ("plain", "suite, cold"), ("suite, steady", "floor")):
+        for a, b in (
+            ("plain", "suite, warm"),
+            ("plain", "suite, cold"),
+            ("suite, steady", "floor"),
+            ("in one process", "floor"),
+        ):
             if a in SECONDS and b in SECONDS:
                 print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f} ({PROCESSOR[a] / PROCESSOR[b]:.2f} of the processors)")
         print(_others() or "The process had the machine to itself.")

@@ -29,6 +29,7 @@ from gradcheck_suite.schema.contract import (
 from gradcheck_suite.schema.options import VerifyOptions
 from gradcheck_suite.schema.results import Verdict, results_to_json
 from gradcheck_suite.trainers import PACKAGES, TRAINERS
+from gradcheck_suite.verification.second_process.judge import second_process
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -48,6 +49,14 @@ def add_arguments(parser: parsers.Parser) -> None:
     parsers.add_problem(parser)
     for option in OPTIONS:
         add_option(parser, option)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        choices=(1, 2),
+        default=min(2, environment.processors()),
+        help="with 2, a second process judges gradients while this one runs the loop on the next cases, with the same "
+        "verdicts (default: 2 where there are two processors)",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
     parser.add_argument(
         "--html",
@@ -73,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
         expect_file(text)  # before torch and jax are imported, which takes seconds
     options = options_of(arguments)
-    with server_ahead(wanted=options.ranks > 1):
+    generated = arguments.problem is None and options.ranks == 1 and options.device == "cpu"
+    with server_ahead(wanted=options.ranks > 1), second_process(wanted=generated and arguments.processes == 2):
         environment.prepare()
         return _verify(arguments, options)
 

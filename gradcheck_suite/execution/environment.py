@@ -127,6 +127,11 @@ def set_precision() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def precision_flags() -> dict[str, Any]:
     """Return the precision flags of torch and jax; a framework that cannot be imported has none."""
     flags: dict[str, Any] = {}

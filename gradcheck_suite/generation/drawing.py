@@ -122,7 +122,7 @@ def run_on_cases(
         drawn: the strategy.
         examples: number of cases; fewer are drawn only where the strategy has no more.
         seed_value: the same seed gives the same cases with the same versions of the suite and of Hypothesis.
-        prepare: called with cases some time before `judge`, to start computing in other threads what it will need.
+        prepare: called with cases some time before `judge`, to start computing elsewhere what it will need.
     """
     received: list[Case] = []
     failure: Exception | None = None
@@ -173,7 +173,8 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
         for drawn in islice(source, ahead + 1 - len(waiting)):
             if prepare is not None and judged:
                 (_, case), _ = drawn
-                prepare(case)
+                with _seeded():
+                    prepare(case)
             waiting.append(drawn)
         if not waiting:
             return

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution.ranks.pool import forget_ahead
 from gradcheck_suite.generation.cases import SMALL_MICRO_BATCHES, size_of
 from gradcheck_suite.generation.drawing import ATTEMPTS, RedrawError, run_on_cases
 from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.contract import FINITE_GRADIENTS, MEAN_REDUCTION, SUM_REDUCTION, Loop, Problem
 from gradcheck_suite.schema.results import Verdict, Violation
 from gradcheck_suite.schema.weight_probe import is_probe
+from gradcheck_suite.verification.ahead import Ahead
 from gradcheck_suite.verification.battery import Battery, run_battery
-from gradcheck_suite.verification.check import check, prepare
+from gradcheck_suite.verification.check import check, terms_of
 from gradcheck_suite.verification.finite_gradients import OUTSIDE, starts_finite, stays_finite
 from gradcheck_suite.verification.same_fault import (
     MAY_BE_OF_ELEMENTS,
@@ -70,6 +70,8 @@ class Search:
         self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
         self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
         self._outside = 0
+        terms = terms_of(loop, assumes, autocast)
+        self.ahead = Ahead(loop, problem, terms, time_limit_s, runs=not self._finite_only)
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -173,10 +175,6 @@ class Search:
         self._on_probe, self._first_pass, self._final = self._other, False, False
         return True
 
-    def prepare(self, case: Case) -> None:
-        """Begin in the background with what a check of a case needs."""
-        prepare(self._loop, case, None if case.spec else self._problem)
-
     def judge(self, case: Case) -> None:
         """Check a case; raise `ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
@@ -243,10 +241,12 @@ class Search:
         problem = None if case.spec else self._problem
         if self._finite_only and not is_probe(case) and not starts_finite(case, problem):
             return Verdict(case, skipped=OUTSIDE)
-        verdict = check(
+        known, outcome = self.ahead.result(case)
+        verdict = known or check(
             self._loop,
             case,
             problem=problem,
+            outcome=outcome,
             time_limit_s=self._time_limit_s,
             shrinking=shrinking,
             autocast=self._autocast,
@@ -314,6 +314,6 @@ def run_search(search: Search, drawn: st.SearchStrategy[Case], examples: int, se
     """Check drawn cases until one shows the fault that is searched for, and shrink that one."""
     try:
         with suppress(ViolatedError, EnoughError):
-            run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.prepare)
+            run_on_cases(search.judge, drawn, examples=examples, seed_value=seed_value, prepare=search.ahead.prepare)
     finally:
-        forget_ahead()
+        search.ahead.forget()

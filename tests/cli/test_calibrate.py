@@ -15,7 +15,7 @@ from gradcheck_suite.generation.cases import cases
 from gradcheck_suite.references import noise, reference, window_bounds
 from gradcheck_suite.schema.case import case_from_json
 from gradcheck_suite.schema.spec import ProblemSpec
-from gradcheck_suite.verification import check as checking
+from gradcheck_suite.verification import judge_run
 from tests.cli.conftest import files
 from tests.one_problem import LINEAR
 
@@ -76,7 +76,7 @@ def test_a_fault_of_torch_is_status_3(run):
 
 @pytest.mark.usefixtures("too_tight")
 def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, monkeypatch):
-    monkeypatch.setattr(checking, "precision_fault", lambda window: None)
+    monkeypatch.setattr(judge_run, "precision_fault", lambda window: None)
     outcome = run(*FEWER)
     assert outcome.status == exit_status.VIOLATED == 1
     assert "FALSE ALARM in float32" in outcome.out

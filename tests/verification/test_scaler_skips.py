@@ -8,7 +8,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.precision import grad_scaler
 from gradcheck_suite.loops.windows import part_of_window, window_count, windows
-from gradcheck_suite.verification.check import SCALER_SKIPPED
+from gradcheck_suite.verification.judge_run import SCALER_SKIPPED
 
 SPEC = ProblemSpec(
     Input("sequence", length=3, padded=False, size=2),

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.instance import as_changed, instance_of
+from gradcheck_suite.execution.packing import packed, unpacked
 from gradcheck_suite.execution.quiet import quiet_loops
-from gradcheck_suite.execution.ranks.messages import Reply, Request, packed, unpacked
+from gradcheck_suite.execution.ranks.messages import Reply, Request
 from gradcheck_suite.execution.ranks.traffic import counted_traffic
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.execution.tracebacks import users_line

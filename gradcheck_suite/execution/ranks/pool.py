@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.execution.packing import packed, unpacked
 from gradcheck_suite.execution.ranks.launch import STARTUP_S, take_server
-from gradcheck_suite.execution.ranks.messages import Reply, Request, packed, unpacked
+from gradcheck_suite.execution.ranks.messages import Reply, Request
 from gradcheck_suite.execution.ranks.waiting import Patience, place_of
 from gradcheck_suite.execution.runner import Outcome
 

@@ -15,7 +15,7 @@ from gradcheck_suite.schema.case import Case, case_from_json
 from gradcheck_suite.schema.contract import assumptions_of
 from gradcheck_suite.schema.plan import Plan
 from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.verification import check as checking
+from gradcheck_suite.verification import judge_run
 from gradcheck_suite.verification.check import check
 from tests.evidence.calibration.conftest import linear
 from tests.one_problem import OVERFLOWING_SUM
@@ -59,7 +59,7 @@ def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypat
     tally = _too_tight(monkeypatch)
     assert tally.findings
     assert not tally.alarms
-    monkeypatch.setattr(checking, "precision_fault", lambda window: None)
+    monkeypatch.setattr(judge_run, "precision_fault", lambda window: None)
     tally = _run(CASE)
     assert len(tally.alarms) > len(STEPS_FREE) / 2
     alarm = tally.alarms[0]
