@@ -3,9 +3,9 @@
 Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`. Other processes slow the plain way
 most: the last line says whether there were any.
 
-- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges; with its
-  cache of compiled programs empty (cold), filled (warm), and with everything in memory (steady). "In one process" is
-  steady without the second one. What processes import is not timed.
+- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges; with
+  its cache of compiled programs empty (cold), filled (warm), and with everything in memory (steady). "In one process"
+  is steady without the second one. What processes import is not timed.
 - plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
 - floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
 

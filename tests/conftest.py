@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# commands that tests run would each start a second process, which imports torch
+os.environ.setdefault("GRADCHECK_SUITE_PROCESSES", "1")
 
 
 @pytest.fixture

@@ -31,6 +31,9 @@ from gradcheck_suite.schema.results import Verdict, results_to_json
 from gradcheck_suite.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.verification.second_process.judge import second_process
 
+FEW_CASES = 50
+"""Cases of all loops below which a second process would hardly have started."""
+
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
@@ -53,9 +56,9 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--processes",
         type=int,
         choices=(1, 2),
-        default=min(2, environment.processors()),
+        default=environment.processes(),
         help="with 2, a second process judges gradients while this one runs the loop on the next cases, with the same "
-        "verdicts (default: 2 where there are two processors)",
+        f"verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
     parser.add_argument(
@@ -82,10 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
         expect_file(text)  # before torch and jax are imported, which takes seconds
     options = options_of(arguments)
-    generated = arguments.problem is None and options.ranks == 1 and options.device == "cpu"
-    with server_ahead(wanted=options.ranks > 1), second_process(wanted=generated and arguments.processes == 2):
+    with server_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
         environment.prepare()
         return _verify(arguments, options)
+
+
+def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
+    """Whether a second process, which takes seconds to start, can judge enough: generated problems on one CPU rank."""
+    if arguments.processes == 1 or arguments.problem is not None or options.ranks > 1 or options.device != "cpu":
+        return False
+    return options.examples * max(len(arguments.loops), 1) >= FEW_CASES
 
 
 def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:

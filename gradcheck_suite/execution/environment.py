@@ -34,6 +34,7 @@ MINIMUM = {
 """Lowest version of each package the suite uses."""
 MAIN_JOB = tuple(package for package in MINIMUM if not package.startswith("pytest"))
 """The packages that `verify` and `replay` need."""
+PROCESSES_VARIABLE = "GRADCHECK_SUITE_PROCESSES"
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 """The environment variable with the folder of compiled programs; if it is empty, none are kept."""
 
@@ -127,9 +128,12 @@ def set_precision() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def processes() -> int:
+    """Return how many processes a verification uses unless it is told: 2 where it may use two processors."""
+    if os.environ.get(PROCESSES_VARIABLE) in ("1", "2"):
+        return int(os.environ[PROCESSES_VARIABLE])
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, 2)
 
 
 def precision_flags() -> dict[str, Any]:

@@ -96,7 +96,12 @@ def is_rarely_rounding(bound: WindowBound, evidence: Comparison) -> bool:
     index = evidence.worst.index
     if len(evidence.observed) > SMALL or not any(errors.unevenness()[index] > UNEVEN for errors in measured):
         return False
-    return _within(bound, evidence, (errors.noise(RARE_DRAWS) for errors in measured)).ratio <= 1
+    draws = MANY_DRAWS
+    while draws < RARE_DRAWS:
+        draws *= 2
+        if _within(bound, evidence, [errors.noise(draws) for errors in measured]).ratio <= 1:
+            return True
+    return False
 
 
 def _compare_drawn(

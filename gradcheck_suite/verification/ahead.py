@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 
@@ -61,7 +60,7 @@ class Ahead:
         try:
             outcome = run_loop(self._loop, generated_instance(case), time_limit_s=self._time_limit_s)
             message = packed(Run(case, outcome, self._terms))
-        except (Exception, pickle.PicklingError):
+        except Exception:
             # a case that cannot be built, or settings that no other process can have: told where the turn comes
             self._runs = False
             return

@@ -62,7 +62,7 @@ def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
 def too_tight(monkeypatch):
     """Let the bound allow nothing."""
     for name in ("accumulation_bound", "coarse_bound"):
-        monkeypatch.setattr(window_bounds, name, lambda vector, *_: np.zeros_like(vector))
+        monkeypatch.setattr(window_bounds, name, lambda vector, *_, **__: np.zeros_like(vector))
     for name in ("likely_bound", "noise_bound"):
         monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
 

@@ -15,12 +15,14 @@ from queue import SimpleQueue
 from threading import Thread
 
 from gradcheck_suite.cli.campaigns.folder import OUTPUT, RESULT
+from gradcheck_suite.execution.environment import PROCESSES_VARIABLE
 
 
 def run_shard(command: Sequence[str], folder: Path) -> int:
     """Run a shard's command line in this process, with all its files under `folder`, and return its exit status."""
     from gradcheck_suite.cli import run
 
+    os.environ[PROCESSES_VARIABLE] = "1"  # there is a worker for each processor
     paths = ["--reports", str(folder)]
     if command[0] != "calibrate":
         paths += ["--json", str(folder / RESULT)]

@@ -70,7 +70,7 @@ def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypat
 
 def _too_tight(monkeypatch):
     for name in ("accumulation_bound", "coarse_bound"):
-        monkeypatch.setattr(window_bounds, name, lambda vector, *_: np.zeros_like(vector))
+        monkeypatch.setattr(window_bounds, name, lambda vector, *_, **__: np.zeros_like(vector))
     for name in ("likely_bound", "noise_bound"):
         monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
     return _run(CASE)
