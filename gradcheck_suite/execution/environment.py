@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.execution.cache_folder import expect_cache_folder, make_cache_folder
 
 MINIMUM = {
@@ -129,9 +129,15 @@ def set_precision() -> None:
 
 
 def processes() -> int:
-    """Return how many processes a verification uses unless it is told: 2 where it may use two processors."""
-    if os.environ.get(PROCESSES_VARIABLE) in ("1", "2"):
-        return int(os.environ[PROCESSES_VARIABLE])
+    """Return how many processes a verification uses unless it is told: 2 where it may use two processors.
+
+    Raises:
+        UsageError: the environment variable `PROCESSES_VARIABLE` is neither 1 nor 2.
+    """
+    if (chosen := os.environ.get(PROCESSES_VARIABLE)) is not None:
+        if chosen not in ("1", "2"):
+            raise UsageError(f"{PROCESSES_VARIABLE}: expected 1 or 2, got {chosen!r}")
+        return int(chosen)
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(found, 2)
 

@@ -37,6 +37,25 @@ def test_a_sound_loop_holds_and_leaves_its_record_alone(run, project):
     assert sum(record.data["reached"]["inputs"].values()) == 7
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("loop", ["sound", "no_reset"])
+def test_two_processes_find_what_one_finds(run, project, loop):
+    found = []
+    for processes in (1, 2):
+        asked = ("--processes", processes, "--examples", 60, "--json", "result.json")
+        outcome = run("verify", f"loops.py:{loop}", *asked)
+        (result,) = json.loads((project / "result.json").read_text())["results"]
+        found.append((outcome.status, result | {"seconds": None}))
+    assert found[0] == found[1]
+
+
+def test_a_number_of_processes_that_is_none_is_bad_usage(run, monkeypatch):
+    monkeypatch.setenv("GRADCHECK_SUITE_PROCESSES", "three")
+    outcome = run("verify", "zero_")
+    assert outcome.status == 2
+    assert outcome.err.endswith("error: GRADCHECK_SUITE_PROCESSES: expected 1 or 2, got 'three'\n")
+
+
 def test_the_header_says_what_is_tried_and_with_which_precision(run):
     outcome = run("verify", "zero_", "--examples", 1, "--seed", 3, "--dtype", "float32", "--optimizer", "adam")
     assert "1 case per loop, seed 3, float32 on cpu, optimizer adam" in outcome.out
