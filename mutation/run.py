@@ -81,7 +81,7 @@ TARGETS = {
         f"verification/{module}": Target(
             "tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0
         )
-        for module in ("accumulable", "check", "divergence", "gradient_violation")
+        for module in ("accumulable", "check", "divergence", "gradient_violation", "judge_run")
     },
     "verification/search": Target("tests/verification/test_shrinking.py", TORCH, 120.0),
 }
