@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -41,9 +40,7 @@ class Judge:
         self._connection = Connection(ours.detach())
         self._started = self._gone = False
         self._unwanted = self._owed = 0
-        """Answers that are to come: first those that nobody wants any more, then the others."""
-        self._answers: deque[bytes | None] = deque()
-        """Those that have come, and that have not been asked for yet."""
+        """Numbers of answers that are to come: first those that nobody wants any more, then the others."""
 
     @property
     def is_ready(self) -> bool:
@@ -60,9 +57,11 @@ class Judge:
 
     def answer(self) -> bytes | None:
         """Return the answer to the first message whose answer has not been returned; None where there is none."""
-        while not self._answers:
-            self._collect()
-        return self._answers.popleft()
+        while self._unwanted:
+            self._unwanted -= 1
+            self._receive()
+        self._owed -= 1
+        return self._receive()
 
     def drop(self, message: bytes) -> None:
         """Want no answer to any message so far.
@@ -70,7 +69,6 @@ class Judge:
         Args:
             message: tells the process not to work on those that wait. It is not answered.
         """
-        self._answers.clear()
         self._unwanted, self._owed = self._unwanted + self._owed, 0
         self._put(message)
 
@@ -80,15 +78,6 @@ class Judge:
         except OSError:
             self._gone = True
         return not self._gone
-
-    def _collect(self) -> None:
-        """Wait for the next answer, and keep it if it is wanted; a process that has ended answers nothing."""
-        received = self._receive()
-        if self._unwanted and not self._gone:
-            self._unwanted -= 1
-        else:
-            self._owed -= 1
-            self._answers.append(received)
 
     def _receive(self) -> bytes | None:
         if self._gone:
