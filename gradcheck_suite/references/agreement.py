@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from gradcheck_suite.numerics.comparison import Comparison, Vector, worst_difference
 from gradcheck_suite.records.description import error_text
@@ -11,6 +12,7 @@ from gradcheck_suite.references.drawn_comparison import compare_within, is_rarel
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.window import Window
 
+NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
 REPEATS = 3
 """How often a gradient that differs from JAX's is computed again, to see whether torch always returns the same."""
 
@@ -79,7 +81,7 @@ def precision_fault(window: Window) -> str | None:
     for gradient, accumulated in computed:
         compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
         if compared.ratio > 1:
-            if is_rarely_rounding(window.bound, compared):
+            if is_rarely_rounding(window.bound, compared, has_norm=_has_norm(window.model())):
                 raise CannotJudgeError(f"the gradient jumps where {name} rounds values to equal ones")
             if window.bound.is_out_of_range():
                 raise CannotJudgeError(f"numbers within the plain gradient's computation leave the range of {name}")
@@ -89,6 +91,10 @@ def precision_fault(window: Window) -> str | None:
                 f"{name} computation of torch is wrong, and no loop is to blame"
             )
     return None
+
+
+def _has_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, NORMS) for module in model.modules())
 
 
 def _randomness(window: Window) -> str | None:

@@ -87,17 +87,25 @@ def compare_within(
     return found
 
 
-def is_rarely_rounding(bound: WindowBound, evidence: Comparison) -> bool:
+def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bool = False) -> bool:
     """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
 
-    So many are made only where the draws before differ in size from one group to the next.
+    So many are made only where the draws before differ in size from one group to the next, or through a normalization:
+    that over two features has nearly no gradient but where rounding makes them equal, which 128 draws may all miss.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients that differ.
+        has_norm: whether the model has a normalization.
     """
     measured = [errors for errors in (bound.errors, bound.errors_of_parts) if errors is not None]
     index = evidence.worst.index
-    if len(evidence.observed) > SMALL or not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+    if len(evidence.observed) > SMALL:
         return False
+    if not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+        measured = measured[:has_norm]
     draws = MANY_DRAWS
-    while draws < RARE_DRAWS:
+    while measured and draws < RARE_DRAWS:
         draws *= 2
         if _within(bound, evidence, [errors.noise(draws) for errors in measured]).ratio <= 1:
             return True

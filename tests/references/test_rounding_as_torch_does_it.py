@@ -88,6 +88,31 @@ def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
     assert (window.bound.quick < 1e-3 * np.abs(window.expected).max()).any()
 
 
+@pytest.mark.full
+def test_a_gradient_that_jumps_in_one_of_hundreds_of_draws_is_not_judged_where_there_is_a_norm():
+    """The first 128 draws are of one size; among 600 are four errors of 10 to 200 times that."""
+    case = Case(
+        ProblemSpec(
+            Input("sequence", length=3, padded=True, size=2),
+            (
+                Layer("hardtanh"),
+                Layer("attention", causal=False, heads=1),
+                Layer("softsign"),
+                Layer("instance_norm", affine=False),
+                Layer("transformer", activation="relu", heads=1, norm_first=False),
+            ),
+            Loss("bce", reduction="mean", weight=True),
+        ),
+        Plan((8, 3, 5, 3, 4, 1, 1, 3), 6),
+        dtype="float32",
+        seed=4069589004,
+    )
+    verdict = check(BUILT_IN["autocast_bfloat16"], case)
+    assert verdict.holds
+    assert verdict.finding is None
+    assert verdict.windows_skipped == {"the gradient jumps where float32 rounds values to equal ones": 1}
+
+
 def test_an_overflow_within_a_loss_is_no_fault_of_a_loop_that_divides_last():
     """The gradient of a summed bce is 640 (p - y) / (p (1 - p)) / 640 where the loop asks for its sum."""
     case = Case(
