@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.catalogue.definitions import Arrays
 from gradcheck_suite.execution.autocast import Compute
 from gradcheck_suite.execution.instance import Instance, instance_of
@@ -131,6 +132,11 @@ class References:
         if len(self._kept) > MAX_REFERENCES:
             self._kept.popitem(last=False)
         return reference
+
+    def prepare(self, case: Case) -> None:
+        """Let other threads load or compile the programs of JAX for a case, if it is a generated one that needs any."""
+        if case.spec is not None and is_accumulable(case.spec):
+            self.get(case, None).prepare()
 
 
 REFERENCES = References()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.execution.instance import generated_instance
 from gradcheck_suite.execution.packing import packed, unpacked
 from gradcheck_suite.execution.ranks.pool import forget_ahead
@@ -51,8 +50,7 @@ class Ahead:
                 self._run(judge, case)
             return
         run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
-        if case.spec is not None and is_accumulable(case.spec):
-            REFERENCES.get(case, None).prepare()
+        REFERENCES.prepare(case)
 
     def _run(self, judge: Judge, case: Case) -> None:
         """Run the loop on a case, and send what it did to be judged."""

@@ -13,7 +13,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.references.agreement import disagreement
-from gradcheck_suite.references.attention import attention_backward
+from gradcheck_suite.references.attention import attention, attention_backward
 from gradcheck_suite.references.noise import Computation, RoundingErrors, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
@@ -225,7 +225,7 @@ def test_a_model_with_a_mask_and_a_float32_part_has_noise_of_float32():
 
 
 @pytest.mark.parametrize("masked", [False, True, "causal"])
-def test_the_backward_of_attention_that_is_rounded_operation_by_operation_is_that_of_torch(masked):
+def test_attention_that_is_rounded_operation_by_operation_is_that_of_torch(masked):
     generator = torch.Generator().manual_seed(3)
     shape = {"dtype": torch.float64, "generator": generator}
     query, key, value = (torch.randn(2, 3, 5, 4, requires_grad=True, **shape) for _ in range(3))
@@ -234,6 +234,8 @@ def test_the_backward_of_attention_that_is_rounded_operation_by_operation_is_tha
         mask = torch.where(torch.rand(2, 1, 5, 5, **shape) < 0.4, -torch.inf, 0.0).double()
         mask[0, 0, 2] = -torch.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=0.3)
+    own_out, _ = attention(query, key, value, 0.0, causal, attn_mask=mask, scale=0.3)
+    assert (own_out - out).abs().max() < 1e-14
     gradient = torch.randn(2, 3, 5, 4, **shape)
     given = (query, key, value, out, torch.zeros(()), 0.0, causal)
     found = attention_backward(gradient, *given, attn_mask=mask, scale=0.3)

@@ -26,7 +26,7 @@ from gradcheck_suite.verification.second_process import judge as judges
 from gradcheck_suite.verification.second_process.judge import running_judge, second_process
 from gradcheck_suite.verification.second_process.messages import Run
 from gradcheck_suite.verification.second_process.serve import answer_to
-from tests.one_problem import LINEAR, draw_only_linear
+from tests.one_problem import LINEAR
 
 FIELDS = [field.name for field in fields(Result) if field.name != "seconds"]
 
@@ -38,11 +38,6 @@ def second():
         assert judge is not None
         judge.wait()
         yield judge
-
-
-@pytest.fixture
-def _only_linear(monkeypatch):
-    draw_only_linear(monkeypatch)
 
 
 @pytest.fixture
@@ -111,7 +106,7 @@ def _wrong_for_eight(run):
     (BUGS["mean-of-means"].loop if _is_drawn(run, 8) else BUILT_IN["plain"])(run)
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
     """The second process can only say that a run holds: a violation is judged here, from the same run."""
     found = verify(_wrong_for_eight, examples=60)
@@ -127,7 +122,7 @@ def test_it_says_nothing_but_that_a_run_holds(second):
         assert (answer is not None) == holds == check(loop, case).holds
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_loops_draw_the_same_random_numbers(monkeypatch, second):
     drawn: list[tuple[float, float]] = []
 
@@ -143,7 +138,7 @@ def test_loops_draw_the_same_random_numbers(monkeypatch, second):
     assert found == drawn
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_a_slow_loop_is_one_case_ahead(monkeypatch, second):
     monkeypatch.setattr(ahead, "SLOW_S", 0.0)
     runs, most = 0, 0
@@ -165,7 +160,7 @@ def test_a_slow_loop_is_one_case_ahead(monkeypatch, second):
     assert most <= probes + 1
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_what_no_other_process_can_have_is_judged_here(second, checked_here):
     def loop(run):
         for group in run.optimizer.param_groups:
@@ -178,7 +173,7 @@ def test_what_no_other_process_can_have_is_judged_here(second, checked_here):
     assert len(checked_here) >= 15
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_a_loop_that_fails_is_not_run_on_further_cases(second):
     runs: list[int] = []
     seen: list[int] = []
@@ -198,7 +193,7 @@ def test_a_loop_that_fails_is_not_run_on_further_cases(second):
     assert seen == [1]
 
 
-@pytest.mark.usefixtures("_only_linear")
+@pytest.mark.usefixtures("only_linear")
 def test_verification_goes_on_where_the_process_ends(monkeypatch):
     monkeypatch.setattr(judges, "_judges", [])  # that of the module
     with second_process() as judge:

@@ -8,7 +8,6 @@ from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from gradcheck_suite.catalogue import is_accumulable
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.devices import one_thread
@@ -79,7 +78,7 @@ def _received(connection: Connection) -> Run | None:
     Other threads load or compile the programs of JAX that judge it.
     """
     run: Run | None = unpacked(connection.recv_bytes())
-    if run is not None and run.case.spec is not None and is_accumulable(run.case.spec):
+    if run is not None:
         with suppress(Exception):  # a case that cannot be built is reported where its turn comes
-            REFERENCES.get(run.case, None).prepare()
+            REFERENCES.prepare(run.case)
     return run
