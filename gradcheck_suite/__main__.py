@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Sequence
+
+INTERRUPTED = 130
+"""`cli.exit_status.INTERRUPTED`, known before anything is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,11 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; those of this process when None.
     """
-    from gradcheck_suite.cli import run
-
     # at its end Python would look for garbage among the objects of torch and jax, which takes a second
     atexit.register(gc.freeze)
-    return run(sys.argv[1:] if argv is None else list(argv))
+    try:
+        from gradcheck_suite.cli import run
+
+        status = run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:  # before the command line was read, or after its end
+        print("gradcheck-suite: error: interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    if argv is None and status == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # torch and jax may be half imported: Python's orderly end may crash then
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

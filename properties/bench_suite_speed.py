@@ -51,8 +51,6 @@ it the second process.
 LOAD = os.getloadavg()[0]
 """Processes that ran or waited on average in the minute before."""
 ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
-FEW_REFERENCES = "from gradcheck_suite.references import reference; reference.MAX_REFERENCES = 32; "
-"""The second process keeps references for the next loop; a round is not to find those of the round before."""
 
 
 def drawn(count: int) -> list[Case]:
@@ -102,9 +100,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> N
     monkeypatch.setenv(environment.CACHE_VARIABLE, str(store))
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     _forget_cases(monkeypatch)
-    start = judge.PROGRAM.index("from gradcheck_suite")
     with monkeypatch.context() as patch:
-        patch.setattr(judge, "PROGRAM", judge.PROGRAM[:start] + FEW_REFERENCES + judge.PROGRAM[start:])
+        patch.setattr(judge, "SERVE", "properties.judge_with_few_references")
         process = second.enter_context(judge.second_process())
     assert process is not None
     process.wait()

@@ -111,23 +111,23 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     first = start = _Start()
     pause = seconds / LOOKS
 
+    def rest(frame: FrameType | None) -> float:
+        """Return in how many seconds to look again, or 0 where the time is up."""
+        nonlocal start
+        start.look(pause)
+        if start.passed < seconds:
+            return min(seconds / LOOKS, max(seconds - start.passed, _SHORTEST_S))
+        loading = _is_starting(frame, block)
+        if (start.has_loaded or loading) and first.passed < STARTUP_S:
+            start = _Start(loading=loading)
+            return seconds / LOOKS
+        return rest_of_limit(seconds, start.passed, start.computed)
+
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal start, pause
+        nonlocal pause
         if not _inside(frame, block):
             return
-        if not limit.expired:
-            start.look(pause)
-            if start.passed < seconds:
-                pause = min(seconds / LOOKS, max(seconds - start.passed, _SHORTEST_S))
-                signal.setitimer(signal.ITIMER_REAL, pause)
-                return
-        loading = _is_starting(frame, block)
-        if not limit.expired and (start.has_loaded or loading) and first.passed < STARTUP_S:
-            start, pause = _Start(loading=loading), seconds / LOOKS
-            signal.setitimer(signal.ITIMER_REAL, pause)
-            return
-        if not limit.expired and (rest := rest_of_limit(seconds, start.passed, start.computed)):
-            pause = rest
+        if not limit.expired and (pause := rest(frame)):
             signal.setitimer(signal.ITIMER_REAL, pause)
             return
         if limit.expired:

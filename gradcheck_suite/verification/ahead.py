@@ -38,19 +38,24 @@ class Ahead:
             runs: whether it may run on a case whose turn has not come, if there is a second process.
         """
         self._loop, self._problem, self._terms, self._time_limit_s = loop, problem, terms, time_limit_s
+        self._waiting: deque[Case] = deque()
         self._sent: deque[tuple[Judge, Case, Outcome]] = deque()
         self._runs, self._slow = runs, False
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
-        judge = running_judge()
-        one_here = case.spec is not None and case.plan.world_size == 1 and case.device == "cpu"
-        if judge is not None and self._runs and one_here:
-            if not (self._slow and self._sent):
-                self._run(judge, case)
+        if case.spec is None or case.plan.world_size > 1 or case.device != "cpu":
+            run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
+            REFERENCES.prepare(case)
             return
-        run_ranks_ahead(self._loop, case, None if case.spec else self._problem)
-        REFERENCES.prepare(case)
+        self._waiting.append(case)
+        judge = running_judge() if self._runs else None
+        if judge is None:
+            REFERENCES.prepare(case)
+            return
+        # a loop runs on cases in their order, also where some are run in their turn only
+        while self._waiting and self._runs and not (self._slow and self._sent):
+            self._run(judge, self._waiting.popleft())
 
     def _run(self, judge: Judge, case: Case) -> None:
         """Run the loop on a case, and send what it did to be judged."""
@@ -70,17 +75,22 @@ class Ahead:
 
     def result(self, case: Case) -> tuple[Verdict | None, Outcome | None]:
         """Return the verdict on a case, and what the loop did; None for what is not known."""
+        if any(waiting is case for waiting in self._waiting):
+            while self._waiting.popleft() is not case:
+                pass
         if not any(sent is case for _, sent, _ in self._sent):
             return None, None
         while True:
             judge, sent, outcome = self._sent.popleft()
             answer = judge.answer()
             if sent is case:
-                return (None if answer is None else unpacked(answer)), outcome
+                verdict: Verdict | None = None if answer is None else unpacked(answer)
+                return (verdict if verdict is not None and verdict.case == case else None), outcome
 
     def forget(self) -> None:
         """Drop what was prepared for cases whose turn does not come."""
         forget_ahead()
+        self._waiting.clear()
         if self._sent:
             self._sent[0][0].drop(packed(DROP))
         self._sent.clear()

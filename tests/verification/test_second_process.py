@@ -17,6 +17,8 @@ import pytest
 from gradcheck_suite import Case, Plan, verify
 from gradcheck_suite.evidence.zoo import BUGS
 from gradcheck_suite.execution.instance import generated_instance
+from gradcheck_suite.execution.packing import packed
+from gradcheck_suite.execution.ranks import run as ranks
 from gradcheck_suite.execution.runner import run_loop
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.schema.results import Result
@@ -38,6 +40,12 @@ def second():
         assert judge is not None
         judge.wait()
         yield judge
+
+
+@pytest.fixture(autouse=True)
+def _none_is_slow(monkeypatch):
+    """However busy the machine is, the loop runs on the cases to come."""
+    monkeypatch.setattr(ahead, "SLOW_S", float("inf"))
 
 
 @pytest.fixture
@@ -138,6 +146,25 @@ def test_loops_draw_the_same_random_numbers(monkeypatch, second):
     assert found == drawn
 
 
+@pytest.mark.parametrize("slow_s", [0.0, float("inf")])
+@pytest.mark.usefixtures("only_linear")
+def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatch, second, slow_s):
+    """Also where it is slow in some of them: a loop that keeps state has one verdict."""
+    run_on: list[str] = []
+    judged: list[str] = []
+
+    def noted(loop, instance, **options):
+        run_on.append(instance.case.digest)
+        # slow in every third case
+        monkeypatch.setattr(ahead, "SLOW_S", slow_s if len(run_on) % 3 == 0 else float("inf"))
+        return run_loop(loop, instance, **options)
+
+    monkeypatch.setattr(ahead, "run_loop", noted)
+    monkeypatch.setattr(ranks, "run_loop", noted)
+    assert verify(BUILT_IN["plain"], examples=30, progress=lambda verdict: judged.append(verdict.case.digest)).holds
+    assert [digest for digest in run_on if digest in judged] == judged
+
+
 @pytest.mark.usefixtures("only_linear")
 def test_a_slow_loop_is_one_case_ahead(monkeypatch, second):
     monkeypatch.setattr(ahead, "SLOW_S", 0.0)
@@ -204,7 +231,7 @@ def test_verification_goes_on_where_the_process_ends(monkeypatch):
             nonlocal judged
             judged += 1
             if judged == 5:
-                os.kill(judge.process.pid, signal.SIGKILL)
+                os.kill(judge.pid, signal.SIGKILL)
 
         found = verify(BUILT_IN["plain"], examples=30, progress=progress)
         assert found.holds
@@ -213,12 +240,94 @@ def test_verification_goes_on_where_the_process_ends(monkeypatch):
         assert _shown(found) == _shown(_without(monkeypatch, BUILT_IN["plain"], examples=30))
 
 
+STRANGE = """
+import os, sys
+import gradcheck_suite
+from gradcheck_suite.execution import environment
+from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.verification.second_process.judge import second_process
+from gradcheck_suite.verification.verify import verify
+
+command, runs = os.getpid(), 0
+
+def waits_for_all_children(run):
+    BUILT_IN["plain"](run)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+def forks(run):
+    global runs
+    runs += 1
+    if runs == 30 and os.fork() == 0:
+        sys.exit(0)  # `verify` takes it for a fault of the loop: a second copy of this program goes on
+    BUILT_IN["plain"](run)
+
+def closes_descriptors(run):
+    BUILT_IN["plain"](run)
+    os.closerange(3, 300)
+    open(os.devnull)
+
+with second_process() as judge:
+    judge.wait()
+    for loop in (waits_for_all_children, forks, closes_descriptors):
+        result = verify(loop, examples=12, time_limit_s=20)
+        if os.getpid() != command:
+            break
+        print(loop.__name__, result.holds, result.judged, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_loop_may_wait_for_children_fork_and_close_descriptors():
+    """Each of these reached the second process, or its socket."""
+    done = subprocess.run([sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == [
+        "waits_for_all_children True 12",
+        "forks True 12",
+        "closes_descriptors True 12",
+    ], done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", ["before a message", "before an answer"])
+def test_verification_goes_on_where_the_process_is_stopped(monkeypatch, stopped):
+    """Ctrl-Z of another, or a debugger: it neither reads nor answers."""
+    monkeypatch.setattr(judges, "_judges", [])
+    monkeypatch.setattr(judges, "LIMIT_S", 30)
+    with second_process() as judge:
+        judge.wait()
+        assert judge.pid
+        if stopped == "before a message":
+            os.kill(judge.pid, signal.SIGSTOP)
+        assert judge.send(bytes(10 if stopped == "before an answer" else 10_000_000)) == (stopped != "before a message")
+        os.kill(judge.pid, signal.SIGSTOP)
+        assert judge.answer() is None
+        assert verify(BUILT_IN["plain"], examples=5).judged == 5
+
+
+def test_an_answer_on_another_case_is_none(monkeypatch, second):
+    case, other = Case(LINEAR, Plan((1, 3, 2), 2)), Case(LINEAR, Plan((1, 3, 2), 3))
+    loop, verdicts = BUILT_IN["plain"], []
+    for answered in (case, other):
+        monkeypatch.setattr(second, "answer", lambda answered=answered: packed(check(loop, answered)))
+        prepared = ahead.Ahead(loop, None, terms_of(loop), 30.0, runs=True)
+        prepared.prepare(case)
+        verdicts.append(prepared.result(case)[0])
+        monkeypatch.undo()
+        assert second.answer() is not None
+    assert verdicts[0].holds
+    assert verdicts[1] is None
+
+
 ABANDONED = """
 import os, sys
 from gradcheck_suite.verification.second_process.judge import second_process
 with second_process() as judge:
     judge.wait()
-    print(judge.process.pid, flush=True)
+    print(judge.pid, flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
 """

@@ -12,20 +12,16 @@ import json
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.execution.helper_process import start_process
 
 STARTUP_S = 120.0
 """Seconds within which the process must have imported torch, and ranks must have met."""
 MOST_BYTES = 65536
-PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from gradcheck_suite.execution.ranks.server import main; main(int(sys.argv[2]), sys.argv[3])"
-)
 
 
 class Server:
@@ -38,15 +34,9 @@ class Server:
     def __init__(self) -> None:
         """Start the process."""
         self.folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-ranks-"))
-        self._control, theirs = socket.socketpair()
-        # a process group of its own: Ctrl-C reaches the parent alone, which then ends the others
-        with theirs, (self.folder / "errors").open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno()), str(self.folder)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
+        with (self.folder / "errors").open("w") as errors:
+            self.process, self._control = start_process(
+                "gradcheck_suite.execution.ranks.server", str(self.folder), stderr=errors
             )
 
     def fork(self, folder: Path, backend: str, sockets: Sequence[socket.socket]) -> list[int]:

@@ -7,47 +7,51 @@ imported here.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import signal
 import socket
+import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from gradcheck_suite.verification.second_process.serve import main; main(int(sys.argv[2]))"
-)
+from gradcheck_suite.execution.helper_process import start_process
+
+SERVE = "gradcheck_suite.verification.second_process.serve"
+"""The module whose `main` the process runs."""
+LIMIT_S = 300
+"""Seconds after which a process that neither reads nor answers is given up. It may judge a case for two minutes."""
 
 
 class Judge:
-    """The process: it answers messages in the order in which they are sent, once it has started."""
+    """The process: it answers messages in the order in which they are sent, once it has started.
+
+    A loop may close the socket, or fork this process: then the process is gone, as where it has ended.
+
+    Attributes:
+        pid: of the process, once it has started.
+    """
 
     def __init__(self) -> None:
         """Start it."""
-        ours, theirs = socket.socketpair()
-        # a process group of its own: Ctrl-C reaches the parent alone, which then ends this one
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        devnull = subprocess.DEVNULL
+        self._starter, ours = start_process(SERVE, orphan=True, stdout=devnull, stderr=devnull)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", LIMIT_S, 0))
+        self._socket = os.fstat(ours.fileno()).st_ino
         self._connection = Connection(ours.detach())
-        self._started = self._gone = False
+        self._owner = os.getpid()
+        self.pid = 0
+        self._gone = False
         self._unwanted = self._owed = 0
         """Numbers of answers that are to come: first those that nobody wants any more, then the others."""
 
     @property
     def is_ready(self) -> bool:
         """Whether it has started, and has not ended since."""
-        if not self._started and not self._gone and self._connection.poll(0):
+        if not self.pid and self._is_there() and self._connection.poll(0):
             self.wait()
-        return self._started and not self._gone
+        return bool(self.pid) and self._is_there()
 
     def send(self, message: bytes) -> bool:
         """Send a message, to be answered or else dropped; return whether it could be sent."""
@@ -72,15 +76,25 @@ class Judge:
         self._unwanted, self._owed = self._unwanted + self._owed, 0
         self._put(message)
 
+    def _is_there(self) -> bool:
+        """Whether this process has the socket still; the number of a closed one may be that of another file by now."""
+        if not self._gone:
+            try:
+                self._gone = os.getpid() != self._owner or os.fstat(self._connection.fileno()).st_ino != self._socket
+            except OSError:
+                self._gone = True
+        return not self._gone
+
     def _put(self, message: bytes) -> bool:
-        try:
-            self._connection.send_bytes(message)
-        except OSError:
-            self._gone = True
+        if self._is_there():
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                self._gone = True
         return not self._gone
 
     def _receive(self) -> bytes | None:
-        if self._gone:
+        if not self._is_there():
             return None
         try:
             return self._connection.recv_bytes()
@@ -90,14 +104,19 @@ class Judge:
 
     def wait(self) -> None:
         """Wait until it has started, or has ended."""
-        if not self._started and not self._gone:
-            self._started = self._receive() is not None
+        if not self.pid and (first := self._receive()) is not None:
+            self.pid = int(first)
+            self._starter.wait()
 
     def close(self) -> None:
         """End the process at once: what it works on is not wanted."""
-        self._connection.close()
-        self.process.kill()
-        self.process.wait()
+        if os.getpid() != self._owner:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._starter.pid, signal.SIGKILL)
+        self._starter.wait()
+        if self._is_there():
+            self._connection.close()
 
 
 _judges: list[Judge] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import select
+import threading
 from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -52,11 +54,12 @@ def main(handle: int) -> None:
         handle: the file descriptor of a socket to the parent.
     """
     connection, waiting = Connection(handle), deque[Run]()
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
     try:
         environment.prepare()
         with one_thread(), suppress(EOFError, OSError):
             gc.freeze()
-            connection.send_bytes(packed(None))
+            connection.send_bytes(str(os.getpid()).encode())
             while True:
                 while not waiting or connection.poll(0):
                     run = _received(connection)
@@ -70,6 +73,14 @@ def main(handle: int) -> None:
     finally:
         # unloading torch and jax in order takes a second
         os._exit(0)
+
+
+def _end_with_parent(handle: int) -> None:
+    """Wait until no process has the other end of the socket, and end this one, whatever it works on."""
+    parent = select.poll()
+    parent.register(handle, select.POLLHUP)
+    parent.poll()
+    os._exit(0)
 
 
 def _received(connection: Connection) -> Run | None:
