@@ -57,7 +57,8 @@ def explain_run(
         return None
     if not is_same(again, comparison):
         return NOT_REPEATABLE
-    return explain_inputs(recorder, window.reference.flat, window.members, comparison.observed, step)
+    flat, members = window.reference.flat, window.members
+    return explain_inputs(recorder, flat, members, comparison.observed, step, window.parameters)
 
 
 def _read_off(found: Diagnosis, case: Case, instance: Instance, place: str) -> Diagnosis:
@@ -89,7 +90,7 @@ def explain_on_case(
     instance = window.reference.instance
     case = instance.case.replace(dtype="float64", optimizer=None)
     step = epoch * len(case.plan.windows) + window.index
-    reference, place = window.reference, "on this very case"
+    reference, moved, place = window.reference, window, "on this very case"
     if case != instance.case:
         reference = REFERENCES.get(case, instance.users_problem)
         place = "on the same case in float64" if instance.case.dtype != "float64" else "on the same case at its start"
@@ -98,9 +99,13 @@ def explain_on_case(
     if case != instance.case:
         if observed is None:
             return None
-        comparison = window.compare(observed)
-        if comparison.ratio <= 1:
-            return None
+        at_its_start = window.compare(observed)
+        if at_its_start.ratio <= 1:
+            if not moved.moved or instance.case.dtype != "float64":
+                return None
+            recorder, observed = recorded(runner, moved.reference, step, comparison.observed)
+            return explain_run(recorder, observed, moved, comparison, step)
+        comparison = at_its_start
     if not np.isfinite(comparison.observed).all():
         return None
     if found := explain_run(recorder, observed, window, comparison, step):

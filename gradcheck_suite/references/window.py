@@ -57,6 +57,11 @@ class Window:
         """Whether this is at parameters that a real optimizer has moved."""
         return self._parameters is not None
 
+    @property
+    def parameters(self) -> Parameters | None:
+        """The parameters by name; None for the initial ones."""
+        return self._parameters
+
     @cached_property
     def _model64(self) -> torch.nn.Module:
         return self.reference.model(torch.float64, self._parameters)

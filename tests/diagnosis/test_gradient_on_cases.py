@@ -432,3 +432,18 @@ def test_an_element_that_is_wrong_on_the_probe_too_is_named_on_the_case():
     name, sentence, _ = explained(then(double_the_first))
     assert name == "partial-gradient"
     assert "2 times what they should be" in sentence
+
+
+def test_a_parameter_that_nothing_reaches_is_not_said_to_be_right():
+    """Whatever scales the gradient leaves a gradient of 0 as it is."""
+    x = DATA["x"] * np.array([0.0, 0.0, 0.0])
+
+    def change(run):
+        if weight_of(run) is not None:
+            for p in run.model.parameters():
+                p.grad.mul_(0.99)
+
+    name, sentence, _ = explained(then(change), x=x)
+    assert name == "wrong-scale"
+    assert "are right" not in sentence
+    assert "is right" not in sentence

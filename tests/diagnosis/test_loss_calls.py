@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import islice
 
 import pytest
 import torch
@@ -194,3 +195,47 @@ def test_a_loop_that_drops_a_window_of_a_nan_loss_is_said_to():
 
 def test_a_loop_that_skips_nothing_but_the_loss_of_nan_holds():
     assert check(_where_not_finite(lambda run: None), MASKED).holds
+
+
+def _targets_shifted(run):
+    for _ in range(run.epochs):
+        pairs = iter(run.pairs)
+        while window := list(islice(pairs, run.accumulation_steps)):
+            total = sum(len(y) for _, y in window)
+            for x, y in window:
+                (run.criterion(run.model(x), y.roll(1, 0)) * len(y) / total).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def test_targets_that_belong_to_other_inputs_are_named_where_the_loop_calls_the_criterion():
+    """The loss is not called with the model then, but with its output."""
+    violation = check(_targets_shifted, Case(SPEC, Plan((2, 3), 2, 2), seed=3)).violation
+    assert violation.diagnosis == "changed-batch"
+    assert (
+        "where micro-batch 0 is due, it has other values in target, and the gradient is right" in violation.explanation
+    )
+
+
+def _at_an_average(run):
+    parameters = list(run.model.parameters())
+    average = [p.detach().clone() for p in parameters]
+    for window in windows(run):
+        own = [p.detach().clone() for p in parameters]
+        for p, value in zip(parameters, average, strict=True):
+            p.data.copy_(value)
+        backward_window(run, window)
+        for p, value in zip(parameters, own, strict=True):
+            p.data.copy_(value)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        for p, value in zip(parameters, average, strict=True):
+            value.lerp_(p.detach(), 0.1)
+
+
+def test_an_average_of_the_parameters_is_named_once_they_move():
+    """It is right where they do not, and is no earlier step's either."""
+    violation = check(_at_an_average, Case(SPEC, Plan((2, 3), 1, 2), seed=3, optimizer="sgd")).violation
+    assert violation.diagnosis == "other-parameters"
+    assert "than those that the step changes" in violation.explanation
+    assert check(_at_an_average, Case(SPEC, Plan((2, 3), 1, 2), seed=3)).holds

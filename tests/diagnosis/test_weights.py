@@ -58,6 +58,11 @@ def test_the_expected_weight():
         (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean weighs 1/3 whatever its count: "),
         (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean weighs 1/3 whatever its count"),
         (_weights(1, 1 / 2, 1 / 3, reduction="sum"), "mean-of-means", "weighs 1 whatever its count, where sums are to"),
+        # each mean counted as that of 3 or of 1 items: 3/(6 * count), 1/(6 * count)
+        (_weights(1 / 2, 1 / 4, 1 / 6), "wrong-count", "by the count of the window's last micro-batch"),
+        (_weights(1 / 6, 1 / 12, 1 / 18), "wrong-count", "by the count of the window's first micro-batch"),
+        (_weights(1 / 6, 1 / 6, 3 / 6), "repeated-micro-batch", "3 times, as often as the window has micro-batches: "),
+        (_weights(1 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "twice: send each loss backward once, and multiply"),
         (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "weighs 0.333333 whatever its count, where"),
         (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "weighs 1/5 whatever its count, in a window of 3"),
         (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
@@ -197,7 +202,7 @@ def test_all_names_of_a_factor_are_said():
     assert "which is accumulation_steps = 2 or the window's count, 2: " in diagnose(two).sentence
     short = _short(2 / 8, 2 / 8, k=5, counts=(1, 7))
     assert "which is the short window's micro-batches, 2: " in diagnose(short).sentence
-    assert "0.7 times what it should; no count of the run" in diagnose(_weights(*[0.7 / 6] * 3)).sentence
+    assert "0.7 times what it should, which is none of the usual counts" in diagnose(_weights(*[0.7 / 6] * 3)).sentence
 
 
 def test_windows_may_be_long():

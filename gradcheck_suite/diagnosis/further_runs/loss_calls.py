@@ -35,7 +35,8 @@ class LossCall:
     Attributes:
         step: number of optimizer steps before it.
         batch: a copy of the batch.
-        parameters: name -> a copy of the value, of the model that it was called with.
+        parameters: name -> a copy of the value, of the model that it was called with; none where it was called with
+            the output of one, as `run.criterion` does. The batch is without what the model reads then.
         training: name of each module -> its mode.
         cotangent: what backward handed to the loss; None where the loss was not sent backward.
     """
@@ -55,7 +56,7 @@ class LossRecorder:
     """Records the calls of a loss.
 
     Attributes:
-        calls: those with a `torch.nn.Module`, in order.
+        calls: those with gradients, in order.
         called: whether the loop calls the loss to train, which a look under `no_grad` is not.
         original: the instance whose loss is recorded.
         instance: the instance that records.
@@ -74,13 +75,14 @@ class LossRecorder:
 
     def _recorded(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         self.called |= torch.is_grad_enabled()
-        if not (isinstance(model, torch.nn.Module) and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self._loss(model, batch)
+        read = model if isinstance(model, torch.nn.Module) else torch.nn.ParameterDict()
         call = LossCall(
             self._steps,
             map_leaves(lambda t: t.detach().clone(), batch),
-            {name: p.detach().clone() for name, p in model.named_parameters()},
-            {name: module.training for name, module in model.named_modules()},
+            {name: p.detach().clone() for name, p in read.named_parameters()},
+            {name: module.training for name, module in read.named_modules()},
         )
         loss = self._loss(model, batch)
         if loss.requires_grad:
@@ -106,19 +108,28 @@ def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, 
 
 
 def explain_inputs(
-    recorder: LossRecorder, flat: Flat, members: Sequence[int], observed: Vector, step: int
+    recorder: LossRecorder,
+    flat: Flat,
+    members: Sequence[int],
+    observed: Vector,
+    step: int,
+    parameters: dict[str, torch.Tensor] | None = None,
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
 
     Args:
-        recorder: of a run whose optimizer left the parameters as they were.
+        recorder: of the run.
         flat: returns gradients by name as one vector, (P,).
         members: indices of the micro-batches of the step's window.
         observed: (P,): the wrong gradient.
         step: index of the step.
+        parameters: those that the step changes; None for the initial ones.
     """
     sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    instance = recorder.original
+    instance, right = recorder.original, recorder.original.model()
+    if parameters is not None:
+        right.load_state_dict(parameters, strict=False)
+    sent = [_completed(instance, right, members, *numbered) for numbered in enumerate(sent)]
     times, rest = divmod(len(sent), len(members))
     passes = [sent]
     if times > 1 or rest:
@@ -131,7 +142,7 @@ def explain_inputs(
         if not calls or not _gives(instance, flat, calls, observed):
             continue
         found = {}
-        for name, sentence, corrected in _differences(instance, members, calls):
+        for name, sentence, corrected in _differences(instance, right, members, calls):
             if corrected is None or not _gives(instance, flat, corrected, observed):
                 found[name] = sentence
         if found:
@@ -158,11 +169,27 @@ def _gives(instance: Instance, flat: Flat, calls: Sequence[LossCall], observed: 
     return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
 
 
+def _completed(
+    instance: Instance, right: torch.nn.Module, members: Sequence[int], place: int, call: LossCall
+) -> LossCall:
+    """Return a call that was given the output of a model, with the model and the input that the contract has there."""
+    if call.parameters:
+        return call
+    given = dict(named_leaves(call.batch))
+    own = instance.batch(instance.case.plan.items(members[place % len(members)]))
+    names = iter([name for name, _ in named_leaves(own)])
+    return replace(
+        call,
+        batch=map_leaves(lambda t: given.get(next(names), t), own),
+        parameters={name: p.detach() for name, p in right.named_parameters()},
+        training={name: module.training for name, module in right.named_modules()},
+    )
+
+
 def _differences(
-    instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
+    instance: Instance, model: torch.nn.Module, members: Sequence[int], calls: Sequence[LossCall]
 ) -> Iterator[tuple[str, str, list[LossCall] | None]]:
     """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
-    model = instance.model()
     right = {name: module.training for name, module in model.named_modules()}
     if any(call.training != right for call in calls):
         yield "wrong-mode", _mode_text(right, calls), [replace(call, training=right) for call in calls]
@@ -256,7 +283,8 @@ def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[Lo
         return (
             f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
             f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
-            "the loss (a normalization in place, augmentation, truncation, padding, a split)"
+            "the loss (a normalization in place, augmentation, truncation, padding, targets "
+            "shifted against inputs)"
         )
     return None
 

@@ -75,6 +75,11 @@ def _epoch(w: Weights) -> tuple[int, ...] | None:
     return tuple(range(len(w.counts))) if w.windows else None
 
 
+def _over_mean_of_windows(w: Weights) -> float | None:
+    counted = w.count_of(_epoch(w) or ())
+    return None if w.reduction == "sum" or not counted else w.window_count * len(w.windows) / counted
+
+
 def _so_far(w: Weights) -> float | None:
     if w.index is None or w.reduction == "sum":
         return None
@@ -222,6 +227,12 @@ FACTORS = (
     ),
     Factor(
         _other_count(_epoch), lambda w: f"its count over the whole epoch's, {_over(w, _epoch)}", OTHER_COUNT, rare=2
+    ),
+    Factor(
+        _over_mean_of_windows,
+        lambda w: "its count over the mean count of the epoch's windows",
+        OTHER_COUNT,
+        rare=2,
     ),
     Factor(
         _other_count(_one_more),

@@ -116,14 +116,20 @@ def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
                 "once more in every step, such as a hook that is registered anew and never removed"
             )
         if len(wrong) == 1:
-            return f"{said}; no count of the run gives this factor: look for a coefficient, a schedule, a hook"
+            return (
+                f"{said}, which is none of the usual counts or their quotients: look for a coefficient, a schedule, a "
+                "hook"
+            )
         if constant:
             return (
                 f"{said}, in every wrong window alike, whatever its counts: look for a constant, such as a number of "
                 "ranks or a coefficient"
             )
         shown = listed([f"{ratio:.6g}" for ratio in ratios], 4)
-        return f"{said}; over the wrong windows the factors are {shown}, and no count of the run gives them"
+        return (
+            f"{said}; over the wrong windows the factors are {shown}, which are none of the usual counts or their "
+            "quotients: look for a schedule, a coefficient, or a count that other windows take part in"
+        )
 
     def fits(w: Weights) -> bool:
         if any(w is v for v in wrong):

@@ -93,9 +93,12 @@ def _one_window(w: Weights) -> bool:
 
 def _wrong_window_text(w: Weights, wrong: Steps) -> str:
     held = [f"window {i} at window {v.index}" for v in wrong[:4] if v.windows and (i := _held(v)) is not None]
+    kept = ""
+    if all(v.epoch or (_held(v) or 0) < (v.index or 0) for v in wrong if v.windows):
+        kept = ", and look for a buffer that keeps the gradients of an earlier one"
     return (
         f"the step holds the gradient of another window than its own ({', '.join(dict.fromkeys(held))}): train the "
-        "windows in the loader's order, each once"
+        f"windows in the loader's order, each once{kept}"
     )
 
 

@@ -95,6 +95,25 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
     return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_unequal)
 
 
+def _by_one_count(place: int, word: str) -> Pattern:
+    """The pattern of means that all weigh what one micro-batch of the window should."""
+
+    def share(w: Weights) -> float:
+        return w.counts[w.window[place]] / w.window_count
+
+    return Pattern(
+        "wrong-count",
+        lambda w: w.reduction == "mean" and _is_mean(w, share(w)),
+        lambda w, wrong: (
+            f"each micro-batch's mean is weighted by the count of the window's {word} micro-batch, and not by its own: "
+            f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share"
+        ),
+        informs=lambda w: (
+            _unequal(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
+        ),
+    )
+
+
 def _groups(w: Weights, *, added: bool = False) -> int | None:
     """Return the number of ranks whose own means are averaged, or added, micro-batches dealt to them in turn."""
     if w.foreign or w.reduction == "sum":
@@ -242,6 +261,8 @@ INSIDE: tuple[Pattern, ...] = (
     ),
     _means(lambda w: 1 / len(w.window), lambda w: f"1/{len(w.window)}"),
     _means(lambda w: 1 / w.accumulation_steps, lambda w: f"1/{w.accumulation_steps}"),
+    _by_one_count(-1, "last"),
+    _by_one_count(0, "first"),
     Pattern(
         "mean-of-means",
         lambda w: _groups(w) is not None,

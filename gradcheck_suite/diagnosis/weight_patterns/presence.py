@@ -122,7 +122,17 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
     said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     said = said.replace(" 2 times", " twice")
-    return f"{said}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}: send each loss backward once"
+    said += f"{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
+    if any(more_than_one(v) for v in wrong) and all(_weighs_its_number(v) for v in wrong):
+        return (
+            f"{said}, as often as the window has micro-batches: multiply no loss by them, and send each backward once"
+        )
+    return f"{said}: send each loss backward once, and multiply none"
+
+
+def _weighs_its_number(w: Weights) -> bool:
+    more = w.ratio[w.ratio > 1.5]
+    return any(w.close(more, float(number)) for number in (len(w.window), w.accumulation_steps))
 
 
 def _in_common(wrong: Steps) -> str:

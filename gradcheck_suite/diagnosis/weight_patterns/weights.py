@@ -141,8 +141,11 @@ def names_of(diagnosis: str) -> frozenset[str]:
 
 def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
-    sentence = f"{parameter}.grad is None at the step, but the window's items reach {parameter}"
-    return Diagnosis("missing-gradient", sentence)
+    return Diagnosis(
+        "missing-gradient",
+        f"{parameter}.grad is None at the step, but the window's items reach {parameter}: look for a loss that is not "
+        "sent backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step",
+    )
 
 
 def listed(names: Sequence[object], shown: int = 3) -> str:

@@ -16,9 +16,18 @@ from gradcheck_suite.numerics.comparison import Comparison, Vector
 
 
 def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
-    """Return the parameters with a wrong element, and those whose elements are all right."""
-    wrong = [name for name in comparison.layout.names if part_of(comparison, name)[3].any()]
-    return wrong, [name for name in comparison.layout.names if name not in wrong]
+    """Return the parameters with a wrong element, and those whose elements are all right; not those with no gradient.
+
+    A parameter whose gradient is 0 throughout is right whatever scales or drops gradients.
+    """
+    wrong, right = [], []
+    for name in comparison.layout.names:
+        expected, *_, off = part_of(comparison, name)
+        if off.any():
+            wrong.append(name)
+        elif expected.any():
+            right.append(name)
+    return wrong, right
 
 
 def where_alone(comparison: Comparison) -> str:
@@ -118,7 +127,8 @@ def place_of_the_fault(comparison: Comparison) -> str:
         *_, off = part_of(comparison, name)
         counts.append(f"{name} ({np.count_nonzero(off)} of {off.size} elements)")
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    ending = f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right" if right else "; no parameter is right"
+    no_other = "no parameter is right" if len(wrong) == len(comparison.layout.names) else "no other has a gradient"
+    ending = f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right" if right else f"; {no_other}"
     return f"wrong in {', '.join(counts)}{more}{ending}"
 
 

@@ -69,7 +69,11 @@ def optimizer_text(case: Case, sources: CopiedSource) -> str:
         sources.copy(NoOpOptimizer)
         call = "NoOpOptimizer(parameters)"
     else:
-        line = inspect.getsource(OPTIMIZERS[case.optimizer]).strip()
+        factory = OPTIMIZERS[case.optimizer]
+        for own in inspect.getclosurevars(factory).globals.values():
+            if isinstance(own, type):  # `torch` is a module
+                sources.copy(own)
+        line = inspect.getsource(factory).strip()
         call = re.sub(r"\bp\b", "parameters", line.partition("lambda p: ")[2].rstrip(","))
     if case.groups > 1:
         sources.copy(in_groups)

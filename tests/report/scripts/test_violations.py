@@ -134,6 +134,11 @@ def test_every_kind_of_violation(loop, kind, optimizer, executed, capsys):
     assert mended.endswith("the fault is gone\n")
 
 
+def test_the_optimizer_that_is_the_suites_own_is_copied(executed):
+    _, text, _ = assert_script_is_right(no_reset, Case(LINEAR, PLAN, seed=3, optimizer="normalized"))
+    assert_copied(text, executed)
+
+
 def test_what_was_observed_is_recorded_and_comes_back(capsys):
     violation, _, script = assert_script_is_right(no_reset, Case(LINEAR, PLAN, seed=3))
     assert script.OBSERVED.keys() == {"0.weight", "0.bias"}
