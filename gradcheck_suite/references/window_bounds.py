@@ -145,12 +145,25 @@ class LowPrecisionBound:
     def quick(self) -> Vector:
         """What scaling and adding up may do to the largest element of each parameter."""
         layout, terms = self._window.reference.layout, len(self._window.members)
-        return coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest)
+        return coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest) + self._unsure
 
     @cached_property
     def summing(self) -> Vector:
         """What scaling and adding up may do to each element."""
-        return accumulation_bound(self._sizes, len(self._window.members), self._unit, smallest=self._smallest)
+        summed = accumulation_bound(self._sizes, len(self._window.members), self._unit, smallest=self._smallest)
+        return summed + self._unsure
+
+    @cached_property
+    def _unsure(self) -> Vector:
+        """How far the two float64 gradients are apart, within what is not looked for in float64.
+
+        The derivative of expm1(x) is computed as its value + 1, which is 0 in place of 4e-18 at x = -40.
+        """
+        if self._window.jax is None:
+            return np.zeros_like(self._window.torch)
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(self._window.torch - self._window.jax)
+        return np.where(np.isfinite(apart), np.fmin(apart, self._window.float64_bound.quick), 0.0)
 
     @cached_property
     def errors(self) -> RoundingErrors:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import jax
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.numerics.bounds import DRAWS, SMALLEST, student_factor
 from gradcheck_suite.references.agreement import precision_fault
 from gradcheck_suite.references.random_rounding import RandomRounding
@@ -65,6 +69,51 @@ def test_rounding_within_torch_is_no_fault_of_torch(name):
         window = reference.window(index)
         assert precision_fault(window) is None
         assert window.compare(window.expected + 30 * window.allowed(4 * DRAWS)).ratio > 1
+
+
+ELU = Case(
+    ProblemSpec(
+        Input("image", channels=2, height=4, values="large", width=5),
+        (
+            Layer("adaptive_max_pool2d", size=2),
+            Layer("conv2d", bias=True, dilation=1, features=2, groups=1, kernel=2, padding=0, stride=2),
+            Layer("elu", alpha=1.0),
+            Layer("conv2d", bias=False, dilation=1, features=2, groups=1, kernel=1, padding=0, stride=1),
+        ),
+        Loss("nll", class_weights=False, ignore_index=True, reduction="sum"),
+    ),
+    Plan((8, 5, 3, 3, 4), 4, masked=(1, 3)),
+    dtype="float32",
+    seed=3478523050,
+    optimizer="normalized",
+)
+
+
+def test_float64_has_two_digits_of_the_derivative_of_elu_far_below_0():
+    """JAX computes that of expm1 as its value + 1, which is 5e-15 at -33, and off by 0.4%; float32 has more digits."""
+    far = torch.tensor(-40.0, dtype=torch.float64, requires_grad=True)
+    F.elu(far).backward()
+    assert float(far.grad) == pytest.approx(math.exp(-40), rel=1e-12)
+    assert float(jax.grad(jax.nn.elu)(-40.0)) == 0
+    verdict = check(BUILT_IN["zero_"], ELU)
+    assert verdict.holds
+    assert verdict.finding is None
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.002, True), (0.97, False), (1.03, False)])
+def test_what_float64_does_not_know_is_not_looked_for(factor, holds):
+    """The second window's gradient is 1e-14 throughout, and known to 0.4%."""
+
+    def loop(run):
+        for number, window in enumerate(windows(run)):
+            backward_window(run, window)
+            for p in run.model.parameters() if number else ():
+                if p.grad is not None and p.grad.abs().max() < 1e-12:
+                    p.grad.mul_(factor)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    assert check(loop, ELU).holds == holds
 
 
 def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
