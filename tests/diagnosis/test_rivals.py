@@ -183,7 +183,7 @@ def test_a_factor_that_grows_with_the_steps_is_given_for_each():
 
     name, sentence, _ = explained(warm_up, plan=Plan((2,), 1))
     assert name == "wrong-scale"
-    assert "the factors are 0.25, 0.25, 0.5, 0.75, which are none of the usual counts" in sentence
+    assert "the factors are 0.25, 0.25, 0.5, 0.75, which no usual count or quotient of counts gives" in sentence
 
 
 def test_what_the_wrong_micro_batches_have_in_common_is_said():

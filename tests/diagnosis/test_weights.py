@@ -202,7 +202,7 @@ def test_all_names_of_a_factor_are_said():
     assert "which is accumulation_steps = 2 or the window's count, 2: " in diagnose(two).sentence
     short = _short(2 / 8, 2 / 8, k=5, counts=(1, 7))
     assert "which is the short window's micro-batches, 2: " in diagnose(short).sentence
-    assert "0.7 times what it should, which is none of the usual counts" in diagnose(_weights(*[0.7 / 6] * 3)).sentence
+    assert "0.7 times what it should, which no usual count or quotient" in diagnose(_weights(*[0.7 / 6] * 3)).sentence
 
 
 def test_windows_may_be_long():

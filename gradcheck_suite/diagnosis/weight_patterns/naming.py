@@ -12,13 +12,15 @@ import numpy as np
 from gradcheck_suite.diagnosis.weight_patterns.factors import constant_meaning, fitting_factors
 from gradcheck_suite.diagnosis.weight_patterns.neighbours import NEIGHBOURS
 from gradcheck_suite.diagnosis.weight_patterns.other_windows import averaged, outside, reordered
-from gradcheck_suite.diagnosis.weight_patterns.patterns import INSIDE, Pattern, by_place, rescaled, rounded_to
+from gradcheck_suite.diagnosis.weight_patterns.patterns import INSIDE, Pattern, rounded_to
+from gradcheck_suite.diagnosis.weight_patterns.places import by_place, rescaled
 from gradcheck_suite.diagnosis.weight_patterns.presence import Steps
 from gradcheck_suite.diagnosis.weight_patterns.rank_patterns import RANKS, by_rank
 from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis, Weights, listed
 
 MOST_NAMES = 3
 SEVERAL = "windows of several micro-batches"
+NO_COUNT = ", which no usual count or quotient of counts gives"
 OF_SEVERAL = f" (only in {SEVERAL})"
 NOT_A_SUM = (
     "; or an element is 0 where the micro-batches differ in it, as in their median, their minimum or where their signs "
@@ -116,20 +118,15 @@ def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
                 "once more in every step, such as a hook that is registered anew and never removed"
             )
         if len(wrong) == 1:
-            return (
-                f"{said}, which is none of the usual counts or their quotients: look for a coefficient, a schedule, a "
-                "hook"
-            )
+            return f"{said}{NO_COUNT}: look for a coefficient, a schedule, a hook"
         if constant:
             return (
                 f"{said}, in every wrong window alike, whatever its counts: look for a constant, such as a number of "
                 "ranks or a coefficient"
             )
         shown = listed([f"{ratio:.6g}" for ratio in ratios], 4)
-        return (
-            f"{said}; over the wrong windows the factors are {shown}, which are none of the usual counts or their "
-            "quotients: look for a schedule, a coefficient, or a count that other windows take part in"
-        )
+        look = "look for a schedule, a coefficient, or a count that other windows take part in"
+        return f"{said}; over the wrong windows the factors are {shown}{NO_COUNT}: {look}"
 
     def fits(w: Weights) -> bool:
         if any(w is v for v in wrong):
