@@ -11,9 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 130
-"""`cli.exit_status.INTERRUPTED`, known before anything is imported."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
@@ -24,13 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # at its end Python would look for garbage among the objects of torch and jax, which takes a second
     atexit.register(gc.freeze)
     try:
-        from gradcheck_suite.cli import run
+        from gradcheck_suite.cli import exit_status, run
 
         status = run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:  # before the command line was read, or after its end
         print("gradcheck-suite: error: interrupted", file=sys.stderr)
-        status = INTERRUPTED
-    if argv is None and status == INTERRUPTED:
+        # again, where the first one was interrupted
+        from gradcheck_suite.cli import exit_status
+
+        status = exit_status.INTERRUPTED
+    if argv is None and status == exit_status.INTERRUPTED:
         sys.stdout.flush()
         sys.stderr.flush()
         # torch and jax may be half imported: Python's orderly end may crash then

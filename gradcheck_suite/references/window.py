@@ -29,6 +29,7 @@ class Window:
     Attributes:
         reference: of the case.
         index: of the window in an epoch.
+        parameters: those that it is at, by name; None for the initial ones.
         members: indices of its micro-batches.
         items: indices of its items.
         reached: names of the parameters that the window's items reach.
@@ -38,7 +39,7 @@ class Window:
     """
 
     def __init__(self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute) -> None:
-        self.reference, self._parameters = reference, parameters
+        self.reference, self.parameters = reference, parameters
         instance = reference.instance
         self.index, self.members = index, instance.case.plan.windows[index]
         self.items = instance.case.plan.window_items(index)
@@ -55,20 +56,15 @@ class Window:
     @property
     def moved(self) -> bool:
         """Whether this is at parameters that a real optimizer has moved."""
-        return self._parameters is not None
-
-    @property
-    def parameters(self) -> Parameters | None:
-        """The parameters by name; None for the initial ones."""
-        return self._parameters
+        return self.parameters is not None
 
     @cached_property
     def _model64(self) -> torch.nn.Module:
-        return self.reference.model(torch.float64, self._parameters)
+        return self.reference.model(torch.float64, self.parameters)
 
     def model(self, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         """Return a model in `dtype` at the window's parameters."""
-        return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self._parameters)
+        return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self.parameters)
 
     @property
     def arrays(self) -> Arrays:
@@ -80,7 +76,7 @@ class Window:
     @property
     def values(self) -> Arrays:
         """Parameters and floating buffers by name, in float64."""
-        return self.reference.values64 if self._parameters is None else float_values(self.model())
+        return self.reference.values64 if self.parameters is None else float_values(self.model())
 
     @cached_property
     def jax(self) -> Vector | None:

@@ -82,13 +82,18 @@ class LossRecorder:
             self._steps,
             map_leaves(lambda t: t.detach().clone(), batch),
             {name: p.detach().clone() for name, p in read.named_parameters()},
-            {name: module.training for name, module in read.named_modules()},
+            _modes(read),
         )
         loss = self._loss(model, batch)
         if loss.requires_grad:
             self.calls.append(call)
             loss.register_hook(call.note)
         return loss
+
+
+def _modes(model: torch.nn.Module) -> dict[str, bool]:
+    """Return whether each module is in train mode, by name."""
+    return {name: module.training for name, module in model.named_modules()}
 
 
 def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
@@ -182,7 +187,7 @@ def _completed(
         call,
         batch=map_leaves(lambda t: given.get(next(names), t), own),
         parameters={name: p.detach() for name, p in right.named_parameters()},
-        training={name: module.training for name, module in right.named_modules()},
+        training=_modes(right),
     )
 
 
@@ -190,7 +195,7 @@ def _differences(
     instance: Instance, model: torch.nn.Module, members: Sequence[int], calls: Sequence[LossCall]
 ) -> Iterator[tuple[str, str, list[LossCall] | None]]:
     """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
-    right = {name: module.training for name, module in model.named_modules()}
+    right = _modes(model)
     if any(call.training != right for call in calls):
         yield "wrong-mode", _mode_text(right, calls), [replace(call, training=right) for call in calls]
     start = {name: p.detach() for name, p in model.named_parameters()}
@@ -283,8 +288,8 @@ def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[Lo
         return (
             f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
             f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
-            "the loss (a normalization in place, augmentation, truncation, padding, targets "
-            "shifted against inputs)"
+            "the loss (a normalization in place, augmentation, truncation, padding, targets shifted against "
+            "inputs)"
         )
     return None
 
