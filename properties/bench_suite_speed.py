@@ -3,9 +3,10 @@
 Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`. Other processes slow the plain way
 most: the last line says whether there were any.
 
-- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges; with
-  its cache of compiled programs empty (cold), filled (warm), and with everything in memory (steady). "In one process"
-  is steady without the second one. What processes import is not timed.
+- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges: with
+  nothing on disk (cold), with compiled programs and the gradients of the same cases (warm) or without the gradients
+  (other cases), and with programs in memory but no gradients (steady). "In one process" is steady without the second
+  one. What processes import is not timed.
 - plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
 - floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
 
@@ -15,6 +16,7 @@ Where an optimizer moves the parameters, each of its steps has a gradient of its
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from collections import Counter
@@ -34,7 +36,7 @@ from gradcheck_suite.execution.instance import Instance, generated_instance
 from gradcheck_suite.generation import drawing
 from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
 from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import accumulated, jax_objective, programs
+from gradcheck_suite.references import accumulated, jax_objective, kept_gradients, programs
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.verification.second_process import judge
 from gradcheck_suite.verification.verify import verify
@@ -91,6 +93,12 @@ def second() -> Iterator[ExitStack]:
     """Keep the second process of a test until the next one starts its own."""
     with ExitStack() as kept:
         yield kept
+
+
+def _forget_gradients(store: Path) -> None:
+    """Delete the gradients on disk, as if all cases were new."""
+    for folder in store.glob(f"*/{kept_gradients.FOLDER}"):
+        shutil.rmtree(folder)
 
 
 def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
@@ -155,10 +163,22 @@ def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path
     _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store, second), rounds=3)
 
 
+def test_suite_on_other_cases(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    def other_cases() -> None:
+        _forget_gradients(store)
+        _fresh(monkeypatch, store, second)
+
+    _measure(benchmark, "suite, other cases", _suite, other_cases, rounds=3)
+
+
 def test_suite_steady(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+    def other_cases() -> None:
+        _forget_gradients(store)
+        _forget_cases(monkeypatch)
+
     _fresh(monkeypatch, store, second)
     _suite()
-    _measure(benchmark, "suite, steady", _suite, lambda: _forget_cases(monkeypatch), rounds=3)
+    _measure(benchmark, "suite, steady", _suite, other_cases, rounds=3)
 
 
 def test_suite_in_one_process(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
@@ -236,9 +256,10 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
         for name, seconds in SECONDS.items():
             per_case = 1e3 * seconds / CASES
             share = f"{PROCESSOR[name]:.2f} s of the processors, at least {SHARES[name]:.0%} of one"
-            print(f"{name:>14}: {seconds:8.2f} s, {per_case:8.2f} ms per case; {share}")
+            print(f"{name:>18}: {seconds:8.2f} s, {per_case:8.2f} ms per case; {share}")
         for a, b in (
             ("plain", "suite, warm"),
+            ("plain", "suite, other cases"),
             ("plain", "suite, cold"),
             ("suite, steady", "floor"),
             ("in one process", "floor"),

@@ -2,8 +2,7 @@
 
 XLA takes 40 to 400 ms to compile a small program, and JAX takes another 15 to 100 ms to trace it. Both are far more
 than the time to run it. JAX's persistent cache saves the compilation; a stored executable saves both. The key of a
-stored program contains all that it depends on: what it computes, the argument shapes, the source of the catalogue and
-of this package, the versions of JAX and XLA, and the processor.
+stored program contains what it computes and the argument shapes; `kept_files` tells it from those of other versions.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import hashlib
 import math
 import os
 import pickle
-import platform
-import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,17 +22,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
-from jaxlib import version as jaxlib_version
 
-from gradcheck_suite.execution.cache_folder import expect_cache_folder, is_own, make_cache_folder
-from gradcheck_suite.execution.environment import CACHE_VARIABLE, trusted_cache
+from gradcheck_suite.execution.cache_folder import is_own
+from gradcheck_suite.references.kept_files import keep, kept_files
 
 jax.config.update("jax_enable_x64", True)
 # small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 MAX_PROGRAMS = 512
-KEPT_ENVIRONMENTS = 4
 Options = dict[str, str | bool]
 COMPILER_OPTIONS: Options = {
     "xla_cpu_multi_thread_eigen": False,
@@ -93,28 +87,6 @@ def device(platform: str = "cpu") -> jax.Device:
 def _pool(process: int) -> ThreadPoolExecutor:
     """Return the threads that compile; a fork of the process has none of them, and gets its own."""
     return ThreadPoolExecutor(os.cpu_count())
-
-
-@cache
-def _environment_key() -> str:
-    package = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for folder in ("catalogue", "references"):
-        for path in sorted((package / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    try:
-        processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        processor = platform.processor()
-    for part in (
-        jax.__version__,
-        jaxlib_version.__version__,
-        platform.machine(),
-        processor,
-        os.environ.get("XLA_FLAGS", ""),
-    ):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
 
 
 class Programs:
@@ -176,12 +148,8 @@ class Programs:
 
     def _path(self, key: Hashable) -> Path | None:
         """Return where a program is stored, or None for no store."""
-        directory = trusted_cache() if self._platform == "cpu" else None
-        if directory is None:
-            return None
-        folder = directory / _environment_key()[:16]
-        expect_cache_folder(folder, CACHE_VARIABLE)
-        return folder / hashlib.sha256(repr(key).encode()).hexdigest()
+        folder = kept_files() if self._platform == "cpu" else None
+        return None if folder is None else folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
     def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
         """Return a program from disk, or compile it where there is none."""
@@ -235,8 +203,7 @@ def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | 
                 raise
             _UNKNOWN.update(unknown)
     if path is not None and not _is_incomplete(compiled):
-        _forget_others(path.parent)
-        _store(path, pickle.dumps(serialize_executable.serialize(compiled)))
+        keep(path.parent, path.name, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 
@@ -272,27 +239,6 @@ def to_numpy(tree: Tree) -> Tree:
     if type(tree) is tuple:
         return tuple([to_numpy(branch) for branch in tree])
     return np.asarray(tree)
-
-
-def _forget_others(folder: Path) -> None:
-    """Before the first program of a new environment is stored, delete all but the latest `KEPT_ENVIRONMENTS` others."""
-    if folder.exists() or not folder.parent.is_dir():
-        return
-    others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
-    for old in others[: -KEPT_ENVIRONMENTS or None]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _store(path: Path, payload: bytes) -> None:
-    """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache."""
-    try:
-        for folder in (path.parent.parent, path.parent):
-            make_cache_folder(folder)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(payload)
-        os.replace(file.name, path)
-    except OSError:
-        pass
 
 
 PROGRAMS = Programs()

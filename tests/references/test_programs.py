@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import serialize_executable
 
 from gradcheck_suite.execution.environment import cache_directory
-from gradcheck_suite.references import programs
+from gradcheck_suite.references import kept_files, programs
 from gradcheck_suite.references.programs import Programs, Request
 
 X = np.arange(3.0)
@@ -169,7 +169,7 @@ def test_only_the_latest_environments_are_kept(store):
     for name in "abcdef":
         (store / name).mkdir()
     Programs().call("double", _double, X)
-    assert len(list(store.iterdir())) == programs.KEPT_ENVIRONMENTS + 1
+    assert len(list(store.iterdir())) == kept_files.KEPT_ENVIRONMENTS + 1
 
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):

@@ -16,6 +16,7 @@ from gradcheck_suite.execution.devices import one_thread
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.packing import packed, unpacked
 from gradcheck_suite.execution.runner import Outcome
+from gradcheck_suite.references.kept_gradients import use_kept_gradients
 from gradcheck_suite.references.reference import REFERENCES
 from gradcheck_suite.verification.check import check_run
 from gradcheck_suite.verification.second_process.messages import Answer, Run
@@ -57,6 +58,7 @@ def main(handle: int) -> None:
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
     try:
         environment.prepare()
+        use_kept_gradients()
         with one_thread(), suppress(EOFError, OSError):
             gc.freeze()
             connection.send_bytes(str(os.getpid()).encode())
