@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from typing import Any
 
@@ -21,8 +21,8 @@ from gradcheck_suite.schema.spec import Layer
 MAX_INNER_LAYERS = 2
 USUAL_FEATURES = 2
 _FEATURES = ("features", "size", "channels")
-Choices = st.SearchStrategy[tuple[Any, st.SearchStrategy[Options]]]
-"""A strategy of pairs: a kind, and a strategy of its options."""
+Choices = st.SearchStrategy[tuple[Any, Callable[[], st.SearchStrategy[Options]]]]
+"""A strategy of pairs: a kind, and a function that returns a strategy of its options; few of them are ever drawn."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,16 @@ def options_of(variants: Sequence[Options], *, every_usual: bool = False) -> st.
 
 def choices_of(found: Iterable[tuple[Any, Sequence[Options]]], *, every_usual: bool = False) -> Choices | None:
     """Return a strategy of the kinds that have variants, or None if none has."""
-    kinds = [(kind, options_of(variants, every_usual=every_usual)) for kind, variants in found if variants]
+    kinds = [
+        (kind, cache(partial(options_of, variants, every_usual=every_usual))) for kind, variants in found if variants
+    ]
     return st.sampled_from(kinds) if kinds else None
+
+
+@cache
+def is_accepted(signal: Signal, limits: Limits) -> bool:
+    """Return whether any layer kind accepts a signal, within limits."""
+    return any(limits.variants(kind, signal) for kind in LAYERS.values())
 
 
 @cache
@@ -106,12 +114,12 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
     if focus.layer is not None:
         # the drawn kind goes unused, so that the later choices keep their places when the focus shrinks to none
         kind = LAYERS[focus.layer]
-        variants = options_of(_of_focus(focus, signal, limits))
+        variants = partial(options_of, _of_focus(focus, signal, limits))
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(integers(1, MAX_INNER_LAYERS)) + kind.parallel
         inner = [draw(layer_strategy(signal, _inside(limits))) for _ in range(count)]
-    return Layer(kind.name, *inner, **draw(variants))
+    return Layer(kind.name, *inner, **draw(variants()))
 
 
 def _of_focus(focus: Focus, signal: Signal, limits: Limits) -> list[Options]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ from gradcheck_suite.generation.layers import (
     Choices,
     Limits,
     choices_of,
-    layer_choices,
+    is_accepted,
     layer_strategy,
     options_of,
     picked_layer,
@@ -101,7 +101,7 @@ def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
 def _leading(limits: Limits) -> dict[str, list[Options]]:
     """Return the inputs that a layer within limits accepts, with their variants."""
     return {
-        kind.name: [o for o in kind.variants if layer_choices(kind.signal(o), limits) is not None]
+        kind.name: [o for o in kind.variants if is_accepted(kind.signal(o), limits)]
         for kind in INPUTS.values()
         if kind.drawn
     }
@@ -138,8 +138,8 @@ def _drawn(
     kind, variants = draw(choices)
     if instead:
         kind = kind if kind in instead else next(iter(instead))
-        variants = options_of(instead[kind], every_usual=True)
-    return kind, draw(variants)
+        variants = partial(options_of, instead[kind], every_usual=True)
+    return kind, draw(variants())
 
 
 def _loss(draw: st.DrawFn, focus: Focus, signal: Signal, *, uniform: bool) -> tuple[str, Options]:
