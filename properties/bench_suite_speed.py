@@ -53,7 +53,7 @@ it the second process.
 """
 RATIOS: dict[str, float] = {}
 """Seconds over those of the floor at the same time."""
-ALTERNATED = 7
+ALTERNATED = 5
 """Rounds of what is timed beside the floor."""
 LOAD = os.getloadavg()[0]
 """Processes that ran or waited on average in the minute before."""

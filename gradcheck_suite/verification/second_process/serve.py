@@ -10,6 +10,8 @@ from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+import torch
+
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.execution import environment
 from gradcheck_suite.execution.devices import one_thread
@@ -60,6 +62,7 @@ def main(handle: int) -> None:
         environment.prepare()
         use_kept_gradients()
         with one_thread(), suppress(EOFError, OSError):
+            torch.optim.SGD([torch.zeros(1)])  # imports `torch._dynamo`, which takes a second
             gc.freeze()
             connection.send_bytes(str(os.getpid()).encode())
             while True:
