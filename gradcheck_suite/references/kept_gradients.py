@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -29,12 +30,11 @@ def use_kept_gradients() -> None:
     """Let this process read gradients from files, and write those that it computes."""
     global _used_here
     _used_here = True
-    folder = kept_files()
-    if folder is None or not (folder / FOLDER).is_dir():
-        return
-    files = sorted((folder / FOLDER).iterdir(), key=lambda file: file.stat().st_mtime)
-    for file in files[: len(files) - MOST_FILES // 2] if len(files) > MOST_FILES else ():
-        file.unlink(missing_ok=True)
+    if (folder := kept_files()) is not None:
+        with suppress(OSError):  # there is no folder yet, it cannot be written, or another process deletes files too
+            files = sorted((folder / FOLDER).iterdir(), key=lambda file: file.stat().st_mtime)
+            for file in files[: len(files) - MOST_FILES // 2] if len(files) > MOST_FILES else ():
+                file.unlink()
 
 
 class KeptGradients:
