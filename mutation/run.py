@@ -55,7 +55,7 @@ class Target:
 
 
 TARGETS = {
-    "schema/plan": Target("tests/schema/test_plan.py"),
+    "schema/plan": Target("tests/schema/test_plan.py tests/schema/test_rank_plans.py"),
     "numerics/comparison": Target("tests/numerics/test_comparison.py"),
     "numerics/least_squares": Target("tests/numerics/test_least_squares.py"),
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),

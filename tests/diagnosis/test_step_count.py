@@ -13,9 +13,10 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.step_count import explain_steps
+from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
 from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.runner import run_loop
+from gradcheck_suite.execution.runner import Outcome, run_loop
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.schema.weight_probe import probe_case
 
@@ -384,6 +385,70 @@ def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
     for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
         explanation = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
         assert ("GradScaler skips the step" in explanation) == thought_of
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (PLAN, {0: "never-stepped", 2: "tail-dropped", 3: "windows-across-epochs", 6: "step-per-micro-batch"}),
+        # windows of one whole length: nothing tells one number of steps from another
+        (Plan((1, 1, 1, 1), 2, 2), {0: "never-stepped", 8: "step-per-micro-batch"}),
+        # an epoch without a whole window, and all epochs together without one
+        (Plan((1, 1), 5, 2), {0: "never-stepped", 4: "step-per-micro-batch"}),
+        (Plan((1, 1), 3, 3), {0: "never-stepped", 2: "windows-across-epochs", 6: "step-per-micro-batch"}),
+        # how micro-batches are shared between ranks is not known from a number
+        (Plan((1, 1, 1), 1, 2, ranks=(2, 1)), {0: "never-stepped"}),
+    ],
+    ids=str,
+)
+def test_what_the_number_of_steps_alone_suggests(plan, names):
+    for taken in range(12):
+        outcome = Outcome([None] * taken, {}, {})
+        assert step_pattern(plan, outcome) == Diagnosis(names.get(taken, "wrong-step-count"), "")
+    assert step_pattern(plan, Outcome([None] * 20, {}, {}, endless=True)) == Diagnosis("endless", "")
+
+
+def test_the_number_of_steps_is_all_that_is_known_of_a_loop_that_fails_on_the_probe():
+    """It is the short window that this loop leaves out, and it trains nothing but its own problem."""
+
+    def loop(run):
+        if sum(p.numel() for p in run.model.parameters()) != 8:
+            raise ValueError("another model")
+        _whole_windows_only(run)
+
+    def never(run):
+        if sum(p.numel() for p in run.model.parameters()) != 8:
+            raise ValueError("another model")
+
+    regression = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
+    instance = generated_instance(Case(regression, PLAN))
+    for subject, name, said in ((loop, "tail-dropped", "of 2 windows)"), (never, "never-stepped", "was never stepped")):
+        found = explain_steps(instance, run_loop(subject, instance), LoopRunner(subject))
+        assert found.name == name
+        assert found.sentence.endswith(said)
+
+
+def test_a_loop_that_skips_windows_whose_loss_is_not_finite_is_told_from_one_that_drops_them():
+    """The loss of a micro-batch without targets is 0/0, and its gradient 0."""
+
+    def skips(run):
+        for window in windows(run):
+            losses = [run.loss(run.model, batch) for batch in window]
+            if all(loss.isfinite() for loss in losses):
+                _step(run, window)
+
+    loss = Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean")
+    classes = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=3),), loss)
+    instance = generated_instance(Case(classes, Plan((2, 1, 2, 1), 2, 2, masked=(1,))))
+    found = explain_steps(instance, run_loop(skips, instance), LoopRunner(skips))
+    assert found.name == "skipped-non-finite"
+    assert found.sentence.startswith(
+        "optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows): the loss"
+    )
+    # a loop that would be wrong with finite losses too is not said to be right
+    instance = generated_instance(Case(classes, Plan((2, 1, 2), 2, 2, masked=(1,))))
+    for loop in (_whole_windows_only, _once_more):
+        assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name != "skipped-non-finite"
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():

@@ -37,6 +37,13 @@ def test_whole_windows():
     assert not Plan((1, 1, 1), 1).has_short_window
 
 
+@pytest.mark.parametrize(
+    ("plan", "limit"), [(Plan((1,), 1), 10), (Plan((1, 2, 1), 2, 2), 20), (Plan((1,) * 5, 3, 4), 48)]
+)
+def test_a_loop_may_step_twice_for_each_micro_batch_and_eight_times_more(plan, limit):
+    assert plan.step_limit == limit
+
+
 def test_masked_indices_are_sorted_and_told_once():
     assert Plan((1, 1, 1), 3, masked=(2, 0, 2)).masked == (0, 2)
 
