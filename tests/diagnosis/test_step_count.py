@@ -21,6 +21,7 @@ from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.schema.weight_probe import probe_case
 
 PLAN = Plan((1, 2, 1), 2, 2)
+REGRESSION = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
 
 
 def _explained(loop, plan=PLAN):
@@ -347,10 +348,7 @@ def test_a_loop_that_skips_steps_by_their_values_is_told_from_one_that_never_ste
                 run.optimizer.step()
             run.optimizer.zero_grad()
 
-    regression = ProblemSpec(
-        Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean")
-    )
-    instance = generated_instance(Case(regression, Plan((2, 2), 2)))
+    instance = generated_instance(Case(REGRESSION, Plan((2, 2), 2)))
     outcome = run_loop(skips, instance)
     assert not outcome.observations
     diagnosis = explain_steps(instance, outcome, LoopRunner(skips))
@@ -382,7 +380,7 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
 
 def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
     instance = generated_instance(probe_case(PLAN).replace(dtype="float16"))
-    for loop, thought_of in ((_once_more, False), (_first_window_of_all, True)):
+    for loop, thought_of in ((_once_more, False), (_every_micro_batch_twice, False), (_first_window_of_all, True)):
         explanation = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
         assert ("GradScaler skips the step" in explanation) == thought_of
 
@@ -391,6 +389,11 @@ def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
     ("plan", "names"),
     [
         (PLAN, {0: "never-stepped", 2: "tail-dropped", 3: "windows-across-epochs", 6: "step-per-micro-batch"}),
+        (
+            Plan((1,) * 5, 2, 2),
+            {0: "never-stepped", 4: "tail-dropped", 5: "windows-across-epochs", 10: "step-per-micro-batch"},
+        ),
+        (Plan((1,) * 300, 30), {0: "never-stepped", 300: "step-per-micro-batch"}),
         # windows of one whole length: nothing tells one number of steps from another
         (Plan((1, 1, 1, 1), 2, 2), {0: "never-stepped", 8: "step-per-micro-batch"}),
         # an epoch without a whole window, and all epochs together without one
@@ -402,7 +405,7 @@ def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
     ids=str,
 )
 def test_what_the_number_of_steps_alone_suggests(plan, names):
-    for taken in range(12):
+    for taken in (*range(12), 300):
         outcome = Outcome([None] * taken, {}, {})
         assert step_pattern(plan, outcome) == Diagnosis(names.get(taken, "wrong-step-count"), "")
     assert step_pattern(plan, Outcome([None] * 20, {}, {}, endless=True)) == Diagnosis("endless", "")
@@ -420,9 +423,18 @@ def test_the_number_of_steps_is_all_that_is_known_of_a_loop_that_fails_on_the_pr
         if sum(p.numel() for p in run.model.parameters()) != 8:
             raise ValueError("another model")
 
-    regression = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
-    instance = generated_instance(Case(regression, PLAN))
-    for subject, name, said in ((loop, "tail-dropped", "of 2 windows)"), (never, "never-stepped", "was never stepped")):
+    def five(run):
+        never(run)
+        for _ in range(5):
+            run.optimizer.step()
+
+    instance = generated_instance(Case(REGRESSION, PLAN))
+    subjects = {
+        loop: ("tail-dropped", "of 2 windows)"),
+        never: ("never-stepped", "was never stepped"),
+        five: ("wrong-step-count", "of 2 windows)"),
+    }
+    for subject, (name, said) in subjects.items():
         found = explain_steps(instance, run_loop(subject, instance), LoopRunner(subject))
         assert found.name == name
         assert found.sentence.endswith(said)
@@ -445,10 +457,55 @@ def test_a_loop_that_skips_windows_whose_loss_is_not_finite_is_told_from_one_tha
     assert found.sentence.startswith(
         "optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows): the loss"
     )
+    # numbers beyond 256 are no longer one object each
+    instance = generated_instance(Case(classes, Plan((1,) * 522, 2, masked=(1,))))
+    assert explain_steps(instance, run_loop(skips, instance), LoopRunner(skips)).name == "skipped-non-finite"
     # a loop that would be wrong with finite losses too is not said to be right
     instance = generated_instance(Case(classes, Plan((2, 1, 2), 2, 2, masked=(1,))))
     for loop in (_whole_windows_only, _once_more):
         assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name != "skipped-non-finite"
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("changed_run", [2, 3])
+def test_a_loop_that_steps_more_or_less_when_it_runs_again_is_not_repeatable(change, changed_run):
+    """The second run comes before the one on the probe, the third after it: there it steps as often as it must."""
+    runs: list[int] = []
+
+    def loop(run):
+        own = sum(p.numel() for p in run.model.parameters()) == 8
+        runs.append(1) if own else None
+        for _ in range(7 + change * (len(runs) >= changed_run) if own else PLAN.steps):
+            run.optimizer.step()
+
+    instance = generated_instance(Case(REGRESSION, PLAN))
+    assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "not-repeatable"
+
+
+def test_many_steps_that_are_repeated_are_as_many():
+    """Numbers beyond 256 are no longer one object each."""
+    plan = Plan((1,) * 300, 300)
+
+    def loop(run):
+        own = sum(p.numel() for p in run.model.parameters()) == 8
+        for _ in range(300 if own else plan.steps):
+            run.optimizer.step()
+
+    instance = generated_instance(Case(REGRESSION, plan))
+    assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "wrong-step-count"
+
+
+@pytest.mark.parametrize("on_probe", [1, 3])
+def test_another_number_of_steps_on_the_probe_is_told(on_probe):
+    def loop(run):
+        own = sum(p.numel() for p in run.model.parameters()) == 8
+        for window in list(windows(run))[: 2 if own else on_probe]:
+            _step(run, window)
+
+    instance = generated_instance(Case(REGRESSION, PLAN))
+    sentence = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
+    assert sentence.startswith("optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows)")
+    assert f"; on the read-out probe, under the same plan, it takes {on_probe}" in sentence
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():

@@ -24,6 +24,11 @@ def test_a_window_has_the_micro_batches_of_all_ranks():
     assert describe_plan(plan)[0].endswith("; 1 epoch; 2 ranks, between which / stands")
 
 
+def test_ranks_may_share_many_micro_batches():
+    """Numbers beyond 256 are no longer one object each."""
+    assert Plan((1,) * 300, 100, ranks=(200, 100)).steps == 2
+
+
 def test_one_rank_is_the_plan_without_ranks():
     plan = Plan((1, 2), 1, ranks=(2,))
     assert plan == Plan((1, 2), 1)
@@ -35,6 +40,10 @@ def test_select_keeps_micro_batches_at_their_ranks():
     plan = Plan((1, 2, 3, 4, 5), 2, masked=(3,), ranks=(3, 2))
     assert plan.select((0, 3, 4)) == Plan((1, 5, 4), 2, masked=(2,), ranks=(2, 1))
     assert plan.select((2, 3)) == Plan((3, 4), 2, masked=(1,))
+
+
+def test_select_finds_the_ranks_of_many():
+    assert Plan((1,) * 300, 1, ranks=(1,) * 300).select((0, 299)) == Plan((1, 1), 1, ranks=(1, 1))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (3, 0), (2, True), (4, -1)])
