@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gradcheck_suite.diagnosis.weight_patterns.naming import diagnose
-from gradcheck_suite.diagnosis.weight_patterns.weights import Weights
+from gradcheck_suite.diagnosis.weight_patterns.weights import Weights, listed
 
 COUNTS = (2.0, 1.0, 2.0, 3.0, 4.0)
 WINDOW = (1, 2, 3)
@@ -236,6 +236,24 @@ def test_tokens_are_counted_though_there_are_more_than_items():
 def test_other_multiples_are_not_blamed_on_earlier_epochs(epoch):
     assert diagnose(_weights(*[(epoch + 2) / 6] * 3, epoch=epoch)).name == "wrong-scale"
     assert diagnose(_weights(*[epoch / 6 / 7] * 3, epoch=epoch)).name == "wrong-scale"
+
+
+def test_what_the_micro_batches_of_each_rank_count():
+    weights = _weights(0, 0, 0)
+    assert (weights.world_size, weights.alike) == (1, False)
+    of_ranks = replace(weights, owners=(2, 0, 1, 0, 1))
+    assert of_ranks.world_size == 3
+    assert [of_ranks.count_of_rank(rank) for rank in range(3)] == [4.0, 2.0, 0.0]
+    # numbers beyond 256 are no longer one object each
+    counts, owners = (1.0,) * 600, tuple(range(600))
+    many = Weights(np.zeros(600), counts, tuple(range(600)), 1, 0, "mean", owners=owners)
+    assert many.count_of_rank(int("599")) == 1.0
+
+
+def test_a_list_of_more_than_three_is_cut():
+    assert listed([1, 2, 3]) == "1, 2, 3"
+    assert listed([1, 2, 3, 4]) == "1, 2, 3 and 1 more"
+    assert listed("abcdefgh", 5) == "a, b, c, d, e and 3 more"
 
 
 def test_weights_and_diagnoses_are_frozen():
