@@ -178,7 +178,8 @@ def main() -> int:
         _run(target, tree, again=arguments.again)
         print(f"{target}: {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     found, reasons = _found(tree), explained(HERE / "explained.toml")
-    (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
+    untried = [target for target in TARGETS if not _session(target).exists()]
+    (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray"), untried), encoding="utf-8")
     left = unexplained(found, reasons)
     for mutant in left:
         print(f"{mutant.module}: `{mutant.statement}` -> `{mutant.changed}` survived and is not explained")

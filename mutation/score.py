@@ -89,8 +89,15 @@ def _row(name: str, found: Sequence[Mutant], reasons: dict[Key, str]) -> str:
     return f"| {name} | {total} | {count['killed']} | {slow} | {equivalent} | {100 * share:.1f}% |"
 
 
-def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> str:
-    """Return the report in Markdown; `version` is Cosmic Ray's."""
+def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str, untried: Sequence[str] = ()) -> str:
+    """Return the report in Markdown.
+
+    Args:
+        found: the mutants.
+        reasons: why some cannot be killed.
+        version: Cosmic Ray's.
+        untried: the modules that have no mutants here, since they were not run.
+    """
     modules = sorted({mutant.module for mutant in found})
     lines = [
         "# Mutation",
@@ -110,7 +117,10 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [_row(f"`{m}`", [mutant for mutant in found if mutant.module == m], reasons) for m in modules]
-    lines += [_row("all", found, reasons), "", "## Explained", ""]
+    lines += [_row("all", found, reasons), ""]
+    if untried:
+        lines += [f"Not tried in these runs: {', '.join(f'`{module}`' for module in untried)}.", ""]
+    lines += ["## Explained", ""]
     survived = {mutant.key for mutant in found if mutant.outcome == "survived"}
     for module in modules:
         keys = [key for key in reasons if key[0] == module and key in survived]

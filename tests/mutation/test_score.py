@@ -120,6 +120,12 @@ def test_the_score_leaves_out_what_is_skipped_or_explained(reasons):
     assert "- `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
 
 
+def test_modules_that_were_not_run_are_named(reasons):
+    assert "Not tried" not in report(mutants(FIVE, read), reasons, "8.7.0")
+    text = report(mutants(FIVE, read), reasons, "8.7.0", ["a/b", "c"])
+    assert "\nNot tried in these runs: `a/b`, `c`.\n" in text
+
+
 def test_a_reason_for_what_is_killed_is_not_shown(reasons):
     assert "no window is longer" not in report(mutants(FIVE, read)[1:], reasons, "8.7.0")
 
