@@ -46,7 +46,7 @@ def test_select_finds_the_ranks_of_many():
     assert Plan((1,) * 300, 1, ranks=(1,) * 300).select((0, 299)) == Plan((1, 1), 1, ranks=(1, 1))
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (3, 0), (2, True), (4, -1)])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (3, 0), (2, True), (4, -1)])
 def test_ranks_must_share_all_micro_batches(ranks):
     with pytest.raises(UsageError, match="ranks must be positive integers that add up to the 3 micro-batches"):
         Plan((1, 1, 1), 2, ranks=ranks)
