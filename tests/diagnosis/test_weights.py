@@ -253,6 +253,7 @@ def test_what_the_micro_batches_of_each_rank_count():
 def test_a_list_of_more_than_three_is_cut():
     assert listed([1, 2, 3]) == "1, 2, 3"
     assert listed([1, 2, 3, 4]) == "1, 2, 3 and 1 more"
+    assert listed("abcdefg") == "a, b, c and 4 more"
     assert listed("abcdefgh", 5) == "a, b, c, d, e and 3 more"
 
 
