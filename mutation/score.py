@@ -108,7 +108,7 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str, untri
         "tox -e mutation",
         "```",
         "",
-        f"with Cosmic Ray {version}, in about an hour on one core; configuration and reasons are in `mutation/`. "
+        f"with Cosmic Ray {version}, in some hours on one core; configuration and reasons are in `mutation/`. "
         "The score is killed / (mutants - explained).",
         f"{sum(mutant.outcome == 'skipped' for mutant in found)} mutants of `|` are left out: annotations such as "
         "`X | None` are never evaluated, and no other `|` is there.",
