@@ -61,12 +61,12 @@ class StartedGradients:
 
     def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
         """Start; the arguments are those of `large_batch_gradients`."""
-        self._walk, self._objective = _walk(problem)
-        self._groups: list[Windows] = []
         self._kept = KeptGradients(problem, values, data, windows)
         self._found = self._kept.read()
         if self._found is not None:
             return
+        self._walk, self._objective = _walk(problem)
+        self._groups: list[Windows] = []
         for group in _groups(windows):
             first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
             batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
