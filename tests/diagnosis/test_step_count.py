@@ -24,6 +24,11 @@ PLAN = Plan((1, 2, 1), 2, 2)
 REGRESSION = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
 
 
+def _is_regression(run):
+    """Whether a loop trains `REGRESSION`, which has eight parameters, and not the probe."""
+    return sum(p.numel() for p in run.model.parameters()) == 8
+
+
 def _explained(loop, plan=PLAN):
     instance = generated_instance(probe_case(plan))
     runner = LoopRunner(loop)
@@ -415,12 +420,12 @@ def test_the_number_of_steps_is_all_that_is_known_of_a_loop_that_fails_on_the_pr
     """It is the short window that this loop leaves out, and it trains nothing but its own problem."""
 
     def loop(run):
-        if sum(p.numel() for p in run.model.parameters()) != 8:
+        if not _is_regression(run):
             raise ValueError("another model")
         _whole_windows_only(run)
 
     def never(run):
-        if sum(p.numel() for p in run.model.parameters()) != 8:
+        if not _is_regression(run):
             raise ValueError("another model")
 
     def five(run):
@@ -473,7 +478,7 @@ def test_a_loop_that_steps_more_or_less_when_it_runs_again_is_not_repeatable(cha
     runs: list[int] = []
 
     def loop(run):
-        own = sum(p.numel() for p in run.model.parameters()) == 8
+        own = _is_regression(run)
         runs.append(1) if own else None
         for _ in range(7 + change * (len(runs) >= changed_run) if own else PLAN.steps):
             run.optimizer.step()
@@ -487,7 +492,7 @@ def test_many_steps_that_are_repeated_are_as_many():
     plan = Plan((1,) * 300, 300)
 
     def loop(run):
-        own = sum(p.numel() for p in run.model.parameters()) == 8
+        own = _is_regression(run)
         for _ in range(300 if own else plan.steps):
             run.optimizer.step()
 
@@ -498,7 +503,7 @@ def test_many_steps_that_are_repeated_are_as_many():
 @pytest.mark.parametrize("on_probe", [1, 3])
 def test_another_number_of_steps_on_the_probe_is_told(on_probe):
     def loop(run):
-        own = sum(p.numel() for p in run.model.parameters()) == 8
+        own = _is_regression(run)
         for window in list(windows(run))[: 2 if own else on_probe]:
             _step(run, window)
 
