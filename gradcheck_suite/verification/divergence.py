@@ -28,10 +28,12 @@ def is_diverged(evaluation: Evaluation) -> bool:
 def ended_in_divergence(case: Case, outcome: Outcome) -> bool:
     """Whether a loop raised, or took too few steps, at parameters that have diverged under a real optimizer.
 
-    A check of the loss and a gradient scaler then do what they are for. The steps that were taken are judged.
+    A check of the loss and a gradient scaler then do what they are for. The steps that were taken are judged. A loop
+    that the time limit stopped has done neither.
     """
-    stopped = outcome.raised is not None and not outcome.timed_out
-    if case.optimizer is None or outcome.structure or not (stopped or len(outcome.observations) < case.plan.steps):
+    if case.optimizer is None or outcome.structure or outcome.timed_out:
+        return False
+    if outcome.raised is None and len(outcome.observations) >= case.plan.steps:
         return False
     last = outcome.observations[-1].after if outcome.observations else outcome.parameters
     return is_diverged(Evaluation({}, last))
@@ -44,5 +46,5 @@ def is_start(evaluation: Evaluation, outcome: Outcome) -> bool:
 
 def is_far(reference: Reference, evaluation: Evaluation) -> bool:
     """Whether some parameter is far larger than all were at first, so that the order of operations may overflow."""
-    first = max((float(np.abs(value).max(initial=0.0)) for value in reference.values64.values()), default=0.0)
-    return any(bool((p.abs() > FAR * max(1.0, first)).any()) for p in evaluation.parameters.values())
+    first = max([1.0, *(float(np.abs(value).max()) for value in reference.values64.values() if value.size)])
+    return any(bool((p.abs() > FAR * first).any()) for p in evaluation.parameters.values())
