@@ -23,7 +23,6 @@ from gradcheck_suite.execution.runner import Outcome
 from gradcheck_suite.numerics.comparison import Comparison, Vector
 from gradcheck_suite.references.reference import REFERENCES, Reference
 from gradcheck_suite.references.window import Window
-from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.weight_probe import SMALL_SCALE
 
 
@@ -61,13 +60,6 @@ def explain_run(
     return explain_inputs(recorder, flat, members, comparison.observed, step, window.parameters)
 
 
-def _read_off(found: Diagnosis, case: Case, instance: Instance, place: str) -> Diagnosis:
-    """Return a diagnosis that says on which case it was read, where that is not the violated one."""
-    if case == instance.case:
-        return found
-    return replace(found, sentence=f"{found.sentence} (read off {place.removeprefix('on ')})")
-
-
 def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) -> Diagnosis | None:
     values = {name: p.detach().double() for name, p in window.model().named_parameters()}
     parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
@@ -90,36 +82,61 @@ def explain_on_case(
     instance = window.reference.instance
     case = instance.case.replace(dtype="float64", optimizer=None)
     step = epoch * len(case.plan.windows) + window.index
-    reference, moved, place = window.reference, window, "on this very case"
-    if case != instance.case:
-        reference = REFERENCES.get(case, instance.users_problem)
-        place = "on the same case in float64" if instance.case.dtype != "float64" else "on the same case at its start"
-        window = reference.window(window.index)
-    recorder, observed = recorded(runner, reference, step)
-    if case != instance.case:
-        if observed is None:
+    if case == instance.case:
+        run = recorded(runner, window.reference, step)
+        return _explain(runner, window, comparison, epoch, run, "this very case", is_linear_there=is_linear_there)
+    there = REFERENCES.get(case, instance.users_problem).window(window.index)
+    run = recorded(runner, there.reference, step)
+    if run[1] is None:
+        return None
+    compared = there.compare(run[1])
+    if compared.ratio <= 1:
+        if not window.moved or instance.case.dtype != "float64":
             return None
-        at_its_start = window.compare(observed)
-        if at_its_start.ratio <= 1:
-            if not moved.moved or instance.case.dtype != "float64":
-                return None
-            recorder, observed = recorded(runner, moved.reference, step, comparison.observed)
-            return explain_run(recorder, observed, moved, comparison, step)
-        comparison = at_its_start
+        recorder, again = recorded(runner, window.reference, step, comparison.observed)
+        return explain_run(recorder, again, window, comparison, step)
+    place = "the same case in float64" if instance.case.dtype != "float64" else "the same case at its start"
+    found = _explain(runner, there, compared, epoch, run, place, is_linear_there=is_linear_there)
+    return found and replace(found, sentence=f"{found.sentence} (read off {place})")
+
+
+def _explain(
+    runner: LoopRunner,
+    window: Window,
+    comparison: Comparison,
+    epoch: int,
+    run: tuple[LossRecorder, Vector | None],
+    place: str,
+    *,
+    is_linear_there: bool,
+) -> Diagnosis | None:
+    """Name a fault from a run in float64 at parameters that stay where they are.
+
+    Args:
+        runner: of the loop.
+        window: of the case in which the gradient is wrong.
+        comparison: of the gradient with the right one.
+        epoch: of the step.
+        run: what `recorded` returned of it.
+        place: which case it is, in words.
+        is_linear_there: as for `explain_on_case`.
+    """
+    recorder, observed = run
+    step = epoch * len(window.reference.instance.case.plan.windows) + window.index
     if not np.isfinite(comparison.observed).all():
         return None
     if found := explain_run(recorder, observed, window, comparison, step):
-        return _read_off(found, case, instance, place)
+        return found
     found = diagnose_case(window, comparison, epoch, alike=runner.alike)
-    small = scaled(reference.instance, SMALL_SCALE)
-    trust_probe = is_linear_there and not runner.runs_left
-    again = None if trust_probe else _gradient_at(runner, reference, small, step)
-    if again is None and not trust_probe:
+    if is_linear_there and not runner.runs_left:
+        return found
+    again = _gradient_at(runner, window.reference, scaled(window.reference.instance, SMALL_SCALE), step)
+    if again is None:
         return None
-    if again is not None and not is_linear(comparison.observed, again):
-        # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-        if found is None or recorder.called:
-            found = _of_size(window, comparison, again)
-        said = f"{place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
-        found = found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
-    return found and _read_off(found, case, instance, place)
+    if is_linear(comparison.observed, again):
+        return found
+    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
+    if found is None or recorder.called:
+        found = _of_size(window, comparison, again)
+    said = f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
+    return found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
