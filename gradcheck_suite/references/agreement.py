@@ -76,7 +76,7 @@ def precision_fault(window: Window) -> str | None:
         return None
     try:
         computed = [(window.bound.large_batch, False), (np.sum(window.bound.contributions, axis=0), True)]
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
     for gradient, accumulated in computed:
         compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
@@ -105,7 +105,7 @@ def _randomness(window: Window) -> str | None:
     bound = window.float64_bound
     for _ in range(REPEATS):
         again = bound.computation.gradient((window.items, 1.0))
-        if np.array_equal(again, window.torch, equal_nan=True):
+        if np.array_equal(again, window.torch):
             continue
         compared = Comparison(window.reference.layout, window.torch, again, bound.summing)
         if compared.ratio > 1:

@@ -66,7 +66,7 @@ class Computation:
             model.load_state_dict(self._model.state_dict())
             found = Computation(instance, model, self._dtype, self._compute)
             found.gradient(*parts)
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, ValueError):
             return self
         return found
 
@@ -101,7 +101,7 @@ class Computation:
                     return found
                 # a mask may hold the largest number, which a rounding error makes infinite
                 self._guarded = True
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, ValueError):
             # a loss may reject values outside of its range: only parameters and inputs are moved then
             return self._at_moved_values(parts, dtype, draw)
         raise AssertionError("a guarded draw returns")
@@ -114,7 +114,7 @@ class Computation:
             self._put([_moved(value, eps, generator) for value in values])
             if data:
                 # a loss may reject a target outside of its range: only the parameters are moved then
-                with suppress(RuntimeError, NotImplementedError, ValueError):
+                with suppress(RuntimeError, ValueError):
                     moved = [(map_leaves(lambda t: _moved_data(t, eps, generator), b), share) for b, share in batches]
                     return self._gradient(moved)
             return self._gradient(batches)

@@ -97,7 +97,7 @@ class Float64Bound:
         instance = self._window.reference.instance
         try:
             Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._parts)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails under autocast {self._compute}: {error}") from error
 
     def is_out_of_range(self) -> bool:
@@ -214,7 +214,7 @@ class LowPrecisionBound:
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
         try:
             large, low = self.large_batch, self.contributions
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails in {where}: {error}") from error
         with np.errstate(invalid="ignore"):
             accumulated = np.sum(low, axis=0)

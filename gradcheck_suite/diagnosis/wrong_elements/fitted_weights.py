@@ -119,7 +119,7 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
     batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]
     try:
         found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
     return Diagnosis("stolen-buffer", found[0].explanation) if found else None
 
