@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
+from gradcheck_suite.execution.ranks.run import run_ranks
 from gradcheck_suite.loops import MODES
+from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite.verification.check import Terms, check_run, terms_of
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
 DIVERGES = Case(
@@ -47,6 +51,48 @@ def test_a_fault_before_the_divergence_is_still_found():
     assert verdict.violation is not None
     assert verdict.violation.diagnosis == "wrong-scale"
     assert verdict.violation.window == 0
+
+
+CASE = Case(
+    ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean")),
+    Plan((1, 2), 2),
+)
+
+
+@pytest.mark.parametrize("loop", ["zero_", "wrong"])
+@pytest.mark.parametrize("case", [CASE, probe_case(Plan((1, 2), 2))])
+def test_where_torch_and_jax_differ_no_loop_is_blamed_and_the_probe_needs_no_jax(monkeypatch, loop, case):
+    def wrong(run):
+        for batch in run.loader:
+            run.loss(run.model, batch).backward()
+        run.optimizer.step()
+
+    subject, is_probe = MODES.get(loop, wrong), case is not CASE
+    started = []
+    monkeypatch.setattr(Reference, "start", lambda self: started.append(self))
+    monkeypatch.setattr(Reference, "finding", property(lambda self: "they differ"))
+    verdict = check(subject, case)
+    assert (verdict.finding is None) is is_probe
+    assert (verdict.violation is not None) is (is_probe and loop == "wrong")
+    assert bool(started) is not is_probe
+    started.clear()
+    # while shrinking JAX is asked about a violation alone
+    verdict = check(subject, case, shrinking=True)
+    assert (verdict.finding is not None) is (not is_probe and loop == "wrong")
+    assert not started
+
+
+def test_by_default_a_run_is_judged_as_outside_of_shrinking(monkeypatch):
+    monkeypatch.setattr(Reference, "finding", property(lambda self: "they differ"))
+    terms = terms_of(MODES["zero_"])
+    verdict = check_run(lambda instance: run_ranks(MODES["zero_"], instance), CASE, terms, lambda rank, alike: None)
+    assert verdict.finding == "they differ"
+
+
+def test_terms_are_what_is_assumed_and_what_the_loop_declares():
+    terms = terms_of(MODES["zero_"], ["plain-counts"], "bfloat16")
+    assert terms == Terms(frozenset({"plain-counts"}), "bfloat16")
+    assert len({terms, Terms(frozenset({"plain-counts"}), "bfloat16")}) == 1
 
 
 def _refused_by_autocast(model, batch):
