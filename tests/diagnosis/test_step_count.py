@@ -276,6 +276,8 @@ def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
     found = _explained(loop, plan)
     assert found.name == diagnosis, found.sentence
     assert says in found.sentence
+    if diagnosis == "step-per-micro-batch":
+        assert "; the steps held micro-batches [0], [1]" in found.sentence
 
 
 def _windows_of(size):
@@ -398,7 +400,13 @@ def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
             Plan((1,) * 5, 2, 2),
             {0: "never-stepped", 4: "tail-dropped", 5: "windows-across-epochs", 10: "step-per-micro-batch"},
         ),
+        (
+            Plan((1,) * 3, 2, 3),
+            {0: "never-stepped", 3: "tail-dropped", 4: "windows-across-epochs", 9: "step-per-micro-batch"},
+        ),
         (Plan((1,) * 300, 30), {0: "never-stepped", 300: "step-per-micro-batch"}),
+        (Plan((1,) * 601, 2), {0: "never-stepped", 300: "tail-dropped"}),
+        (Plan((1,) * 75, 2, 8), {0: "never-stepped", 300: "windows-across-epochs"}),
         # windows of one whole length: nothing tells one number of steps from another
         (Plan((1, 1, 1, 1), 2, 2), {0: "never-stepped", 8: "step-per-micro-batch"}),
         # an epoch without a whole window, and all epochs together without one
@@ -487,6 +495,43 @@ def test_a_loop_that_steps_more_or_less_when_it_runs_again_is_not_repeatable(cha
     assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "not-repeatable"
 
 
+def test_micro_batches_that_are_left_out_are_no_windows_at_other_places():
+    """Held in order, they come after those of the whole run: [1], [0] after [0], [1], [2]."""
+
+    def loop(run):
+        for _ in range(run.epochs):
+            batches = list(run.loader)
+            for batch in (*batches[1:2], batches[0]):
+                _step(run, [batch])
+
+    found = _explained(loop, Plan((1, 1, 1), 1, 2))
+    assert found.name == "wrong-step-count"
+    assert found.sentence.endswith("; the steps held micro-batches [1], [0], [1], [0]")
+
+
+def test_a_loop_for_sums_is_read_on_a_sum():
+    def loop(run):
+        if run.reduction != "sum":
+            raise ValueError("sums alone")
+        _whole_windows_only(run)
+
+    spec = replace(REGRESSION, loss=Loss("mse", reduction="sum"))
+    instance = generated_instance(Case(spec, PLAN))
+    found = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop))
+    assert "is never stepped: its items never train anything" in found.sentence
+
+
+def test_as_many_steps_on_the_probe_as_it_has_windows_are_right_however_many():
+    """Numbers beyond 256 are no longer one object each."""
+
+    def loop(run):
+        for window in list(windows(run))[: 2 if _is_regression(run) else None]:
+            _step(run, window)
+
+    instance = generated_instance(Case(REGRESSION, Plan((1,) * 260, 1)))
+    assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "skipped-steps"
+
+
 def test_many_steps_that_are_repeated_are_as_many():
     """Numbers beyond 256 are no longer one object each."""
     plan = Plan((1,) * 300, 300)
@@ -511,6 +556,8 @@ def test_another_number_of_steps_on_the_probe_is_told(on_probe):
     sentence = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
     assert sentence.startswith("optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows)")
     assert f"; on the read-out probe, under the same plan, it takes {on_probe}" in sentence
+    # what those steps hold is not what the two of the case do
+    assert "the steps held micro-batches" not in sentence
 
 
 def test_a_loop_that_moves_nothing_is_not_said_to():
@@ -550,7 +597,15 @@ def _misses_steps(*missed):
     return loop
 
 
-@pytest.mark.parametrize(("missed", "name"), [((1, 1, 2, 1, 1), "not-repeatable"), ((1, 1, 2, 2, 2, 2), None)])
+@pytest.mark.parametrize(
+    ("missed", "name"),
+    [
+        ((1, 0, 1, 1, 1), "not-repeatable"),
+        ((1, 2, 1, 1, 1), "not-repeatable"),
+        ((1, 1, 2, 1, 1), "not-repeatable"),
+        ((1, 1, 2, 2, 2, 2), None),
+    ],
+)
 def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
     """The run that showed the violation and the next one take equal numbers of steps, and that on the probe fewer."""
     found = _explained(_misses_steps(*missed))
