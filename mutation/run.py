@@ -36,7 +36,8 @@ SOCKET = "tests.socket"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GRADCHECK_SUITE_CACHE": str(BUILD / "cache")}
 """Compiled programs are kept by the source that they come from: mutants of it would push out everybody else's."""
 NUMBERS = ("numpy", "hypothesis")
-TORCH = (*NUMBERS, "torch", "jax")
+TORCH = (*NUMBERS, "torch", "torch._dynamo", "scipy.stats", "jax")
+"""An optimizer imports torch._dynamo, which takes longer than most modules' tests."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ class Target:
     seconds: float = 20.0
 
 
+def _torch_targets(package: str, modules: str, *tests: str, seconds: float = 60.0) -> dict[str, Target]:
+    """Return the targets of modules of a package: a module's own test, if there is one, is run first."""
+    targets = {}
+    for module in modules.split():
+        own = f"tests/{package}/test_{module}.py"
+        first = [own] if (ROOT / own).exists() else []
+        targets[f"{package}/{module}"] = Target(" ".join(dict.fromkeys((*first, *tests))), TORCH, seconds)
+    return targets
+
+
+_GRADIENTS = tuple(f"tests/diagnosis/test_gradient{of}.py" for of in ("", "_on_cases", "_on_probe"))
+_JUDGED = ("tests/verification/test_judgement.py", "tests/verification/test_check.py")
 TARGETS = {
     "schema/plan": Target("tests/schema/test_plan.py tests/schema/test_rank_plans.py"),
     "numerics/comparison": Target("tests/numerics/test_comparison.py"),
@@ -61,29 +74,29 @@ TARGETS = {
     "numerics/baselines": Target("tests/numerics/test_baselines.py"),
     "numerics/bounds": Target("tests/numerics/test_bounds_by_hand.py"),
     "diagnosis/weight_patterns/weights": Target("tests/diagnosis/test_weights.py"),
-    **{
-        f"diagnosis/{module}": Target(
-            "tests/diagnosis/test_gradient.py tests/diagnosis/test_gradient_on_cases.py "
-            "tests/diagnosis/test_gradient_on_probe.py",
-            TORCH,
-            60.0,
-        )
-        for module in ("gradient", "gradient_on_case")
-    },
-    "diagnosis/step_count": Target("tests/diagnosis/test_step_count.py", TORCH),
-    "diagnosis/on_probe/probe_weights": Target("tests/diagnosis/test_gradient_on_probe.py", TORCH),
+    **_torch_targets("diagnosis", "gradient gradient_on_case", *_GRADIENTS),
+    **_torch_targets("diagnosis", "step_count", seconds=20.0),
+    "diagnosis/on_probe/probe_weights": Target(
+        "tests/diagnosis/test_probe_weights.py tests/diagnosis/test_gradient_on_probe.py", TORCH
+    ),
     "diagnosis/wrong_elements/fitted_weights": Target("tests/diagnosis/test_fitted_weights.py", TORCH),
-    **{
-        f"references/{module}": Target("tests/references/test_reference.py", TORCH, 60.0)
-        for module in ("reference", "window", "window_bounds", "drawn_comparison", "agreement")
-    },
-    **{
-        f"verification/{module}": Target(
-            "tests/verification/test_check.py tests/verification/test_judgement.py", TORCH, 60.0
-        )
-        for module in ("accumulable", "check", "divergence", "gradient_violation", "judge_run")
-    },
-    "verification/search": Target("tests/verification/test_shrinking.py", TORCH, 120.0),
+    **_torch_targets(
+        "references", "window window_bounds drawn_comparison agreement", "tests/references/test_reference.py"
+    ),
+    **_torch_targets("references", "reference"),
+    **_torch_targets("verification", "accumulable divergence gradient_violation", *_JUDGED),
+    **_torch_targets(
+        "verification",
+        "judge_run",
+        *_JUDGED,
+        "tests/verification/test_scaler_skips.py",
+        "tests/verification/test_moved_by_zeros.py",
+        "tests/verification/test_undeclared_autocast.py",
+        "tests/verification/test_whole_window.py",
+        seconds=120.0,
+    ),
+    **_torch_targets("verification", "check", *_JUDGED, "tests/verification/test_refusals.py"),
+    **_torch_targets("verification", "search", "tests/verification/test_finite_gradients.py"),
 }
 
 
