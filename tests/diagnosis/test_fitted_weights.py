@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
-from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import diagnose_case, stolen_buffer
+from gradcheck_suite.diagnosis.weight_patterns.weights import Diagnosis
+from gradcheck_suite.diagnosis.wrong_elements.fitted_weights import (
+    diagnose_case,
+    is_explained,
+    of_one_sign,
+    stolen_buffer,
+)
 from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.reference import Reference
@@ -363,3 +369,125 @@ def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights()
     # as many elements that are no multiples do show a micro-batch of the next window
     rows = np.hstack([base, base[:, :7] ** 2])
     assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"
+
+
+# Whether weights explain a gradient
+
+
+def _window(rows=ROWS, *, dtype="float64", moved=False, sizes=None, plan=PLAN, reduction="mean"):
+    instance = _instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), reduction=reduction)
+    instance = user_instance(instance.case.replace(dtype=dtype), instance.users_problem)
+    parameters = {"a": torch.full((5,), 2.0)} if moved else None
+    return Reference(instance).window(0, parameters)
+
+
+def _compared(window, observed, allowed, expected=None):
+    expected = np.zeros_like(observed) if expected is None else expected
+    return Comparison(window.reference.layout, expected, observed, np.full(len(observed), allowed))
+
+
+WEIGHTS = np.array([1 / 4, 1 / 2, 1 / 8, 0.0])
+"""Powers of two: their products with whole numbers are exact."""
+
+
+@pytest.mark.parametrize(
+    ("off", "explained"), [(0.0, True), (1.5, True), (2.0, True), (-2.0, True), (2.001, False), (-2.001, False)]
+)
+def test_weights_explain_a_gradient_up_to_twice_what_is_allowed(off, explained):
+    window, observed = _window(), _gradient(*WEIGHTS)
+    observed[7] += off
+    compared = _compared(window, observed, 1.0)
+    assert is_explained(window, compared, WEIGHTS) is explained
+    # the seventh element is of the second parameter
+    assert is_explained(window, compared, WEIGHTS, only=["a", "c"])
+    assert is_explained(window, compared, WEIGHTS, only=["b"]) is explained
+    assert is_explained(window, compared, WEIGHTS, only=["a", "b"]) is explained
+
+
+@pytest.mark.parametrize(("share", "explained"), [(0.9, True), (1.1, False)])
+def test_weights_explain_what_their_sum_rounds(share, explained):
+    window, observed = _window(), _gradient(*WEIGHTS)
+    observed[7] += share * 64 * 2.0**-52 * observed[7]
+    assert is_explained(window, _compared(window, observed, 0.0), WEIGHTS) is explained
+    # of terms that cancel, the sum of their sizes counts
+    weights = WEIGHTS * np.array([1, -1, 1, 0])
+    observed, sizes = _gradient(*weights), _gradient(*np.abs(weights))
+    observed[7] -= share * 64 * 2.0**-52 * sizes[7]
+    assert is_explained(window, _compared(window, observed, 0.0), weights) is explained
+
+
+def test_where_weights_cannot_be_told_they_explain_everything():
+    wrong = _gradient(*WEIGHTS) + 100.0
+    window = _window()
+    assert not is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for value in (np.nan, np.inf):
+        wrong[3] = value
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+        wrong[3] = 100.0
+        rows = ROWS.copy()
+        rows[0, 3] = value
+        window = _window(rows)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for options in ({"dtype": "float32"}, {"moved": True}):
+        window = _window(**options)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+
+
+# Elements of one sign
+
+
+SIGNED = np.random.default_rng(1).integers(-9, 10, (8, 15)).astype(float)
+SIGNED[:, 0] = 0.0  # an element that tells nothing of the scale
+FOUND = Diagnosis("first-only", "only the first is there")
+
+
+def _of_sign(sign, rows=SIGNED):
+    """Return the right gradient and that of the elements of one sign of each micro-batch."""
+    sums = _sums(rows, PLAN)[:3]
+    return sums.sum(axis=0) / 6, np.where(np.sign(sums) == sign, sums, 0.0).sum(axis=0) / 6
+
+
+@pytest.mark.parametrize(("sign", "which"), [(1, "positive"), (-1, "negative")])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_elements_of_one_sign_alone_are_seen(sign, which, reduction):
+    window = _window(SIGNED, reduction=reduction)
+    right, kept = (6 ** (reduction == "sum") * gradient for gradient in _of_sign(sign))
+    found = of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right))
+    assert found.name == "partial-gradient"
+    assert found.sentence.startswith(f"of each micro-batch's gradient only the {which} elements are in the step's")
+    # the sum's elements of one sign are another gradient
+    cut = np.where(np.sign(right) == sign, right, 0.0)
+    assert of_one_sign(FOUND, window, _compared(window, cut, ALLOWED, right)) is None
+
+
+@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8.5, False), (-8.5, False)])
+def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, seen):
+    window, (right, kept) = _window(SIGNED), _of_sign(1)
+    kept[4] += off * ALLOWED
+    assert (of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is not None) is seen
+
+
+def test_only_parameters_that_are_wrong_are_asked_for_elements_of_one_sign():
+    window, (right, kept) = _window(SIGNED), _of_sign(1)
+    kept[PARAMETERS["b"]] = right[PARAMETERS["b"]]
+    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)).name == "partial-gradient"
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "first-only or partial-gradient"), (3, "partial-gradient")])
+def test_one_or_two_elements_may_have_one_sign_by_chance(count, name):
+    rows = np.array([[4.0, 5.0, 3.0], [1.0, -2.0, 2.0], [1.0, -2.0, 2.0], *[[-1.0, 1.0, -3.0]] * 5])[:, :count]
+    window = _window(rows, sizes={"a": count})
+    right, kept = _of_sign(1, rows)
+    found = of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right))
+    assert found.name == name
+    assert found.sentence.startswith(FOUND.sentence) is (count == 2)
+    # an element as small as rounding is none
+    allowed = np.abs(right).min()
+    found = of_one_sign(FOUND, window, _compared(window, kept, allowed, right))
+    assert found is None or found.name == "first-only or partial-gradient"
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"moved": True}])
+def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
+    window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
+    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None

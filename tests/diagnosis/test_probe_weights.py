@@ -115,7 +115,7 @@ def test_a_loop_that_raises_or_has_no_run_left_shows_nothing():
     assert probe.run(LoopRunner(fails)) is None
     assert probe.observed_weights(LoopRunner(fails)) is None
     runner = LoopRunner(MODES["set_to_none"])
-    assert probe.run(runner) is not None
+    assert gradients_of_steps(probe.run(runner))[0].tolist() == [0.25] * 4 + [0] * 2
     runner.runs_left = 0
     assert probe.run(runner) is None
     assert probe.observed_weights(runner) is None
@@ -172,6 +172,8 @@ def _instance(counts, reduction="mean"):
         ((5, 3, 0), "sum", [None]),
         # every item counts two
         ((2, 6, 4), "mean", [(2, 6, 4), None]),
+        ((1.5, 4.5, 3), "mean", [(1.5, 4.5, 3), None]),
+        ((2, 6, 4), "sum", [None]),
         # micro-batches without valid targets
         ((1, 3, 0), "mean", [None, (1, 3, 0)]),
         ((2, 6, 0), "mean", [None, (2, 6, 0)]),
@@ -224,6 +226,7 @@ def test_runs_of_numbers_are_written_by_their_ends():
     assert ranges_text([3]) == "3"
     assert ranges_text([0, 1]) == "0-1"
     assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+    assert ranges_text([300, 301, 303]) == "300-301, 303"  # no longer one object each
 
 
 def test_a_micro_batch_is_held_where_one_of_its_items_weighs_anything():

@@ -96,13 +96,13 @@ def test_roughly_a_few_draws_suffice_for_a_violation(size, asked, ratio):
 @pytest.mark.parametrize("roughly", [False, True])
 def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffice(roughly):
     def ratio(error, **options):
-        errors, of_parts = _Errors({"likely": 1.0}), _Errors({"likely": 3.0, FEW_DRAWS: 3.0})
+        draws = ("likely", FEW_DRAWS, DRAWS, MANY_DRAWS)
+        errors, of_parts = (_Errors(dict.fromkeys(draws, size)) for size in (1.0, 3.0))
         found = compare_within(_Bound(errors, of_parts), _evidence(error), roughly=roughly, **options)
         return found.ratio, bool(of_parts.asked)
 
-    if not roughly:
-        assert ratio(1.5) == (1.0, False)
-        assert ratio(0.75) == (0.5, False)
+    assert ratio(1.5) == (1.0, False)
+    assert ratio(0.75) == (0.5, False)
     assert ratio(3.5) == (1.0, True)
     assert ratio(1.75) == (0.5, True)
     found, asked = ratio(3.5, accumulated=False)

@@ -433,6 +433,17 @@ def test_what_is_a_little_beyond_the_quick_bound_is_measured():
     assert window.compare(observed).ratio < 1e-12
 
 
+def test_a_gradient_is_compared_roughly_only_where_that_is_asked_for():
+    class Few(_Errors):
+        def noise(self, draws):
+            return self._allowed * (draws != FEW_DRAWS)
+
+    window = _crafted(1.0, 1.0, 1.0)
+    window.bound.__dict__["errors"] = Few(np.ones_like(window.torch))
+    assert window.compare(window.torch + 0.5).ratio == 0.5
+    assert window.compare(window.torch + 0.5, roughly=True).ratio > 1
+
+
 def test_the_frameworks_differ_where_neither_bound_suffices():
     assert disagreement(_crafted(1.0, 1.0 + 1.5 * 257 * 2.0**-53, 2.0**-50)) is not None
 

@@ -19,17 +19,17 @@ def _generated(dtype, index=0, plan=PLAN):
     return Reference(generated_instance(Case(SPEC, plan, dtype=dtype, seed=3))).window(index)
 
 
-def _model(seed):
+def _model(seed, weight=1.0):
     model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
+    torch.nn.init.constant_(model.weight, weight)
     return model
 
 
-def _own(dtype, items, *, reduction="mean", compute=None, index=0, plan=PLAN):
+def _own(dtype, items, *, reduction="mean", compute=None, index=0, plan=PLAN, weight=1.0):
     """Return a window whose gradient is the mean, or the sum, of its items."""
     data = torch.tensor(items, dtype=torch.float64)[:, None]
     problem = Problem(
-        _model,
+        lambda seed: _model(seed, weight),
         lambda count, seed: data[:count],
         lambda model, batch: model(batch).sum() if reduction == "sum" else model(batch).mean(),
         reduction=reduction,
@@ -133,8 +133,14 @@ def test_numbers_are_out_of_range_from_a_64th_of_the_largest_on(value, out, dtyp
 
 @pytest.mark.parametrize(("value", "out"), [(250.0, False), (300.0, True)])
 def test_the_large_batch_may_be_out_of_range_alone(value, out):
-    # of four items, where the larger part has three
-    assert _own("float16", [value] * 6, reduction="sum").bound.is_out_of_range() is out
+    # the gradient of four items, where the larger part has three; the loss is small
+    assert _own("float16", [value] * 6, reduction="sum", weight=2.0**-10).bound.is_out_of_range() is out
+
+
+def test_a_summed_loss_is_asked_about_as_it_is():
+    with pytest.raises(CannotJudgeError, match="the gradient of the window's summed loss overflows float16"):
+        _own("float16", [20000.0] * 6, reduction="sum").bound._expect_finite_sums()
+    _own("float16", [10000.0] * 6, reduction="sum").bound._expect_finite_sums()
 
 
 def test_nothing_is_out_of_float64s_range():
