@@ -15,6 +15,7 @@ from gradcheck_suite.execution.batches import Items, leaves
 from gradcheck_suite.execution.devices import seeded
 from gradcheck_suite.execution.instance import Instance
 from gradcheck_suite.execution.optimizers import make_optimizer
+from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.schema.contract import Batch
 from gradcheck_suite.verification.batch_dependence import AS_A_BATCH, EXACT, batch_dependence, batch_norm_refusal
 from gradcheck_suite.verification.item_weights import proportion, weights_of_items
@@ -39,7 +40,8 @@ def objective_fault(instance: Instance) -> str | None:
     Raises:
         UsageError: the problem breaks its contract. Its model is not new at each call, depends on more than the seed
             or has no trainable parameter; its loss is not a scalar, does not depend on the parameters, is not finite
-            or is random; or its count is not a positive number.
+            or is random; or its count is no number, is negative, or is 0 for items with a loss.
+        CannotJudgeError: a window has no valid targets, so there is no mean over it.
     """
     with seeded(None, instance.device):
         return _objective_fault(instance)
@@ -56,6 +58,7 @@ def _objective_fault(instance: Instance) -> str | None:
                 f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which changes .grad after "
                 "autograd: register it in the loop, or remove it for the verification"
             )
+    _expect_targets(instance, model)
     everything = instance.batch(range(plan.total_items), torch.float64)
     before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
     try:
@@ -69,10 +72,10 @@ def _objective_fault(instance: Instance) -> str | None:
     if instance.problem.reduction == "batch":
         return None
     terms, counts = [], []
-    total = _weight(instance, everything, positive=True)
+    total = _weight(instance, everything)
     for j in range(len(plan.micro_batches)):
         batch = instance.batch(plan.items(j), torch.float64)
-        weight = _weight(instance, batch, positive=False)
+        weight = _weight(instance, batch)
         if weight:
             try:
                 terms.append(weight * _loss(instance, model, batch))
@@ -236,14 +239,36 @@ def _loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_grap
     return value
 
 
-def _weight(instance: Instance, batch: Batch, *, positive: bool) -> float:
+def _weight(instance: Instance, batch: Batch) -> float:
     """Return the factor that turns a batch's loss into a sum over items."""
     if instance.problem.reduction == "sum":
         return 1.0
     count = instance.count(batch)
-    if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0 or (positive and not float(count)):
+    if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0:
         raise UsageError(
-            f"{_name(instance)}: Problem.count(batch) must return a number that is finite and not negative, "
-            f"and positive if a target is valid; got {count.tolist()}"
+            f"{_name(instance)}: Problem.count(batch) must return a number that is finite and not negative; "
+            f"got {count.tolist()}"
         )
     return float(count)
+
+
+def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
+    """Raise `CannotJudgeError` if a window counts nothing, and `UsageError` if its loss says that it should."""
+    if instance.problem.reduction == "batch":
+        return
+    plan = instance.case.plan
+    for index in range(len(plan.windows)):
+        items = plan.window_items(index)
+        batch = instance.batch(items, torch.float64)
+        if _weight(instance, batch):
+            continue
+        try:
+            loss = _loss(instance, model, batch)
+        except (UsageError, RuntimeError, ValueError):
+            loss = 0.0  # a mean of nothing is no number, and batch normalization rejects a single item
+        if loss:
+            raise UsageError(
+                f"{_name(instance)}: Problem.count is 0 for {len(items)} items whose loss is {loss:.6g}: return what "
+                "the loss divides by, which is 0 only where all targets are ignored"
+            )
+        raise CannotJudgeError("a window has no valid targets: Problem.count of its items is 0")

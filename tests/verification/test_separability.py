@@ -62,6 +62,26 @@ def test_a_micro_batch_that_counts_nothing_may_have_a_loss_of_nan():
     assert torch.isnan(cross_entropy(model(0).double(), first))
 
 
+def divided_by_at_least_one(m: nn.Module, b: Any) -> torch.Tensor:
+    return cross_entropy(m, b, reduction="sum") / (b["target"] != -100).sum().clamp(min=1)
+
+
+def steps_without_backward(run: Any) -> None:
+    for _ in run.loader:
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("plan", [Plan((2, 3, 5), 1), Plan((1, 1, 3), 2), Plan((2,), 1), Plan((1,), 1)])
+@pytest.mark.parametrize("loss", [cross_entropy, divided_by_at_least_one])
+@pytest.mark.parametrize("loop", [BUILT_IN["plain"], steps_without_backward])
+def test_a_window_without_valid_targets_is_not_judged(plan, loss, loop):
+    """Its mean is 0/0, which is NaN or, with the divisor clamped, 0: no loop is wrong there."""
+    case = replace(CASE, plan=plan)
+    verdict = check(loop, case, problem=replace(SOME_IGNORED, loss=loss))
+    assert verdict.violation is None
+    assert verdict.skipped == "a window has no valid targets: Problem.count of its items is 0"
+
+
 def batch_norm(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
@@ -164,7 +184,7 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
             replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")),
             "is on the meta device and has no",
         ),
-        (replace(GOOD, count=lambda b: torch.tensor(0)), "Problem.count.* got 0"),
+        (replace(GOOD, count=lambda b: torch.tensor(0)), "Problem.count is 0 for 5 items whose loss is [12]"),
         (replace(GOOD, count=lambda b: torch.tensor(-1)), "Problem.count.* got -1"),
         (replace(GOOD, count=lambda b: b["x"]), "Problem.count"),
         (
