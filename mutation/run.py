@@ -65,7 +65,7 @@ def _torch_targets(package: str, modules: str, *tests: str, seconds: float = 60.
     return targets
 
 
-_GRADIENTS = tuple(f"tests/diagnosis/test_gradient{of}.py" for of in ("", "_on_cases", "_on_probe"))
+_GRADIENTS = tuple(f"tests/diagnosis/test_gradient{of}.py" for of in ("", "_by_hand", "_on_cases", "_on_probe"))
 _JUDGED = ("tests/verification/test_judgement.py", "tests/verification/test_check.py")
 TARGETS = {
     "schema/plan": Target("tests/schema/test_plan.py tests/schema/test_rank_plans.py"),

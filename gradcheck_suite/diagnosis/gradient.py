@@ -109,7 +109,7 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
-    if on_probe is None and diagnosis.names & (NOT_BY_VALUES | {"not-linear"}):
+    if on_probe is None:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis

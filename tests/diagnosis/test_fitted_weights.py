@@ -57,12 +57,12 @@ def _instance(rows, plan, *, sizes, reduction="mean"):
     return user_instance(Case("rows.py:ROWS", plan), problem)
 
 
-def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, **instance):
+def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, allowed=ALLOWED, **instance):
     reference = Reference(_instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), **instance))
     members = plan.windows[window]
     count = 1 if instance.get("reduction") == "sum" else sum(plan.micro_batches[j] for j in members)
     expected = _sums(rows, plan)[list(members)].sum(axis=0) / count
-    comparison = Comparison(reference.layout, expected, observed, np.full(rows.shape[1], ALLOWED))
+    comparison = Comparison(reference.layout, expected, observed, np.full(rows.shape[1], allowed))
     return diagnose_case(reference.window(window), comparison, epoch, alike=False)
 
 
@@ -149,6 +149,49 @@ def test_a_micro_batch_that_reaches_no_parameter_is_not_missed_and_still_counts(
     assert "weighs 3 times what it should" in diagnosis.sentence
 
 
+def test_steps_that_were_right_refute_a_factor_that_they_would_have_had():
+    plan = Plan((1, 2, 3, 2), 2)
+    third = {"rows": ROWS, "plan": plan, "window": 1}
+    assert "accumulation_steps = 2" in _read(_gradient(2 / 3, 2 / 3, 0, 0, plan=plan), rows=ROWS, plan=plan).sentence
+    later = _read(_gradient(0, 0, 2 / 5, 2 / 5, plan=plan), **third).sentence
+    assert "accumulation_steps" not in later
+    assert later.endswith("(only in windows after the first of the run)")
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_steps_of_earlier_epochs_were_right(window, epoch):
+    plan, count = Plan((1, 2, 3, 2), 2), (3, 5)[window]
+    weights = np.zeros(4)
+    weights[2 * window : 2 * window + 2] = 0.7 / count
+    found = _read(_gradient(*weights, plan=plan), plan=plan, window=window, epoch=epoch)
+    assert found.name == "wrong-scale"
+    # window 1 was right in earlier epochs, and window 0 in all before
+    assert found.sentence.endswith("(only in epochs after the first)") == (window == 0 and epoch == 1)
+
+
+def test_a_step_of_which_nothing_can_be_read_refutes_no_factor():
+    plan, rows = Plan((1, 2, 3, 2), 2), ROWS.copy()
+    rows[:3] = 0
+    found = _read(_gradient(0, 0, 2 / 5, 2 / 5, rows=rows, plan=plan), rows=rows, plan=plan, window=1)
+    assert "accumulation_steps = 2" in found.sentence
+    # a later one that can be read does
+    plan, rows = Plan((1, 1, 1, 1, 2, 2), 2), ROWS.copy()
+    rows[:2] = 0
+    found = _read(_gradient(0, 0, 0, 0, 1 / 2, 1 / 2, rows=rows, plan=plan), rows=rows, plan=plan, window=2)
+    assert "accumulation_steps" not in found.sentence
+
+
+def test_a_stale_gradient_is_seen_in_a_window_that_has_none_of_its_own():
+    rows = ROWS.copy()
+    rows[6:] = 0
+    assert _read(_gradient(*RIGHT, rows=rows), rows=rows, window=1).name == "stale-window"
+    assert _read(_gradient(0, 0, 0, 0, rows=rows), rows=rows, window=1) is None
+    rows = ROWS.copy()
+    rows[:6] = 0
+    assert _read(_gradient(0, 0, 0, 1 / 2, rows=rows), rows=rows).name == "later-window"
+
+
 # One parameter alone
 
 
@@ -191,6 +234,28 @@ def test_a_parameter_is_right_up_to_what_rounding_allows():
         assert _read(observed) is None
 
 
+def test_every_element_of_all_must_agree():
+    for j in (0, 7, 14):
+        observed = _gradient(2 / 6, 2 / 6, 2 / 6, 0)
+        observed[j] /= 2
+        found = _read(observed)
+        assert found.name == "partial-gradient"
+        assert "14 of the 15 elements are wrong" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "no-gradient or dropped-micro-batch"), (7, "no-gradient")]
+)
+def test_what_a_parameter_lacks_may_be_there_where_a_micro_batch_has_a_gradient_of_zero(empty, name):
+    rows = ROWS.copy()
+    rows[empty, :] = 0
+    observed = _gradient(*RIGHT, rows=rows)
+    observed[PARAMETERS["b"]] = 0
+    found = _read(observed, rows=rows)
+    assert found.name == name
+    assert found.sentence.startswith("in b alone, while a, c are right: ")
+
+
 def test_two_faults_at_once_are_not_called_one():
     observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
     observed[PARAMETERS["c"]] = _gradient(1 / 6, 0, 1 / 6, 0)[PARAMETERS["c"]]
@@ -222,8 +287,85 @@ def test_any_factor_of_a_single_element_needs_to_be_one_of_the_runs():
     for factor, named in ((2.0, True), (1.7, False)):
         diagnosis = _read(np.array([3 * factor]), rows=rows, plan=single, sizes={"a": 1})
         assert (diagnosis is not None) == named
+        # nor is it said to be left over from the epoch before
+        diagnosis = _read(np.array([3 * factor]), rows=rows, plan=single, sizes={"a": 1}, epoch=1)
+        assert (diagnosis is not None) == named
     assert _read(np.array([0.0]), rows=rows, plan=single, sizes={"a": 1}).name == "no-gradient"
     assert plan.windows == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2**0.5, "which is accumulation_steps**0.5, with 2 accumulation steps"),
+        (-1.0, "the sign is wrong"),
+        (2.0**7, "2**7, such as a loss scale that is never divided out"),
+        (2.0**-7, "2**-7, such as a loss scale that is divided out twice"),
+        (1.3, None),
+    ],
+)
+def test_the_factors_of_a_run_are_told_off_one_element(factor, said):
+    """Two items weigh 1/2 each."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    found = _read(np.array([7 / 2 * factor]), rows=rows, plan=plan, sizes={"a": 1})
+    assert (said in found.sentence) if said else (found is None)
+
+
+def test_a_rounded_gradient_of_multiples_is_not_told_by_other_windows():
+    """-x and 2x round as x does, so all that is known is one number; the other window's elements are no multiples."""
+    rows, plan = np.array([[1.2345, -1.2345, 2.469], [2.0, 11.0, 4.0], [1.0, 13.0, 6.0]]), Plan((1, 2), 1)
+    rounded = torch.tensor(rows[0]).bfloat16().double().numpy()
+    assert "rounded-gradient" in _read(rounded, rows=rows, plan=plan, sizes={"a": 3}).names
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("size", "seen", "evident"),
+    [(0.9, 0, False), (1, 0, False), (1.1, 0, True), (0.9, 1, False), (0.9, 1.1, True), (0, 1.1, True)],
+)
+def test_an_element_that_rounding_may_hide_is_no_evidence(size, seen, evident, reduction):
+    """Seven elements are 3 times what they should be; the eighth is not, and has some times what is allowed."""
+    plan, rows = Plan((1, 3), 2), np.random.default_rng(3).integers(1, 10, (4, 8)).astype(float)
+    right = 1.0 if reduction == "sum" else 1 / 4
+    rows[:, 7] = 0
+    # the larger of the two micro-batches' gradients
+    rows[1, 7] = size * ALLOWED / right
+    observed = 3 * right * _sums(rows, plan).sum(axis=0)
+    observed[7] = seen * ALLOWED
+    found = _read(observed, rows=rows, plan=plan, sizes={"a": 8}, reduction=reduction)
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("every element is 3 times" if evident else "every item of the window weighs 3")
+
+
+MANY = np.random.default_rng(5).integers(1, 10, (80, 15)).astype(float)
+OF_MANY = Plan((10, 20, 30, 20), 3)
+
+
+def test_weights_agree_up_to_what_rounding_may_move_them():
+    """Rounding moves one weight as far as it can: much further than 1e-12, and than its share of the gradient."""
+    sums, allowed = _sums(MANY, OF_MANY), 2.0**-20
+    push = np.sign(np.linalg.pinv(sums[:3].T)[0])
+    found = _read(2 / 60 * sums[:3].sum(axis=0) + 0.9 * allowed * push, rows=MANY, plan=OF_MANY, allowed=allowed)
+    assert found.name == "wrong-scale"
+    assert "weighs 2 times" in found.sentence
+    moved = _gradient(2.002 / 60, 2 / 60, 2 / 60, 0, rows=MANY, plan=OF_MANY)
+    assert _read(moved, rows=MANY, plan=OF_MANY, allowed=allowed) is None
+
+
+@pytest.mark.parametrize(("share", "name"), [(0.9, "wrong-scale"), (1.1, "later-window")])
+def test_a_weight_within_rounding_is_none(share, name):
+    sums, allowed = _sums(MANY, OF_MANY), 2.0**-20
+    error = 4 * np.abs(np.linalg.pinv(sums.T)).sum(axis=1)[3] * allowed
+    observed = 2 / 60 * sums[:3].sum(axis=0) + share * error * sums[3]
+    assert _read(observed, rows=MANY, plan=OF_MANY, allowed=allowed).name == name
+
+
+def test_a_weight_within_rounding_of_the_fit_is_none():
+    plan = Plan((10, 20, 30, 10, 10), 3)
+    observed = _gradient(1 / 60, 1 / 60, 1 / 60, 1 / 20, 0, rows=MANY, plan=plan)
+    found = _read(observed, rows=MANY, plan=plan, allowed=0.0)
+    assert found.name == "later-window"
+    assert found.sentence.startswith("micro-batches [3] belong")
 
 
 def test_any_factor_that_more_elements_share_is_one():
@@ -288,6 +430,30 @@ def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_we
     ):
         found = _read(_gradient(*weights, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": 1}, window=window)
         assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(("off", "named"), [(0.0, True), (1.5, True), (2.0, True), (2.1, False), (-2.1, False)])
+def test_a_known_fault_may_be_off_by_twice_what_is_allowed(off, named):
+    rows, plan = np.array([[3.0], [2.0], [7.0]]), Plan((1, 1, 1), 2)
+    found = _read(np.array([1.5 + off * ALLOWED]), rows=rows, plan=plan, sizes={"a": 1})
+    assert (found is not None and found.name == "first-only or dropped-micro-batch") is named
+
+
+@pytest.mark.parametrize(("off", "named"), [(96, True), (97, False), (-96, True)])
+def test_a_known_fault_may_be_off_by_the_rounding_of_its_products(off, named):
+    """The weight is 1/2 and the gradient 3: 64 roundings of 1.5."""
+    rows, plan = np.array([[3.0], [2.0], [7.0]]), Plan((1, 1, 1), 2)
+    found = _read(np.array([1.5 + off * 2.0**-52]), rows=rows, plan=plan, sizes={"a": 1}, allowed=0.0)
+    assert (found is not None and found.name == "first-only or dropped-micro-batch") is named
+
+
+def test_more_than_three_names_are_none():
+    """One element that is alike in all micro-batches."""
+    three, two = np.ones((3, 1)), np.ones((4, 1))
+    found = _read(np.array([2.0]), rows=three, plan=Plan((1, 1, 1), 3), sizes={"a": 1})
+    assert found.name == "wrong-scale or dropped-micro-batch or repeated-micro-batch"
+    # half: a scale, the first alone, the last alone, or one dropped
+    assert _read(np.array([0.5]), rows=two, plan=Plan((1, 1, 1, 1), 2), sizes={"a": 1}) is None
 
 
 # Buffers
@@ -407,7 +573,11 @@ def test_weights_explain_a_gradient_up_to_twice_what_is_allowed(off, explained):
 @pytest.mark.parametrize(("share", "explained"), [(0.9, True), (1.1, False)])
 def test_weights_explain_what_their_sum_rounds(share, explained):
     window, observed = _window(), _gradient(*WEIGHTS)
-    observed[7] += share * 64 * 2.0**-52 * observed[7]
+    limit = observed[7] + 64 * 2.0**-52 * observed[7]
+    assert limit - observed[7] == 64 * 2.0**-52 * observed[7]  # without rounding
+    observed[7] = limit if explained else np.nextafter(limit, np.inf)
+    assert is_explained(window, _compared(window, observed, 0.0), WEIGHTS) is explained
+    observed[7] = _gradient(*WEIGHTS)[7] * (1 + share * 64 * 2.0**-52)
     assert is_explained(window, _compared(window, observed, 0.0), WEIGHTS) is explained
     # of terms that cancel, the sum of their sizes counts
     weights = WEIGHTS * np.array([1, -1, 1, 0])
@@ -437,7 +607,7 @@ def test_where_weights_cannot_be_told_they_explain_everything():
 
 
 SIGNED = np.random.default_rng(1).integers(-9, 10, (8, 15)).astype(float)
-SIGNED[:, 0] = 0.0  # an element that tells nothing of the scale
+SIGNED[:, :3] = 0.0  # elements that tell nothing of the scale
 FOUND = Diagnosis("first-only", "only the first is there")
 
 
@@ -460,9 +630,11 @@ def test_elements_of_one_sign_alone_are_seen(sign, which, reduction):
     assert of_one_sign(FOUND, window, _compared(window, cut, ALLOWED, right)) is None
 
 
-@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8.5, False), (-8.5, False)])
+@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8, True), (8.5, False), (-8.5, False)])
 def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, seen):
-    window, (right, kept) = _window(SIGNED), _of_sign(1)
+    window = _window(SIGNED, reduction="sum")
+    # whole numbers, so that nothing rounds
+    right, kept = (np.round(6 * gradient) for gradient in _of_sign(1))
     kept[4] += off * ALLOWED
     assert (of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is not None) is seen
 
@@ -481,10 +653,10 @@ def test_one_or_two_elements_may_have_one_sign_by_chance(count, name):
     found = of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right))
     assert found.name == name
     assert found.sentence.startswith(FOUND.sentence) is (count == 2)
-    # an element as small as rounding is none
-    allowed = np.abs(right).min()
-    found = of_one_sign(FOUND, window, _compared(window, kept, allowed, right))
-    assert found is None or found.name == "first-only or partial-gradient"
+    # an element as small as rounding is none; the least is 1/2 of two, and 1/3 of three
+    for allowed in (0.5, 0.6) if count == 2 else (1 / 3, 0.4):
+        found = of_one_sign(FOUND, window, _compared(window, kept, allowed, right))
+        assert found.name == "first-only or partial-gradient"
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"moved": True}])

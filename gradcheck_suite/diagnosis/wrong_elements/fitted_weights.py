@@ -28,8 +28,6 @@ from gradcheck_suite.references.torch_reference import Gradients, gradients_of
 from gradcheck_suite.references.window import Window
 
 Rows = npt.NDArray[np.float64]
-_ANY_FACTOR = ("wrong-scale", "mean-of-means", "rescaled-accumulator", "weighted-by-count")
-"""What any one number may look like: named only where more elements agree on the weights than there are weights."""
 _LEAST_TOLERANCE = 1e-12
 _PARALLEL = 1e-12
 """1 - |cosine| of the angle between two elements' gradients, over micro-batches, that are multiples of each other."""
@@ -173,15 +171,14 @@ def _diagnosed(
             observed=np.where(np.abs(values) <= errors, 0.0, values),
             tolerance=max(_LEAST_TOLERANCE, float(errors.max() / right)),
         )
-        if not weights.inside or weights.is_right:
+        if weights.is_right:
             return None
         diagnosis = diagnose(weights, _before(weights))
         read = [j for j in members if j not in template.unread]
         spare = _has_more_elements(gradients[members], len(read))
-        # two of the window's weights that fit one pattern are no coincidence; one may be anything, and so may others'
-        telling = spare or (
-            members is inside and (len(read) > 1 or not diagnosis.names & set(_ANY_FACTOR) or _is_named(weights, read))
-        )
+        # two of the window's weights that fit one pattern are no coincidence; one number may be anything, and so may
+        # the weights of other windows
+        telling = spare or (members is inside and (len(read) > 1 or _is_named(weights, read)))
         if telling and not names_nothing(diagnosis):
             return diagnosis
         break
@@ -214,7 +211,7 @@ def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vec
         if (np.abs(values @ gradients - observed) <= 2 * allowed + rounding).all():
             weights = replace(template, observed=values)
             diagnosis = diagnose(weights, _before(weights))
-            found |= {} if weights.is_right or names_nothing(diagnosis) else {diagnosis.name: diagnosis}
+            found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
     if not found or not len(observed):
         return None
     names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
@@ -250,4 +247,4 @@ def _is_named(weights: Weights, read: Sequence[int]) -> bool:
     """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
     (only,) = read
     factor = float(weights.observed[only] / weights.expected)
-    return any(fitting_factors([weights], [factor])) or bool(constant_meaning(factor)[0])
+    return any(fitting_factors([weights], [factor])) or any(constant_meaning(factor))
