@@ -127,7 +127,7 @@ def test_wrong_numbers_in_the_files_change_no_verdict(cache, monkeypatch):
     monkeypatch.setattr(kept_gradients, "_used_here", False)
     monkeypatch.setattr(judges, "_judges", [])
     results = []
-    for _ in range(3):
+    for _ in range(2):
         with second_process() as judge:
             judge.wait()
             results.append(verify(BUILT_IN["plain"], examples=12))

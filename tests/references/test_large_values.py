@@ -95,6 +95,7 @@ def test_a_loss_that_overflows_within_torch_is_not_judged():
     assert check(BUILT_IN["plain"], OVERFLOWS.replace(dtype="float64")).holds
 
 
+@pytest.mark.full
 def test_a_gradient_that_an_overflow_within_torch_makes_0_is_not_judged():
     window = REFERENCES.get(LOST_WITHIN, None).window(0)
     with pytest.raises(CannotJudgeError, match="leave the range of float16"):

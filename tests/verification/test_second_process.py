@@ -281,6 +281,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_loop_may_wait_for_children_fork_and_close_descriptors():
     """Each of these reached the second process, or its socket."""
     done = subprocess.run([sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200)
