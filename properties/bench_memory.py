@@ -1,7 +1,7 @@
 """Memory stays flat over many cases: resident size after 5,000 cases against that after 1,000.
 
-The C library keeps freed memory for later, more of it the more threads compile. It is given back before the size is read,
-so that what grows is in use. It takes minutes, so it runs alone: `pytest properties/bench_memory.py`.
+The C library keeps freed memory for later, more of it the more threads compile. It is given back before the size is
+read, so that what grows is in use. It takes minutes, so it runs alone: `pytest properties/bench_memory.py`.
 """
 
 from __future__ import annotations
