@@ -663,3 +663,17 @@ def test_one_or_two_elements_may_have_one_sign_by_chance(count, name):
 def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
     window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
     assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+@pytest.mark.filterwarnings("error")
+def test_where_no_gradient_tells_the_scale_no_sign_is_looked_for(value):
+    """In the one wrong parameter the items' gradients are 0, or no numbers."""
+    rows = SIGNED.copy()
+    rows[:, 5:10] = value
+    window = _window(rows)
+    right = _of_sign(1)[0]
+    right[5:10] = 0.0
+    observed = right.copy()
+    observed[5:10] = 1.0
+    assert of_one_sign(FOUND, window, _compared(window, observed, ALLOWED, right)) is None

@@ -93,13 +93,15 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
         return None
     wrong, _ = wrong_and_right(comparison)
     elements = np.concatenate([np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)])
-    gradients = _summed_gradients(window)[:, elements]
-    inside, right = list(window.members), comparison.expected[elements]
-    pivot = int(np.argmax(np.abs(gradients[inside].sum(axis=0))))
-    scale = right[pivot] / gradients[inside].sum(axis=0)[pivot]
+    gradients = _summed_gradients(window)[list(window.members)][:, elements]
+    right, total = comparison.expected[elements], gradients.sum(axis=0)
+    pivot = int(np.argmax(np.abs(total)))
+    if not total[pivot] or not np.isfinite(total).all():
+        return None
+    scale = right[pivot] / total[pivot]
     observed, allowed = comparison.observed[elements], comparison.allowed[elements]
     for sign, which in ((1, "positive"), (-1, "negative")):
-        kept = np.where(np.sign(gradients[inside]) == sign, gradients[inside], 0.0).sum(axis=0) * scale
+        kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         if (np.abs(kept - observed) <= 8 * allowed).all():
             sentence = (
                 f"of each micro-batch's gradient only the {which} elements are in the step's: look for a clamp, an abs "
