@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.gradient import explain_gradient
 from gradcheck_suite.execution.instance import user_instance
 from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.loops.windows import backward_window, window_count, windows
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.references.reference import Reference
@@ -20,6 +20,16 @@ from gradcheck_suite.references.window import Window
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)
 DATA = {"x": DRAWN.integers(1, 10, (8, 3)), "y": DRAWN.integers(1, 10, (8, 2)), "w": np.ones(8)}
+MASKED = Case(
+    ProblemSpec(
+        Input("vector", size=3),
+        (Layer("linear", bias=True, features=3),),
+        Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    ),
+    Plan((3, 2, 2), 3, masked=(1,)),
+    seed=1,
+)
+"""The second micro-batch has no valid targets: its loss is NaN."""
 
 
 def share(gradient, share):
@@ -134,3 +144,32 @@ def mix(run):
 
 def fail(run):
     raise ValueError
+
+
+def forget(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.zero_()
+
+
+def where_not_finite(then, change=as_it_is):
+    """Return a loop that leaves out a loss that is not finite, does something else there, and changes the gradients.
+
+    Args:
+        then: what is done; the window ends where it returns "end".
+        change: of the gradients before each step.
+    """
+
+    def loop(run):
+        for window in windows(run):
+            total = window_count(run, window)
+            for batch in window:
+                loss = run.loss(run.model, batch)
+                if loss.isfinite():
+                    (loss * run.count(batch) / total).backward()
+                elif then(run) == "end":
+                    break
+            change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
+from gradcheck_suite import Case, Plan, Problem, check
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.gradient import explain_gradient, explain_missing
 from gradcheck_suite.execution.instance import user_instance
@@ -16,7 +16,18 @@ from gradcheck_suite.loops import MODES
 from gradcheck_suite.loops.windows import backward_window, window_count, windows
 from gradcheck_suite.numerics.comparison import Comparison
 from gradcheck_suite.references.reference import Reference
-from tests.diagnosis.explaining import as_it_is, explained, fail, mix, table_of, then, weight_of
+from tests.diagnosis.explaining import (
+    MASKED,
+    as_it_is,
+    explained,
+    fail,
+    forget,
+    mix,
+    table_of,
+    then,
+    weight_of,
+    where_not_finite,
+)
 
 ALLOWED = 2.0**-30
 
@@ -97,32 +108,9 @@ def test_other_faults_of_a_whole_window_are_named_by_their_elements():
 
 # Losses of NaN
 
-MASKED = Case(
-    ProblemSpec(
-        Input("vector", size=3),
-        (Layer("linear", bias=True, features=3),),
-        Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
-    ),
-    Plan((3, 2, 2), 3, masked=(1,)),
-    seed=1,
-)
-
 
 def _resets_at_nan(change):
-    def loop(run):
-        for window in windows(run):
-            total = window_count(run, window)
-            for batch in window:
-                loss = run.loss(run.model, batch)
-                if loss.isfinite():
-                    (loss * run.count(batch) / total).backward()
-                else:
-                    run.optimizer.zero_grad()
-            change(run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
+    return where_not_finite(lambda run: run.optimizer.zero_grad(), change)
 
 
 def _of_case(change):
@@ -230,14 +218,15 @@ THREE = Plan((1, 2, 1, 2, 1, 1), 2, 3)
 """Three windows an epoch; the ninth step is the last of the third."""
 
 
-def _none_at(step):
-    def drop(run):
-        for p in run.model.parameters():
-            p.grad = None
-
+def _only_at(step, change):
     changes = [as_it_is] * 9
-    changes[step] = drop
+    changes[step] = change
     return then(*changes)
+
+
+def _drop(run):
+    for p in run.model.parameters():
+        p.grad = None
 
 
 @pytest.mark.parametrize("step", [0, 1, 4, 8])
@@ -251,17 +240,11 @@ def test_a_gradient_that_is_none_is_looked_for_at_the_same_step_of_another_run(s
     reference = Reference(user_instance(Case("own", THREE), problem))
     window = reference.window(index)
     comparison = Comparison(reference.layout, window.expected, np.zeros(1), np.full(1, ALLOWED))
-    found = explain_missing("weight", comparison, window, epoch, LoopRunner(_none_at(step)))
+    found = explain_missing("weight", comparison, window, epoch, LoopRunner(_only_at(step, _drop)))
     assert found.name == "missing-gradient"
     # the loop that drops another step's gradient has this one in the next run
-    found = explain_missing("weight", comparison, window, epoch, LoopRunner(_none_at((step + 1) % 9)))
+    found = explain_missing("weight", comparison, window, epoch, LoopRunner(_only_at((step + 1) % 9, _drop)))
     assert found.name == "not-repeatable"
-
-
-def _only_at(step, change):
-    changes = [as_it_is] * 9
-    changes[step] = lambda run: change(run)
-    return then(*changes)
 
 
 @pytest.mark.parametrize("step", [0, 4, 8])
@@ -327,11 +310,6 @@ def test_a_relu_that_looks_like_a_scale_is_told_by_enough_elements(rows, name):
 # What the probe says of the case
 
 
-def _left_out(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.zero_()
-
-
 def _more(run):
     for p in run.model.parameters():
         p.grad.mul_(1.7)
@@ -339,8 +317,6 @@ def _more(run):
 
 def _loses_the_first(run):
     for window in windows(run):
-        backward_window(run, window)
-        run.optimizer.zero_grad()
         for batch in window[1:]:
             (run.loss(run.model, batch) * run.count(batch) / window_count(run, window)).backward()
         run.optimizer.step()
@@ -348,7 +324,7 @@ def _loses_the_first(run):
 
 
 def test_a_fault_that_the_probe_lacks_is_said_to_depend_on_values_or_the_model():
-    name, sentence, _ = explained(then(_left_out))
+    name, sentence, _ = explained(then(forget))
     assert name == "no-gradient"
     assert "; but on the read-out probe the items' weights are right, so look at what depends on" in sentence
     for loop, found in (

@@ -17,6 +17,7 @@ from tests.diagnosis.explaining import (
     double,
     explained,
     fail,
+    forget,
     mix,
     squares,
     then,
@@ -344,14 +345,9 @@ def test_a_loop_that_steps_seldom_in_float64_is_not_read_there():
     assert explained(stops, plan=Plan((1, 2, 3), 1), window=0, dtype="float32")[0] == "wrong-scale"
 
 
-def _forget(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.zero_()
-
-
 def test_a_parameter_that_is_left_out_is_named_in_lower_precision_too():
     for dtype in ("float64", "float32"):
-        name, sentence, _ = explained(then(_forget), dtype=dtype)
+        name, sentence, _ = explained(then(forget), dtype=dtype)
         assert name == "no-gradient"
         assert sentence.startswith("in weight alone, while bias is right: the gradient of weight is 0")
 

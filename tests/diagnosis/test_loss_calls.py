@@ -12,6 +12,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.schema.weight_probe import probe_case
+from tests.diagnosis.explaining import MASKED, where_not_finite
 
 SPEC = ProblemSpec(
     Input("vector", size=2),
@@ -145,38 +146,11 @@ def test_a_mode_that_changes_nothing_is_not_blamed():
     assert violation.diagnosis == "dropped-micro-batch"
 
 
-MASKED = Case(
-    ProblemSpec(
-        Input("vector", size=3),
-        (Layer("linear", bias=True, features=3),),
-        Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
-    ),
-    Plan((3, 2, 2), 3, masked=(1,)),
-    seed=1,
-)
-
-
-def _where_not_finite(then):
-    def loop(run):
-        for window in windows(run):
-            total = window_count(run, window)
-            for batch in window:
-                loss = run.loss(run.model, batch)
-                if loss.isfinite():
-                    (loss * run.count(batch) / total).backward()
-                elif then(run) == "end":
-                    break
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
-
-
 @pytest.mark.parametrize(
     "then", [lambda run: run.optimizer.zero_grad(), lambda run: "end"], ids=["resets", "ends the window"]
 )
 def test_a_loop_that_loses_more_than_a_loss_of_nan_is_said_to(then):
-    violation = check(_where_not_finite(then), MASKED).violation
+    violation = check(where_not_finite(then), MASKED).violation
     assert violation.diagnosis == "skipped-non-finite", violation.explanation
     assert "with finite losses in place of such ones the loop is right" in violation.explanation
 
@@ -194,7 +168,7 @@ def test_a_loop_that_drops_a_window_of_a_nan_loss_is_said_to():
 
 
 def test_a_loop_that_skips_nothing_but_the_loss_of_nan_holds():
-    assert check(_where_not_finite(lambda run: None), MASKED).holds
+    assert check(where_not_finite(lambda run: None), MASKED).holds
 
 
 def _targets_shifted(run):

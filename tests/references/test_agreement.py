@@ -10,6 +10,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.references.agreement import accumulation_fault, blame, disagreement, opinions, precision_fault
 from gradcheck_suite.references.reference import Reference
+from tests.references.known_errors import KnownErrors
 
 PLAN = Plan((1, 3, 2), 2)
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
@@ -18,21 +19,6 @@ OWN = Problem(
     lambda items, seed: torch.ones(items, 2),
     lambda model, batch: model(batch).mean(),
 )
-
-
-class _Errors:
-    """Rounding errors that are known."""
-
-    def __init__(self, allowed, unevenness=1.0):
-        self._allowed, self._unevenness = allowed, unevenness
-
-    def noise(self, draws):
-        return self._allowed
-
-    likely = noise
-
-    def unevenness(self):
-        return np.full_like(self._allowed, self._unevenness)
 
 
 def _window(case=None, *, expected=2.0, allowed=1.0, of_parts=None, problem=None):
@@ -48,8 +34,8 @@ def _window(case=None, *, expected=2.0, allowed=1.0, of_parts=None, problem=None
         crafted = bound.__dict__
         crafted["summing"] = np.zeros_like(window.torch)
         crafted["quick"] = np.full_like(window.torch, 2.0**-40)
-        crafted["errors"] = _Errors(np.full_like(window.torch, allowed))
-        crafted["errors_of_parts"] = None if of_parts is None else _Errors(np.full_like(window.torch, of_parts))
+        crafted["errors"] = KnownErrors(np.full_like(window.torch, allowed))
+        crafted["errors_of_parts"] = None if of_parts is None else KnownErrors(np.full_like(window.torch, of_parts))
         crafted["large_batch"] = window.torch
         crafted["contributions"] = [window.torch / 2, window.torch / 2]
     return window

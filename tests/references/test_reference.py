@@ -19,6 +19,7 @@ from gradcheck_suite.references.agreement import disagreement, precision_fault
 from gradcheck_suite.references.errors import CannotJudgeError
 from gradcheck_suite.references.noise import Computation, RoundingErrors, cancellation
 from gradcheck_suite.references.reference import Reference, References
+from tests.references.known_errors import KnownErrors
 
 X = np.array([1.0, 3.0, 0.7, 2.9, 1.1, 5.3])
 W = 0.3
@@ -403,25 +404,13 @@ def test_no_bound_of_float64_is_held_against_a_lower_precision():
     assert not window.bound.is_torchs(window.torch)
 
 
-class _Errors:
-    """Rounding errors that are known."""
-
-    def __init__(self, allowed):
-        self._allowed = allowed
-
-    def noise(self, draws):
-        return self._allowed
-
-    likely = noise
-
-
 def _crafted(torchs, jaxs, allowed):
     """Return a window whose references are these whole numbers, so that ratios are exact."""
     window = _generated().window(0)
     window.torch = np.full_like(window.torch, torchs)
     window.__dict__["jax"] = np.full_like(window.torch, jaxs)
     window.bound.__dict__["summing"] = np.zeros_like(window.torch)
-    window.bound.__dict__["errors"] = _Errors(np.full_like(window.torch, allowed))
+    window.bound.__dict__["errors"] = KnownErrors(np.full_like(window.torch, allowed))
     window.bound.__dict__["computation"] = SimpleNamespace(gradient=lambda *parts: window.torch)
     return window
 
@@ -434,7 +423,7 @@ def test_what_is_a_little_beyond_the_quick_bound_is_measured():
 
 
 def test_a_gradient_is_compared_roughly_only_where_that_is_asked_for():
-    class Few(_Errors):
+    class Few(KnownErrors):
         def noise(self, draws):
             return self._allowed * (draws != FEW_DRAWS)
 
