@@ -47,9 +47,9 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     table = () if observed is None else item_weights(probe, observed, window)
     weights = None if observed is None else reading(probe, step, observed, alike=runner.alike)
     separated, elsewhere = None, list[Weights]()
-    right = probe.right_weights(window)
-    if what := projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)):
-        return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
+    projected = _lost_part(probe, items, window)
+    if projected and (items.any() or weights is None):
+        return projected
     if weights is not None:
         named = diagnose(weights, _others(readings(probe, steps, alike=runner.alike), step))
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
@@ -61,6 +61,9 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
                 runner.runs_left = max(runner.runs_left, 1)
             elif separated:
                 return replace(separated, weights=table)
+        if projected and not separated:
+            # items that weigh the same leave nothing of a gradient without its mean, and other items something
+            return Diagnosis(f"{named.name} or {projected.name}", f"{named.sentence}; or: {projected.sentence}")
         if known and not runner.runs_left:
             return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
@@ -127,6 +130,13 @@ def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector,
 def not_linear(why: str) -> Diagnosis:
     """Return the diagnosis of a gradient that no known fault explains."""
     return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
+def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
+    """Return the diagnosis of a window's right gradient without one of its parts, or None."""
+    right = probe.right_weights(window)
+    what = projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe))
+    return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient") if what else None
 
 
 def _parameters_of(probe: WeightProbe) -> Vector:
