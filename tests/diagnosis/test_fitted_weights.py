@@ -537,6 +537,23 @@ def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights()
     assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"
 
 
+def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights():
+    """Four weights fit five elements, whatever the last one is: that the fourth is a sum of the others says nothing."""
+    base = np.random.default_rng(2).standard_normal((4, 4))
+    rows, plan = np.column_stack([base[:, :3], base[:, 0] - 3 * base[:, 1], base[:, 3]]), Plan((1,) * 4, 2)
+    doubled = rows[:2].sum(axis=0) / 2 * [1, 1, 1, 1, 2]
+    found = _read(doubled, rows=rows, plan=plan, sizes={"a": 4, "b": 1})
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("in b alone, while a is right: ")
+    # where it is wrong as well, it says that no other weights are meant
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 1}).name == "later-window"
+    # and so does a second wrong element that depends on the first
+    rows = np.column_stack([rows, rows[:, 4] + rows[:, 0]])
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 2}).name == "later-window"
+
+
 # Whether weights explain a gradient
 
 

@@ -8,7 +8,12 @@ import torch
 
 from gradcheck_suite import Plan, check, verify
 from gradcheck_suite.diagnosis.wrong_elements.elements import diagnose_elements
-from gradcheck_suite.evidence.zoo.loops import step_with, train_with_weights, window_gradients
+from gradcheck_suite.evidence.zoo.loops import (
+    step_with,
+    train_with_the_gradients_before,
+    train_with_weights,
+    window_gradients,
+)
 from gradcheck_suite.execution.batches import leaves, map_leaves
 from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.numerics.comparison import Comparison, Layout
@@ -521,3 +526,17 @@ def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
         then(change)(run)
 
     assert verify(cut_at_a_quantile).violation.diagnosis == "partial-gradient"
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (lambda run: train_with_the_gradients_before(run, lambda own, before: before or {}), "delayed-window"),
+        (then(lambda run: [p.grad.zero_() for p in run.model.parameters()]), "no-gradient"),
+        (then(lambda run: [p.grad.sub_(p.grad.mean()) for p in run.model.parameters()]), "projected-gradient"),
+    ],
+)
+def test_a_gradient_of_0_on_the_probe_is_told_by_items_that_weigh_differently(loop, name, epochs):
+    """Five items of one micro-batch weigh the same: their mean is all of them."""
+    assert explained(loop, plan=Plan((5,), 2, epochs=epochs))[0] == name

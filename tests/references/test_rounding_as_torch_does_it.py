@@ -14,7 +14,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.loops import BUILT_IN
 from gradcheck_suite.loops.windows import backward_window, windows
 from gradcheck_suite.numerics.bounds import DRAWS, SMALLEST, student_factor
-from gradcheck_suite.references.agreement import precision_fault
+from gradcheck_suite.references.agreement import disagreement, precision_fault
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import REFERENCES
 
@@ -119,6 +119,51 @@ def test_what_float64_does_not_know_is_not_looked_for(factor, holds):
             run.optimizer.zero_grad()
 
     assert check(loop, ELU).holds == holds
+
+
+GELU = Case(
+    ProblemSpec(
+        Input("sequence", length=3, padded=False, size=2, values="large"),
+        (
+            Layer("linear", bias=True, features=2),
+            Layer("gelu_tanh"),
+            Layer("tanh"),
+            Layer("unused", features=2),
+            Layer("linear", bias=True, features=2),
+        ),
+        Loss("cross_entropy", class_weights=False, ignore_index=True, label_smoothing=0.0, reduction="sum"),
+        ties=(("4", "0"),),
+    ),
+    Plan((3, 1, 2, 4, 2, 5, 2, 2, 3, 4, 8, 1), 7, epochs=2, masked=(2, 3, 4, 5, 9, 10)),
+    dtype="float32",
+    seed=840943660,
+    groups=3,
+)
+
+
+def test_float64_has_no_digit_of_the_derivative_of_gelu_by_tanh_far_below_0():
+    """1 - tanh(u)**2 is a rounding error at u = -18, and what multiplies it is 45: both frameworks compute it so."""
+    x = -7.157669083346235
+    u, slope = (math.sqrt(2 / math.pi) * v for v in (x + 0.044715 * x**3, 1 + 3 * 0.044715 * x**2))
+    exact = math.exp(2 * u) + x / 2 * slope * 4 * math.exp(2 * u)
+    far = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    F.gelu(far, approximate="tanh").backward()
+    by_jax = float(jax.grad(jax.nn.gelu)(x))
+    moved = []
+    for seed in range(64):
+        with RandomRounding(seed):
+            again = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+            F.gelu(again, approximate="tanh").backward()
+        moved.append(float(again.grad) - float(far.grad))
+    size = math.sqrt(sum(error**2 for error in moved) / len(moved))
+    assert abs(exact) < size / 2
+    for value in (float(far.grad), by_jax):
+        assert abs(value - exact) < 4 * size
+    # 1.5 units in the last place of tanh, twice for its square
+    assert 20 * 2.0**-52 < size < 100 * 2.0**-52
+    window = REFERENCES.get(GELU, None).window(0)
+    assert disagreement(window) is None
+    assert disagreement(window, window.jax * (1 + 1e-9)) is not None
 
 
 def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():

@@ -178,7 +178,8 @@ def _diagnosed(
         diagnosis = diagnose(weights, _before(weights))
         read = [j for j in members if j not in template.unread]
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
-        spare = _tells_of(wrong, gradients[members])
+        told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
+        spare = _has_more_elements(gradients[members][:, wrong], told_by_wrong)
         # two of the window's weights that fit one pattern are no coincidence; one number may be anything, and so may
         # the weights of other windows
         telling = spare or (members is inside and (len(read) > 1 or _is_named(weights, read)))
@@ -188,27 +189,24 @@ def _diagnosed(
     return _by_trial(template, gradients, observed, allowed)
 
 
-def _tells_of(wrong: npt.NDArray[np.bool_], gradients: Rows) -> bool:
-    """Return whether weights that fit all elements of a gradient are more than the wrong elements' own.
+def _rank(gradients: Rows) -> int:
+    """Return how many elements of (B, P) micro-batches' gradients are no combinations of others, as sums are."""
+    sizes = np.linalg.norm(gradients, axis=0)
+    return int(np.linalg.matrix_rank(gradients[:, sizes > 0] / sizes[sizes > 0], _PARALLEL))
 
-    Elements that depend on each other whatever the weights are, such as multiples or sums of others, are no evidence:
-    what is done to one of a gradient's elements alone leaves the others as they depend on each other.
 
-    Args:
-        wrong: whether each element is wrong, (P,).
-        gradients: of the micro-batches, (B, P).
+def _has_more_elements(gradients: Rows, count: int) -> bool:
+    """Return whether more than so many elements of the gradient are no multiples of each other.
+
+    A multiple is no evidence: whatever rounds x to y rounds -x to -y and 2x to 2y.
     """
-    some = gradients.any(axis=0)
-    unit, wrong = gradients[:, some] / np.linalg.norm(gradients[:, some], axis=0), wrong[some]
-    fixed, free = int(np.linalg.matrix_rank(unit[:, ~wrong], _PARALLEL)), 0
-    total = int(np.linalg.matrix_rank(unit, _PARALLEL))
-    rest = unit[:, wrong]
-    while rest.size:
-        # a multiple is no evidence: whatever rounds x to y rounds -x to -y and 2x to 2y
-        rest, free = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _PARALLEL], free + 1
-        if fixed + free > total:
-            return True
-    return False
+    rest = gradients[:, gradients.any(axis=0)]
+    rest = rest / np.linalg.norm(rest, axis=0)
+    for _ in range(count + 1):
+        if not rest.size:
+            return False
+        rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _PARALLEL]
+    return True
 
 
 def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
