@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -102,6 +103,7 @@ def test_interpolation(mode, out, factors, corners):
     compare(MODES[mode], (tensor(1, 2, 5, 6), size, *flags, factors and list(factors)), {})
 
 
+@pytest.mark.full
 @few
 @given(mode=st.integers(0, 2), padding=st.integers(0, 2), corners=st.booleans(), scale=st.sampled_from([0.7, 1.4, 2.6]))
 def test_sampling_by_a_grid(mode, padding, corners, scale):

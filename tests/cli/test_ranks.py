@@ -78,6 +78,7 @@ def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run
     assert "local-count" in again.out
 
 
+@pytest.mark.full
 def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
     (project / "late.py").write_text(TOO_LATE)
     assert_one_line(run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]), "no rank may import this")

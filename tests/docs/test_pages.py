@@ -6,8 +6,13 @@ import pytest
 
 from tests.docs.pages import PAGES, Block, Page, blocks, commands, is_alike
 
+LONG = ("check-my-model.md", "commands.md")
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.full] * (path.name in LONG), id=path.name) for path in PAGES],
+)
 def test_a_page_does_what_it_shows(path, folder):
     page = Page(path.name, folder)
     for block in blocks(path.read_text()):

@@ -38,6 +38,7 @@ def test_every_reset_mode_communicates_as_its_wrapper_does():
     ]
 
 
+@pytest.mark.full
 def test_a_right_loop_that_reduces_at_every_micro_batch_holds_and_its_traffic_is_said():
     once = WINDOW_LEFT + COUNT
     assert per_window(rank_loops.reduces_every_micro_batch) == [(3, once + GRADIENTS), (6, once + 4 * GRADIENTS)]

@@ -112,6 +112,7 @@ def test_unjudged(verify_training_loop):
     assert "During handling" not in text
 
 
+@pytest.mark.full
 def test_options_of_the_command_line_override_the_call(run_pytest, tmp_path):
     tests = """
 @pytest.mark.gradcheck(examples=7)

@@ -121,6 +121,7 @@ def test_without_a_folder_nothing_is_kept(cache, monkeypatch, arguments):
     assert not _files(cache)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_wrong_numbers_in_the_files_change_no_verdict(cache, monkeypatch):
     """The second process doubts every case then, and this one computes what it judges by."""

@@ -114,6 +114,7 @@ def _wrong_for_eight(run):
     (BUGS["mean-of-means"].loop if _is_drawn(run, 8) else BUILT_IN["plain"])(run)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
     """The second process can only say that a run holds: a violation is judged here, from the same run."""

@@ -129,6 +129,7 @@ def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> Non
     assert merged_result([part(3, None), said, said])["moved_by_zeros"] == {"cases": 4, "explanation": "e"}
 
 
+@pytest.mark.full
 def test_workers_run_every_shard_once_and_a_lost_worker_is_replaced(tmp_path: Path) -> None:
     shards, order = Shards(tmp_path), []
     lost: list[int] = []
