@@ -537,9 +537,10 @@ def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights()
     assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"
 
 
-def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights():
+@pytest.mark.parametrize("scale", [1.0, 1e-7])
+def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights(scale):
     """Four weights fit five elements, whatever the last one is: that the fourth is a sum of the others says nothing."""
-    base = np.random.default_rng(2).standard_normal((4, 4))
+    base = scale * np.random.default_rng(2).standard_normal((4, 4))
     rows, plan = np.column_stack([base[:, :3], base[:, 0] - 3 * base[:, 1], base[:, 3]]), Plan((1,) * 4, 2)
     doubled = rows[:2].sum(axis=0) / 2 * [1, 1, 1, 1, 2]
     found = _read(doubled, rows=rows, plan=plan, sizes={"a": 4, "b": 1})
@@ -552,6 +553,23 @@ def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights():
     rows = np.column_stack([rows, rows[:, 4] + rows[:, 0]])
     later = rows[:3].sum(axis=0) / 2
     assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 2}).name == "later-window"
+
+
+def test_wrong_elements_are_evidence_where_they_are_more_than_they_tell_alone():
+    """The third micro-batch does not reach the first two elements: the others need to be three to tell two weights."""
+    rows, plan = np.random.default_rng(3).standard_normal((4, 5)), Plan((1,) * 4, 2)
+    rows[2, :2] = 0
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 5}).name == "later-window"
+    fewer = _read(later[:4], rows=rows[:, :4], plan=plan, sizes={"a": 4})
+    assert fewer is None or fewer.name != "later-window"
+
+
+def test_an_element_that_only_another_window_reaches_is_no_evidence():
+    rows = ROWS.copy()
+    rows[:6, 3] = 0
+    weights = (1 / 3, 1 / 6, 1 / 9, 0)
+    assert _read(_gradient(*weights, rows=rows), rows=rows).name == "mean-of-means"
 
 
 # Whether weights explain a gradient
