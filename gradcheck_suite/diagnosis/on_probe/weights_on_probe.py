@@ -86,12 +86,10 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
     both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
-    if not names_nothing(both) or elsewhere:
-        # a name of the first run alone is refuted by the other one
-        named = both
-    elif names_nothing(named):
-        named = diagnose(weights)
-    return replace(named, weights=table)
+    if names_nothing(both) and not elsewhere:
+        return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
+    # a name of the first run alone is refuted by the other one
+    return replace(both, weights=table)
 
 
 def _by_loss(
