@@ -303,7 +303,7 @@ LOSSES = {
 
 
 ALONE = [pytest.param([name], id=name, marks=pytest.mark.full) for name in LOSSES]
-TOGETHER = [pytest.param(list(LOSSES)[i::4], id=f"every fourth from {i}") for i in range(4)]
+TOGETHER = [pytest.param(list(LOSSES)[::4], id="every fourth")]
 
 
 @pytest.mark.parametrize("names", [*TOGETHER, *ALONE])

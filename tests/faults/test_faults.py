@@ -45,6 +45,7 @@ def test_a_fault_is_found_named_and_shrunk(loop):
     assert (again.kind, again.diagnosis) == (violation.kind, violation.diagnosis)
 
 
+@pytest.mark.full
 def test_the_same_seed_finds_the_same_smallest_case():
     first, second = (verify(mean_of_means, examples=EXAMPLES) for _ in range(2))
     assert first.violation.case == second.violation.case

@@ -125,7 +125,8 @@ def test_it(verify_training_loop):
     assert (record.data["examples"], record.data["cases"], record.data["seed"]) == (2, 2, 5)
 
 
-@pytest.mark.parametrize("loop", ["never", *(pytest.param(n, marks=pytest.mark.full) for n in ("sound", "no_reset"))])
+@pytest.mark.full
+@pytest.mark.parametrize("loop", ["never", "sound", "no_reset"])
 def test_the_command_line_and_the_plugin_record_the_same(run_pytest, tmp_path, loop, capsys):
     tests = f"""
 def test_it(verify_training_loop):

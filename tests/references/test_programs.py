@@ -122,6 +122,7 @@ def _with_jaxs_cache(script, folder):
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_program_from_jaxs_own_cache_is_not_stored(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("jax")
     for _ in range(2):

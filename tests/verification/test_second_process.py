@@ -221,6 +221,7 @@ def test_a_loop_that_fails_is_not_run_on_further_cases(second):
     assert seen == [1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_verification_goes_on_where_the_process_ends(monkeypatch):
     monkeypatch.setattr(judges, "_judges", [])  # that of the module
@@ -335,7 +336,8 @@ with second_process() as judge:
 """
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("ended", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["killed", "ended"])
 def test_it_ends_with_its_parent(how):
     done = subprocess.run([sys.executable, "-c", ABANDONED, how], capture_output=True, text=True, timeout=120)
     pid = int(done.stdout)

@@ -294,6 +294,7 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.full
 def test_a_shard_whose_file_is_cut_short_is_done_again(tmp_path: Path) -> None:
     shards = Shards(tmp_path)
     for name, content in (

@@ -54,6 +54,7 @@ def test_a_window_out_of_range_leaves_the_others_of_its_case():
     assert (tally.alarms, tally.judged) == ([], 1)
 
 
+@pytest.mark.full
 def test_a_bound_that_is_too_tight_gives_false_alarms_with_their_cases(monkeypatch):
     # where torch's own gradient is beyond the bound, torch is blamed
     tally = _too_tight(monkeypatch)

@@ -85,6 +85,7 @@ def test_a_phone_shows_all_four_answers_without_scrolling(open_page, name):
 CUT = "said => said.scrollWidth > said.clientWidth"
 
 
+@pytest.mark.full
 def test_a_claim_that_is_cut_is_shown_whole_on_hover_on_focus_and_on_a_phone(open_page):
     def long_claim(page):
         said = page.locator("ul.claims .said").nth(3)
@@ -104,7 +105,8 @@ def test_a_claim_that_is_cut_is_shown_whole_on_hover_on_focus_and_on_a_phone(ope
     assert not long_claim(open_page("plain.html", width=390, height=844)).evaluate(CUT)
 
 
-@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("width", [390, 1280])
 def test_no_page_scrolls_sideways(open_page, width):
     page = open_page(width=width, height=844)
     for name in PAGES:
