@@ -177,6 +177,7 @@ def test_float32_operations_are_reported_with_their_lines():
     assert all("test_lowered.py, line" in name for name in narrow)
 
 
+@pytest.mark.full
 def test_recurrent_layers():
     modules = {
         "lstm": nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True, proj_size=2).double(),
@@ -192,6 +193,7 @@ def test_recurrent_layers():
     assert_agrees(Of(forward, **modules), squares, torch.stack([X, X.flip(0), X * 0.5]))
 
 
+@pytest.mark.full
 def test_the_transformer_of_torch():
     model = nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True).double()
 

@@ -23,6 +23,7 @@ def python(*arguments, cwd, path=(), **streams):
     )
 
 
+@pytest.mark.full
 def test_the_same_seed_draws_the_same_cases_in_every_process(project):
     """What is drawn depends on no order of a set, which differs from process to process."""
     code = """

@@ -25,6 +25,7 @@ PROBABILITIES = ProblemSpec(
 UNEQUAL = Plan((1, 3), 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.full) for dtype in ("float64", "float32"))]
 )

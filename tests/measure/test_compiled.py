@@ -17,6 +17,7 @@ def _nothing_compiled_before_or_after():
 
 
 # torch.compile warns about its own internals
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["zero_", "set_to_none"])
 @pytest.mark.parametrize("part", PARTS)

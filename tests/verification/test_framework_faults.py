@@ -145,6 +145,7 @@ def test_sound_references_are_no_finding(dtype, monkeypatch):
     assert verdict.finding is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", _kinds("one element of weight doubled"))
 def test_a_fault_of_torch_in_one_dtype_is_a_finding(kind, monkeypatch):
     for dtype in DTYPES:

@@ -72,6 +72,7 @@ def _shown(result):
     return {name: getattr(result, name) for name in FIELDS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -201,6 +202,7 @@ def test_what_no_other_process_can_have_is_judged_here(second, checked_here):
     assert len(checked_here) >= 15
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_that_fails_is_not_run_on_further_cases(second):
     runs: list[int] = []

@@ -48,6 +48,7 @@ def conventions(dtypes: tuple[str, ...], points: Sequence[Point] = POINTS) -> di
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "every"), [(DTYPES[0], 3), *(pytest.param(dtype, 1, marks=pytest.mark.full) for dtype in DTYPES)]
 )

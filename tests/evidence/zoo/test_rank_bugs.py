@@ -24,6 +24,7 @@ ON_PROBES = {
 """Bugs that the first weight probes show, with the diagnosis there; `full` searches drawn cases for all of them."""
 
 
+@pytest.mark.full
 def test_bugs_between_ranks_are_named_on_the_first_weight_probes():
     for name, diagnosis in ON_PROBES.items():
         bug = BUGS[name]

@@ -136,6 +136,7 @@ def test_the_claims_move_with_the_width_of_the_window(open_page):
     assert order() == ["holds", "differs", "costs", "claims"]
 
 
+@pytest.mark.full
 def test_tables_sort_and_filter(open_page):
     page = open_page(hash_="#verification")
     part = page.locator("#verification details.table").first

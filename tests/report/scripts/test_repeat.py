@@ -40,6 +40,7 @@ def test_a_script_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     assert said == "it did not end within 0.3 s"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("missing", [pytest.param("script.py", marks=pytest.mark.full), "folder/script.py"])
 def test_a_script_that_is_gone_is_not_repeatable(tmp_path, missing):
     said = unrepeatable(tmp_path / missing, Violation("raised", "raised", "planted", CASE), 0.2)
