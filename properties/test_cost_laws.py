@@ -124,6 +124,7 @@ def test_every_window_costs_what_the_law_of_its_mode_says(device, data):
     assert_equal(what="bytes that a release moves", observed=gradients["set_to_none"], expected=least, case=case)
 
 
+@pytest.mark.full
 @scaled(4)
 @given(routes=routes, accumulation_steps=st.integers(1, 3), epochs=st.integers(1, 2))
 def test_parameters_that_only_some_micro_batches_reach(routes, accumulation_steps, epochs):

@@ -164,6 +164,7 @@ def test_the_rewrites_of_statements_compute_the_same():
     )
 
 
+@pytest.mark.full
 def test_a_decision_in_a_librarys_code_is_rewritten_in_a_copy_of_its_function(tmp_path, monkeypatch):
     """The batch has labels, and the model no logits: the loss of logits would not help."""
     library = tmp_path / "site-packages"
@@ -194,6 +195,7 @@ def test_a_decision_inside_torch_is_refused_with_the_losss_line():
         jax_gradient(MODEL, loss, X)
 
 
+@pytest.mark.full
 def test_the_error_for_a_transformer_that_inspects_its_mask_says_what_to_pass():
     """Without `is_causal`, torch.nn.modules.transformer._detect_is_causal_mask compares the mask's values."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 1).double()

@@ -216,11 +216,12 @@ def _fails_on_other_plans(run):
             "called 15 times, expected 3 (",
         ),
         # numbers beyond 256 are no longer one object each
-        (
+        pytest.param(
             _every_micro_batch,
             Plan((1,) * 257, 257),
             "step-per-micro-batch",
             "called 257 times, expected 1 (",
+            marks=pytest.mark.full,
         ),
         (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items never train"),
         (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),

@@ -21,6 +21,7 @@ def per_window(loop):
     return [(traffic.collectives, traffic.bytes) for traffic in found]
 
 
+@pytest.mark.full
 def test_a_window_takes_what_the_law_of_its_wrapper_says():
     names = ["all_reduce/zero_", "ddp/zero_", "fsdp2/zero_"]
     rows = traffic_rows(names)

@@ -19,8 +19,6 @@ from tests.faults.small_cases import diagnoses, until
 CORPUS = range(1, 48)
 SEARCHED = (
     "mean-of-means",
-    "tail-leak",
-    "none-breaks-readers",
     "in-batch-negatives",
 )
 """The bugs that are searched for in every run of the tests; the others are marked `full`."""
