@@ -11,6 +11,7 @@ import tracemalloc
 
 import pytest
 import torch
+from scipy.stats import binomtest
 from torch.nn import functional
 
 import gradcheck_suite
@@ -32,7 +33,30 @@ class _Model(torch.nn.Module):
         return self.head(self.layers(self.embed(ids)))
 
 
+def is_above(allowed, ratios):
+    """Return whether the median of `ratios` is above `allowed`: a sign test with 0.5% of false alarms.
+
+    A single pair of steps varies by a tenth here, so the median of a dozen may be above by chance.
+    """
+    return binomtest(sum(r > allowed for r in ratios), len(ratios), alternative="greater").pvalue < 0.005
+
+
+@pytest.mark.parametrize(("above", "below", "expected"), [(12, 0, True), (11, 1, True), (10, 2, False), (6, 6, False)])
+def test_only_what_is_not_chance_is_above(above, below, expected):
+    assert is_above(1.05, [1.051] * above + [1.049] * below) == expected
+
+
+@pytest.fixture
+def one_thread():
+    """Compute in one thread, since threads that wait for others take processor time on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("one_thread")
 def test_weights_and_sums_cost_a_twentieth_of_a_step_and_a_mebibyte():
     torch.manual_seed(0)
     model = _Model()
@@ -71,10 +95,12 @@ def test_weights_and_sums_cost_a_twentieth_of_a_step_and_a_mebibyte():
         step()
         peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
-    share = statistics.median(a / b for a, b in zip(under, without, strict=True)) - 1
+    ratios = [a / b for a, b in zip(under, without, strict=True)]
+    share = statistics.median(ratios) - 1
     count = sum(p.numel() for p in model.parameters())
     print(f"\na window computed again costs {statistics.median(again):.2f} steps", end="")
     print(f"\n{count / 1e6:.1f}M parameters: step {statistics.median(without):.2f} s, audit {share:.1%}, {peak} bytes")
-    assert share < ALLOWED_SHARE
+    print("pairs ", *(f"{r - 1:.1%}" for r in sorted(ratios)))
+    assert not is_above(1 + ALLOWED_SHARE, ratios), sorted(ratios)
     assert statistics.median(again) < ALLOWED_AGAIN
     assert peak < ALLOWED_BYTES
