@@ -14,6 +14,8 @@ from tests.one_problem import draw_only_linear
 
 FEW = 8
 """Cases for each verified loop, on one small model; `tox -e full` runs as many as the records, on drawn models."""
+SLOW = ("C3.2", "C3.3")
+"""Claims that `tox -e full` alone comes to."""
 VERDICTS = {
     "C1.1": "confirmed",
     "C1.2": "confirmed",
@@ -43,7 +45,7 @@ def test_every_claim_is_tested():
     assert {int(number[1]) for number in CLAIMS} == SOURCES.keys()
 
 
-@pytest.mark.parametrize("number", VERDICTS)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in VERDICTS])
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
     draw_only_linear(monkeypatch)
     monkeypatch.setattr(when_to_zero_grad, "CASES", FEW)

@@ -33,6 +33,10 @@ from tests.catalogue.one_layer import (
 )
 
 EACH_KIND = pytest.mark.parametrize("name", KINDS)
+EVERY_THIRD_KIND = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (i % 3 > 0)) for i, name in enumerate(KINDS)]
+)
+"""The others are tested with --full."""
 
 
 # What holds of every layer
@@ -74,7 +78,7 @@ def test_items_are_independent_and_reach_a_parameter(name):
                     assert_same("gradient of x", part_gradients["x"], gradients["x"][which])
 
 
-@EACH_KIND
+@EVERY_THIRD_KIND
 def test_gradient_is_the_central_difference(name):
     """Only for plain items, because there is no derivative at a kink or a tie."""
     for layer, signal in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():

@@ -41,6 +41,7 @@ def outcome(loop, case):
     return "holds" if verdict.violation is None else verdict.violation.diagnosis
 
 
+@pytest.mark.full
 def test_gradients_that_ranks_share_out_are_gathered():
     for name in ("fsdp2/zero_grad", "fsdp2/set_to_none", "fsdp2_resharded/zero_grad"):
         assert outcome(RANK_LOOPS[name], probe_case(EVEN)) == "holds", name

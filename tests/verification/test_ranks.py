@@ -126,6 +126,7 @@ def test_cases_that_ranks_run_ahead_are_judged_as_without():
         forget_ahead()
 
 
+@pytest.mark.full
 def test_a_rank_begins_no_case_before_all_ranks_have_finished_the_one_before():
     cases = [probe_case(plan) for plan in (EVEN, UNEVEN)]
     assert check(rank_loops.right, cases[0]).holds

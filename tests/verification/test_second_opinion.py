@@ -171,6 +171,7 @@ def never_steps(run: Any) -> None:
     pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loop", [BUILT_IN["plain"], never_resets])
 def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_keeps_the_verdict(loop, monkeypatch):
     asked: list[Any] = []

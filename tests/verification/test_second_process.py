@@ -92,12 +92,10 @@ def test_a_sound_loop_has_the_same_result(monkeypatch, second, checked_here, nam
     assert len(checked_here) - here == here + 11
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    [
-        "mean-of-means",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("large-gradients-skipped", "delayed-by-one")),
-    ],
+    ["mean-of-means", "large-gradients-skipped", "delayed-by-one"],
 )
 def test_a_fault_has_the_same_name_and_the_same_smallest_case(monkeypatch, second, name):
     found = verify(BUGS[name].loop, examples=40)
