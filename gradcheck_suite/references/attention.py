@@ -70,8 +70,9 @@ def attention_backward(
 ) -> Tensors:
     """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
 
-    The fused operation computes the probabilities from scores and their stored logarithms of sums, exp(S - L). If S and
-    L were rounded apart, large scores would make them infinite.
+    The fused operation computes the probabilities from scores and the stored logarithms of their sums, exp(S - L). L is
+    rounded, so that the probabilities of a query add up to 1 but for eps * L. For bfloat16 and float16, L is kept in
+    float32, and its error is small beside the rounding of the probabilities: `attention_backward_by_softmax`.
 
     The gradient of the scores is P * (dO V - D), where D = sum(dO * O). Where one probability is 1, O is V and the
     difference is 0; the two sums are rounded apart, so the fused operation returns a rounding error of the size of
@@ -91,8 +92,50 @@ def attention_backward(
 
     Source: T. Dao et al., FlashAttention (2022), appendix B.2.
     """
+    scores, none = _scores(query, key, is_causal, attn_mask, scale)
+    probabilities = _softmax(scores, none) * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
+    return _gradients(probabilities, grad_out, query, key, value, out, scale)
+
+
+def attention_backward_by_softmax(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    _logsumexp: torch.Tensor,
+    _dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Tensors:
+    """Return what `attention_backward` does, with logarithms of sums that are not rounded."""
+    probabilities = _softmax(*_scores(query, key, is_causal, attn_mask, scale))
+    return _gradients(probabilities, grad_out, query, key, value, out, scale)
+
+
+def _gradients(
+    probabilities: torch.Tensor,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    scale: float | None,
+) -> Tensors:
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    probabilities = _softmax(*_scores(query, key, is_causal, attn_mask, factor))
     both = (grad_out * out).sum(-1, keepdim=True)
     grad_scores = probabilities * (grad_out @ value.mT - both) * factor
     return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out
+
+
+def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:
+    """Return the error that rounding gives m + log(sum(exp(S - m))), m the largest score; exactly computed, it is 0.
+
+    It is at most the logarithm, since m is a number of the precision: nothing where one score is far above all others.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    logarithm = (scores - largest).exp().sum(-1, keepdim=True).log()
+    error = logarithm - ((largest + logarithm) - largest)
+    return error.maximum(-logarithm).minimum(logarithm)

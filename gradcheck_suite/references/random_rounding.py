@@ -24,7 +24,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.references.attention import attention, attention_backward
+from gradcheck_suite.references.attention import attention, attention_backward, attention_backward_by_softmax
 from gradcheck_suite.references.normalizations import FORWARD_NORMS, batch_norm_of_stored
 
 # fmt: off
@@ -245,7 +245,8 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     torch in a lower precision returns a rounding error of g / sqrt(eps).
 
     Args:
-        inside: whether a normalization rounds inside, as `normalizations` has it, and the derivative of gelu.
+        inside: whether a normalization rounds inside, as `normalizations` has it, the derivative of gelu, and the
+            logarithms of sums that the backward of attention reads.
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
@@ -253,7 +254,9 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     found = {
         **get_decompositions([getattr(aten, name) for name in stepwise]),
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+            attention_backward if inside else attention_backward_by_softmax
+        ),
     }
     return {**found, **FORWARD_NORMS} if inside else found
 

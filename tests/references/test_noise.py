@@ -13,7 +13,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.references.agreement import disagreement
-from gradcheck_suite.references.attention import attention, attention_backward
+from gradcheck_suite.references.attention import attention, attention_backward, attention_backward_by_softmax
 from gradcheck_suite.references.noise import Computation, RoundingErrors, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
@@ -234,13 +234,14 @@ def test_attention_that_is_rounded_operation_by_operation_is_that_of_torch(maske
         mask = torch.where(torch.rand(2, 1, 5, 5, **shape) < 0.4, -torch.inf, 0.0).double()
         mask[0, 0, 2] = -torch.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=0.3)
-    own_out, _ = attention(query, key, value, 0.0, causal, attn_mask=mask, scale=0.3)
+    own_out, sums = attention(query, key, value, 0.0, causal, attn_mask=mask, scale=0.3)
     assert (own_out - out).abs().max() < 1e-14
     gradient = torch.randn(2, 3, 5, 4, **shape)
-    given = (query, key, value, out, torch.zeros(()), 0.0, causal)
-    found = attention_backward(gradient, *given, attn_mask=mask, scale=0.3)
-    for own, torchs in zip(found, torch.autograd.grad(out, (query, key, value), gradient), strict=True):
-        assert (own - torchs).abs().max() < 1e-14
+    right = torch.autograd.grad(out, (query, key, value), gradient)
+    for backward in (attention_backward, attention_backward_by_softmax):
+        found = backward(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=mask, scale=0.3)
+        for own, torchs in zip(found, right, strict=True):
+            assert (own - torchs).abs().max() < 1e-14
 
 
 def test_attention_that_picks_one_value_has_a_rounding_error_of_the_size_of_its_parts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -164,6 +165,55 @@ def test_float64_has_no_digit_of_the_derivative_of_gelu_by_tanh_far_below_0():
     window = REFERENCES.get(GELU, None).window(0)
     assert disagreement(window) is None
     assert disagreement(window, window.jax * (1 + 1e-9)) is not None
+
+
+ATTENTION = Case(
+    ProblemSpec(
+        Input("sequence", length=3, padded=False, size=2, values="large"),
+        (
+            Layer("weight_norm", features=2, whole=False),
+            Layer("attention", causal=False, heads=1),
+            Layer("attention", causal=False, heads=1),
+        ),
+        Loss("mse", reduction="mean"),
+    ),
+    Plan((8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4), 7, 2),
+    dtype="float32",
+    seed=3255877730,
+)
+
+
+def test_probabilities_in_the_backward_of_attention_add_up_to_1_but_for_the_rounding_of_their_logarithm():
+    """Their sums times the gradient of the output are the gradient of the values: 6, for six queries and ones."""
+
+    def inputs(seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        common = 20 * torch.randn(1, 1, 1, 4, generator=generator)
+        query = common + torch.randn(1, 1, 6, 4, generator=generator)
+        key, value = torch.randn(2, 1, 1, 5, 4, generator=generator)
+        return query, common + 0.05 * key, value
+
+    def error(seed: int, dtype: torch.dtype) -> float:
+        query, key, value = (x.to(dtype) for x in inputs(seed))
+        out = F.scaled_dot_product_attention(query, key, value.requires_grad_())
+        out.backward(torch.ones_like(out))
+        return float(value.grad.double().sum(-2).sub(6).abs().max())
+
+    def size(errors: Iterable[float]) -> float:
+        return float(np.sqrt(np.mean(np.square(list(errors)))))
+
+    logarithm = max(float((query @ key.mT / 2).logsumexp(-1).max()) for query, key, _ in map(inputs, range(16)))
+    observed = size(error(seed, torch.float32) for seed in range(16))
+    modelled = []
+    for seed in range(16):
+        with RandomRounding(seed, torch.float32):
+            modelled.append(error(seed, torch.float64))
+    assert 100 * 2.0**-24 < observed < 6 * logarithm * 2.0**-24
+    assert observed / 4 < size(modelled) < 8 * observed
+    window = REFERENCES.get(ATTENTION, None).window(1)
+    assert precision_fault(window) is None
+    assert window.compare_quickly(window.expected).ratio == 0
+    assert window.compare_quickly(window.expected * 1.001).ratio > 1
 
 
 def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
