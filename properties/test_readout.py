@@ -1,4 +1,4 @@
-"""The weight read-out probe: the accumulated gradient is the vector of weights that a loop gives to each item.
+"""The weight probe: the accumulated gradient is the vector of weights that a loop gives to each item.
 
 The expected weights are written down by hand, from what each loop's lines say, never computed by the suite.
 """

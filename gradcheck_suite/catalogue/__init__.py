@@ -203,7 +203,7 @@ def checked_loss(problem: ProblemSpec) -> LossDefinition:
         raise UsageError(f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     variants = kind.variants(signal)
     if not variants:
-        raise UsageError(f"loss {kind.name!r}: does not take {signal}")
+        raise UsageError(f"loss {kind.name!r} does not take {signal}: choose another loss or another last layer")
     _check_options(f"loss {kind.name!r}", options, variants)
     return kind
 

@@ -25,13 +25,19 @@ def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments; what follows the script belongs to the script."""
     parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
     add = parser.add_argument
-    add("--steps", type=parsers.positive_integer, metavar="N", help="judge N steps, then let the script run on unseen")
+    add(
+        "--steps",
+        type=parsers.positive_integer,
+        metavar="N",
+        help="judge N optimizer steps, then let the script run on without the audit",
+    )
     add(
         "--every",
         type=parsers.positive_integer,
         default=10,
         metavar="M",
-        help="compute the first window and every M-th after it again, in one batch (default: 10)",
+        help="compute the first window and every M-th after it again, in one batch where the model allows it "
+        "(default: 10)",
     )
     add(
         "--accumulation-steps",
@@ -39,7 +45,13 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="K",
         help="micro-batches per window; without it, read off the run",
     )
-    add("--accept", action="append", default=[], metavar="DIAGNOSIS", help="a fault to live with; repeatable")
+    add(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="DIAGNOSIS",
+        help="report this diagnosis as accepted, not as a violation; repeatable",
+    )
     add(
         "--without",
         action="append",

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the shards that are not done yet, merge all of them, and print what they come to."""
     environment.expect_main_job()
     if arguments.address is not None and arguments.engine != "ray":
-        raise UsageError("--address: expected --engine ray beside it")
+        raise UsageError("--address needs --engine ray")
     output_paths.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
     from gradcheck_suite.cli.campaigns.folder import Shards, merge

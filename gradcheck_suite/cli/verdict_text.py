@@ -122,7 +122,7 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
 
 def _found(result: Result) -> str:
     assert result.violation is not None
-    first = "the weight read-out probe"
+    first = "the weight probe"
     if result.violation.case.problem_name:
         first = "the case that is tried first, two whole windows"
     if not result.cases:

@@ -1,6 +1,6 @@
 """Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
 
-The first run is on the weight read-out probe, under the same plan. Where the weights are wrong, a second one is on the
+The first run is on the weight probe, under the same plan. Where the weights are wrong, a second one is on the
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
 one with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
@@ -44,8 +44,8 @@ from gradcheck_suite.records.description import error_text
 from gradcheck_suite.references.window import Window
 
 RIGHT_ON_PROBE = (
-    "on the read-out probe the items' weights are right, so look at what depends on the gradient's values, on the "
-    "batch's or on the model"
+    "on the weight probe the items' weights are right, so the fault depends on the values of the gradient or "
+    "of the batch, or on the model"
 )
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
@@ -176,7 +176,7 @@ def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
     )
 
 
-# The weight read-out probe
+# The weight probe
 
 
 def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis | None:
@@ -224,12 +224,12 @@ def _on_probe(
         probe = replace(probe, dtype="float32")
         steps = probe.observed_weights(runner)
     if steps is None:
-        return not_linear("the weight read-out probe cannot be used: the loop raised on it")
+        return not_linear("the weight probe cannot be used: the loop raised on it")
     if step >= len(steps):
-        return not_linear(f"the weight read-out probe cannot be used: the loop took {len(steps)} step(s) on it")
+        return not_linear(f"the weight probe cannot be used: the loop took {len(steps)} step(s) on it")
     items, right = steps[step], probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
-        return not_linear("on the read-out probe, whose gradients are all 1, it is not even finite")
+        return not_linear("on the weight probe, whose gradients are all 1, it is not even finite")
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
     weights = per_micro_batch(probe, items)

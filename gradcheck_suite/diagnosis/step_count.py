@@ -1,6 +1,6 @@
 """Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
 
-Two runs are on weight read-out probes, whose steps show which micro-batches each of them was about: one under the
+Two runs are on weight probes, whose steps show which micro-batches each of them was about: one under the
 loop's own plan, one under the plan that separates faults which look alike. The others repeat the case, or the probe
 where the loop takes another number of steps there.
 """
@@ -70,7 +70,7 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     if len(own) != taken:
         if _held(probe, runner) not in (own, None):
             return NOT_REPEATABLE
-        asked += f"; on the read-out probe, under the same plan, it takes {len(own)}"
+        asked += f"; on the weight probe, under the same plan, it takes {len(own)}"
     faults = _separated(probe, own, runner)
     if "never-stepped" in faults:
         faults["never-stepped"] = _never(outcome)
@@ -116,7 +116,7 @@ def _separated(probe: WeightProbe, own: Held, runner: LoopRunner) -> dict[str, s
 
 def _by_values(asked: str, plan: Plan, taken: int) -> Diagnosis:
     """Return the diagnosis of a loop that takes the right number of steps on the probe."""
-    said = f"{asked}; on the read-out probe, under the same plan, it takes the right number"
+    said = f"{asked}; on the weight probe, under the same plan, it takes the right number"
     if taken < plan.steps:
         return Diagnosis(
             "skipped-steps", f"{said}, so it skips steps by the values of gradients or losses: {SKIPPED_BY_SCALER}"

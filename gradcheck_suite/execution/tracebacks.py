@@ -56,7 +56,7 @@ _BY_TEXT = (
     (
         # https://github.com/pytorch/pytorch/issues/143580
         "expect_autograd_hooks_ INTERNAL ASSERT",
-        "with static_graph=True, the first backward of a run must not be under no_sync",
+        "with static_graph=True, the first forward and backward of a run must not be under no_sync",
     ),
     (
         "Default process group has not been initialized",

@@ -54,7 +54,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     Args:
         steps: number of optimizer steps to judge; all by default.
-        every: one window in so many is computed again; the first one is.
+        every: the first window and every `every`-th after it are computed again.
         accept: diagnoses that the project lives with, such as `"mean-of-means"`.
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.

@@ -10,7 +10,10 @@ from gradcheck_suite.live.recording.passes import Watched
 from gradcheck_suite.live.recording.recorder import Recorder
 from gradcheck_suite.schema.live_results import LiveViolation
 
-UNCLEAR = "the sum of a step stayed unclear: it was edited, or something else writes to `.grad`"
+UNCLEAR = (
+    "at a step, `.grad` was not the sum of the window's backward passes, and it is unclear why: "
+    "it was edited before the step, or other code writes to `.grad`"
+)
 WRAP = (
     "Call what writes to the parameters (an extension in C++, a loop over them) in the step() of a subclass of "
     "torch.optim.Optimizer"

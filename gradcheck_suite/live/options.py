@@ -30,8 +30,8 @@ class AuditOptions:
 
     Attributes:
         steps: number of optimizer steps to judge; None for all.
-        every: one window in so many is computed again; the first one is.
-        accept: diagnoses that the user lives with.
+        every: the first window and every `every`-th after it are computed again.
+        accept: diagnoses that are reported as accepted and not as violations.
         accumulation_steps: K, where the user states it.
         without: instruments that are switched off.
         stop_on_violation: whether the first violation ends the run.

@@ -279,7 +279,7 @@ def _line(rank: int, state: Watched, index: int, place: Place, wrapped: bool) ->
         clip=clip_factor(state.pending) if state.pending else 1.0,
         distributed=distributed,
         wrapped=wrapped,
-        skipped="it was not known before its first step" if state.late or state.overflown else None,
+        skipped=state.missing(),
     )
 
 

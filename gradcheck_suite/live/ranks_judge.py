@@ -119,7 +119,9 @@ def _judge(lines: Sequence[StepLine], memory: _Memory, found: Together, given: i
         found.findings[f"a step was not judged: {skipped or 'a gradient was missing or not finite'}"] += 1
         return
     if not any(one.arrivals for _, one in passes):
-        found.findings["a step was not judged: no gradient of it has a sketch, so that factors are not known"] += 1
+        found.findings[
+            "a step was not judged: none of its gradients is a dense, plain tensor, which alone are projected"
+        ] += 1
         return
     for line in lines:
         explained = _explained(line, lines, passes)
@@ -213,7 +215,9 @@ def judge_together(files: Sequence[RankFile], given: int | None) -> Together:
     counts = {file.rank: len(file.steps) for file in files}
     if len(set(counts.values())) > 1 and not alone:
         shown = ", ".join(f"{n} on rank {rank}" for rank, n in counts.items())
-        found.findings[f"the ranks have made different numbers of steps ({shown}): only steps of all were judged"] += 1
+        found.findings[
+            f"the ranks made different numbers of steps ({shown}): only those that every rank made were judged"
+        ] += 1
     return found
 
 

@@ -52,10 +52,11 @@ class ResetMode:
 
 
 def zero_by_hand(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Zero every gradient in place: `p.grad.zero_()`."""
+    """Zero every gradient in place, by `p.grad.zero_()`; detach it first where it has a graph."""
     for p in parameters:
         if p.grad is not None:
-            p.grad.detach_()
+            if p.grad.grad_fn is not None:  # after create_graph=True
+                p.grad.detach_()
             p.grad.zero_()
 
 

@@ -12,7 +12,7 @@ from gradcheck_suite.report.sections.audits import run_of
 from gradcheck_suite.report.sections.traffic import total
 
 SMALLEST = 0.1
-"""Relative change of a measured time or size from which on it is told."""
+"""Relative change of a measured time or size from which it is reported."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A violation as a page of its own: what is told, its split in blocks, its plots, its script."""
+"""A violation as a page of its own: its explanation, its split in blocks, its plots, its script."""
 
 from __future__ import annotations
 

@@ -30,5 +30,5 @@ LBFGS = Counterpart(
     _lbfgs,
     ({"max_iter": 1, "lr": 0.5, "history_size": 3}, {"max_iter": 1, "lr": 0.1, "history_size": 3}),
     ("single",),
-    outside="the line search, the tolerances, and steps whose curvature is at most 1e-10, which torch skips",
+    outside="the line search, the tolerances, and pairs (y, s) with y·s at most 1e-10, which torch does not store",
 )

@@ -14,8 +14,8 @@ from gradcheck_suite.schema.case import Case
 from gradcheck_suite.schema.results import Verdict, Violation
 
 UNEVEN = (
-    "; in this case a rank has no micro-batch in the last window: if yours never has that, as DistributedSampler sees "
-    "to, state the assumption busy-ranks"
+    "; in this case a rank has no micro-batch in the last window: if your sampler gives every rank the same number, as "
+    "DistributedSampler does, state the assumption even-ranks"
 )
 
 

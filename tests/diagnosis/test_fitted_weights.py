@@ -76,7 +76,7 @@ def _gradient(*weights, rows=ROWS, plan=PLAN):
 @pytest.mark.parametrize(
     ("weights", "name", "says"),
     [
-        ((1 / 3, 1 / 6, 1 / 9, 0), "mean-of-means", "each micro-batch's mean weighs 1/3"),
+        ((1 / 3, 1 / 6, 1 / 9, 0), "mean-of-means", "each micro-batch's mean has weight 1/3"),
         ((2 / 6, 2 / 6, 2 / 6, 0), "wrong-scale", "weighs 2 times"),
         ((1 / 6, 0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1] of the window"),
         ((0, 0, 1 / 6, 0), "reset-inside-window", "only the window's last micro-batch"),
@@ -205,7 +205,7 @@ def _only(names, weights, right=RIGHT):
 def test_a_fault_of_some_parameters_is_named_with_them():
     diagnosis = _read(_only("b", (1 / 3, 1 / 6, 1 / 9, 0)))
     assert diagnosis.name == "mean-of-means"
-    assert diagnosis.sentence.startswith("in b alone, while a, c are right: each micro-batch's mean weighs 1/3")
+    assert diagnosis.sentence.startswith("in b alone, while a, c are right: each micro-batch's mean has weight 1/3")
     diagnosis = _read(_only("ac", (1 / 3, 1 / 6, 1 / 9, 0)))
     assert diagnosis.sentence.startswith("in a, c alone, while b is right: ")
 

@@ -326,14 +326,14 @@ def _loses_the_first(run):
 def test_a_fault_that_the_probe_lacks_is_said_to_depend_on_values_or_the_model():
     name, sentence, _ = explained(then(forget))
     assert name == "no-gradient"
-    assert "; but on the read-out probe the items' weights are right, so look at what depends on" in sentence
+    assert "; but on the weight probe the items' weights are right, so the fault depends on the values of" in sentence
     for loop, found in (
         (_loses_the_first, "dropped-micro-batch"),
         (then(_more), "wrong-scale"),
     ):
         name, sentence, _ = explained(loop, plan=Plan((1, 2, 3, 2), 4))
         assert name == found
-        assert "the read-out probe" not in sentence
+        assert "the weight probe" not in sentence
 
 
 @pytest.mark.parametrize("count", [0.5, 1.0, 2.0])
@@ -400,7 +400,7 @@ def test_a_loop_that_runs_in_float32_alone_is_read_there_and_its_refusal_is_not_
     loop = _Counted(_more, refused)
     name, sentence, _ = explained(loop, dtype=dtype)
     assert (name == "wrong-scale") is named
-    assert ("the weight read-out probe cannot be used: the loop raised on it" in sentence) is not named
+    assert ("the weight probe cannot be used: the loop raised on it" in sentence) is not named
     assert loop.runs == runs
 
 
@@ -433,7 +433,7 @@ def test_a_loop_that_refuses_the_probe_alone_is_not_read_in_a_lower_precision_th
 
     name, sentence, _ = explained(refuses)
     assert name == "not-linear"
-    assert "the weight read-out probe cannot be used: the loop raised on it" in sentence
+    assert "the weight probe cannot be used: the loop raised on it" in sentence
 
 
 # Rounding

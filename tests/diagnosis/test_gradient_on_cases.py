@@ -71,8 +71,8 @@ def _not_a_number(run):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_raise_on_small_weight, "on the read-out probe the items' weights are right"),
-        (_not_a_number, "on the read-out probe the items' weights are right"),
+        (_raise_on_small_weight, "on the weight probe the items' weights are right"),
+        (_not_a_number, "on the weight probe the items' weights are right"),
     ],
 )
 def test_what_the_case_does_not_show_is_not_named(change, says, window):
@@ -105,7 +105,7 @@ def test_elements_that_small_losses_flush_to_zero_are_not_taken_for_a_dependence
     x = DATA["x"] * np.array([1e-39, 1, 1])
     name, sentence, _ = explained(then(mix), plan=Plan((1, 2), 2), x=x, dtype="float32")
     assert name == "not-linear"
-    assert "on the read-out probe the items' weights are right" in sentence
+    assert "on the weight probe the items' weights are right" in sentence
     assert "it is wrong in weight (4 of 6 elements)" in sentence
 
 

@@ -1,4 +1,4 @@
-"""What the read-out probe shows of a wrong gradient: which step is read, by which count, and where it is no guide."""
+"""What the weight probe shows of a wrong gradient: which step is read, by which count, and where it is no guide."""
 
 from __future__ import annotations
 
@@ -161,10 +161,13 @@ def double_all(run):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (fail, "the weight read-out probe cannot be used: the loop raised on it"),
-        (_infinite, "on the read-out probe, whose gradients are all 1, it is not even finite"),
+        (fail, "the weight probe cannot be used: the loop raised on it"),
+        (_infinite, "on the weight probe, whose gradients are all 1, it is not even finite"),
         (_doubles_where_large, "the items' weights are wrong, and the loop stops if the loss is small"),
-        (as_it_is, "on the read-out probe the items' weights are right, so look at what depends on the gradient's"),
+        (
+            as_it_is,
+            "on the weight probe the items' weights are right, so the fault depends on the values of the gradient",
+        ),
     ],
 )
 def test_why_the_probe_tells_nothing_is_said(change, says):
@@ -218,7 +221,7 @@ def test_a_dependence_on_the_gradients_size_is_seen_where_it_is_no_rounding(prob
     name, sentence, _ = explained(then(change))
     assert name == "not-linear"
     if rounding:
-        assert "on the read-out probe the items' weights are right" in sentence
+        assert "on the weight probe the items' weights are right" in sentence
     else:
         said = "large gradients alone are wrong, and too large" if probe else "(clipping, decay, normalizing)"
         assert said in sentence

@@ -78,7 +78,7 @@ def test_a_gradient_of_0_is_no_reset_where_the_probe_is_right():
 
     name, sentence, _ = explained(then(clear))
     assert name == "no-gradient"
-    assert "on the read-out probe the items' weights are right" in sentence
+    assert "on the weight probe the items' weights are right" in sentence
     _, sentence, _ = explained(then(lambda run: run.optimizer.zero_grad(set_to_none=False)))
     assert "probe" not in sentence
 

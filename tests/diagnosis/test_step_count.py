@@ -177,8 +177,8 @@ def _fails_on_other_plans(run):
 @pytest.mark.parametrize(
     ("loop", "plan", "diagnosis", "says"),
     [
-        (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items never train anything"),
-        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items never train"),
+        (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items contribute to no step"),
+        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items contribute to no step"),
         (_whole_windows_but_their_last, PLAN, "wrong-step-count", "the steps held micro-batches [0], [0]"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
@@ -223,7 +223,7 @@ def _fails_on_other_plans(run):
             "called 257 times, expected 1 (",
             marks=pytest.mark.full,
         ),
-        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items never train"),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to no step"),
         (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
         (
@@ -361,7 +361,7 @@ def test_a_loop_that_skips_steps_by_their_values_is_told_from_one_that_never_ste
     assert not outcome.observations
     diagnosis = explain_steps(instance, outcome, LoopRunner(skips))
     assert diagnosis.name == "skipped-steps"
-    assert "on the read-out probe, under the same plan, it takes the right number" in diagnosis.sentence
+    assert "on the weight probe, under the same plan, it takes the right number" in diagnosis.sentence
 
 
 def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
@@ -519,7 +519,7 @@ def test_a_loop_for_sums_is_read_on_a_sum():
     spec = replace(REGRESSION, loss=Loss("mse", reduction="sum"))
     instance = generated_instance(Case(spec, PLAN))
     found = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop))
-    assert "is never stepped: its items never train anything" in found.sentence
+    assert "is never stepped: its items contribute to no step" in found.sentence
 
 
 def test_as_many_steps_on_the_probe_as_it_has_windows_are_right_however_many():
@@ -556,7 +556,7 @@ def test_another_number_of_steps_on_the_probe_is_told(on_probe):
     instance = generated_instance(Case(REGRESSION, PLAN))
     sentence = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
     assert sentence.startswith("optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows)")
-    assert f"; on the read-out probe, under the same plan, it takes {on_probe}" in sentence
+    assert f"; on the weight probe, under the same plan, it takes {on_probe}" in sentence
     # what those steps hold is not what the two of the case do
     assert "the steps held micro-batches" not in sentence
 
@@ -612,4 +612,4 @@ def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
     found = _explained(_misses_steps(*missed))
     assert (found.name == "not-repeatable") == (name is not None)
     if name is None:
-        assert "on the read-out probe, under the same plan, it takes 2" in found.sentence
+        assert "on the weight probe, under the same plan, it takes 2" in found.sentence

@@ -55,18 +55,30 @@ def test_the_expected_weight():
         (_short(5 / 8, 5 / 8, k=5, counts=(1, 3)), "wrong-scale", "over the short window's micro-batches, 5/2"),
         (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
         # each mean counted the same: 1/(3 * count)
-        (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean weighs 1/3 whatever its count: "),
-        (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean weighs 1/3 whatever its count"),
-        (_weights(1, 1 / 2, 1 / 3, reduction="sum"), "mean-of-means", "weighs 1 whatever its count, where sums are to"),
+        (
+            _weights(1 / 3, 1 / 6, 1 / 9),
+            "mean-of-means",
+            "each micro-batch's mean has weight 1/3, whatever its count: ",
+        ),
+        (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean has weight 1/3, whatever its count"),
+        (
+            _weights(1, 1 / 2, 1 / 3, reduction="sum"),
+            "mean-of-means",
+            "has weight 1, whatever its count, where sums are to",
+        ),
         # each mean counted as that of 3 or of 1 items: 3/(6 * count), 1/(6 * count)
         (_weights(1 / 2, 1 / 4, 1 / 6), "wrong-count", "by the count of the window's last micro-batch"),
         (_weights(1 / 6, 1 / 12, 1 / 18), "wrong-count", "by the count of the window's first micro-batch"),
         (_weights(1 / 6, 1 / 6, 3 / 6), "repeated-micro-batch", "3 times, as often as the window has micro-batches: "),
         (_weights(1 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "twice: send each loss backward once, and multiply"),
-        (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "weighs 0.333333 whatever its count, where"),
-        (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "weighs 1/5 whatever its count, in a window of 3"),
+        (
+            _weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"),
+            "mean-of-means",
+            "has weight 0.333333, whatever its count, where",
+        ),
+        (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "has weight 1/5, whatever its count, in a window of 3"),
         (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
-        (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean weighs 0.666667 whatever its count"),
+        (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean has weight 0.666667, whatever its count"),
         # other windows' micro-batches
         (
             _weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)),
@@ -121,10 +133,10 @@ def test_the_expected_weight():
         (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
         # 1/6 rounded to float32, and a factor that is none
-        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are numbers of float32"),
-        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are numbers of float16"),
-        (_weights(0.17, 0.33 / 2, 0.5 / 3), "rounded-weights", "are numbers of 2 decimals"),
-        (_weights(0.2, 0.3 / 2, 0.5 / 3), "rounded-weights", "are numbers of 1 decimal:"),
+        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are rounded to float32"),
+        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are rounded to float16"),
+        (_weights(0.17, 0.33 / 2, 0.5 / 3), "rounded-weights", "are rounded to 2 decimals"),
+        (_weights(0.2, 0.3 / 2, 0.5 / 3), "rounded-weights", "are rounded to 1 decimal:"),
         (_weights(*[(1 - 5e-7) / 6] * 3), "wrong-scale", "1 - 5e-07 times"),
     ],
 )

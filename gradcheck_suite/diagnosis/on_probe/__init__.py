@@ -1,1 +1,1 @@
-"""Names of faults from weight read-out probes, on which every item's weight can be read off the gradient."""
+"""Names of faults from weight probes, on which every item's weight can be read off the gradient."""

@@ -184,7 +184,7 @@ def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diag
             )
         seen = finer
     if not np.isfinite(seen[step]).all():
-        return not_linear("on the read-out probe, whose gradients are finite, it is not even finite")
+        return not_linear("on the weight probe, whose gradients are finite, it is not even finite")
     return explain_weights(probe, seen, step, runner)
 
 

@@ -1,4 +1,4 @@
-"""The weight read-out probe under a case's plan: the weight that a loop gives each item, step by step."""
+"""The weight probe under a case's plan: the weight that a loop gives each item, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second weight read-out probe on which faults that look alike under a small plan differ.
+"""A second weight probe on which faults that look alike under a small plan differ.
 
 Its windows have three or more micro-batches of other K, with different, with partly equal and with equal sizes, no two
 windows count the same, the last window is short, and there are two epochs: all within what the loop assumes.

@@ -55,7 +55,7 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
     if plan.has_short_window:
         whole, tail = [w for w in _right(plan, 1) if len(w) == k], frozenset(plan.windows[-1])
         said = f": the short last window (micro-batches {list(plan.windows[-1])}) is never stepped"
-        yield "tail-dropped", whole * plan.epochs, f"{said}: its items never train anything"
+        yield "tail-dropped", whole * plan.epochs, f"{said}: its items contribute to no step"
         leaking = [whole[0] | tail, *whole[1:]] if whole else []
         leak = f"{said}, and its gradient leaks into the next epoch's first window"
         yield "tail-leak", whole + leaking * (plan.epochs - 1), leak
@@ -106,7 +106,7 @@ def _simulated_over_ranks(plan: Plan) -> Iterator[tuple[str, Held, str]]:
     whole = [parts for parts in busy if all(len(part) == k for part in parts)]
     if len(whole) < len(busy):
         said = f": a window in which some rank has fewer than {k} micro-batches is never stepped"
-        yield "tail-dropped", _united(whole) * plan.epochs, f"{said}: its items never train anything"
+        yield "tail-dropped", _united(whole) * plan.epochs, f"{said}: its items contribute to no step"
     yield from _wrong_epochs(plan)
     if k > 1:
         said = ": it stepped once per micro-batch"
@@ -165,7 +165,7 @@ def _general(plan: Plan, held: Held) -> Iterator[tuple[str, str]]:
         per_epoch = len(plan.windows)
         place = [i for i in range(len(right)) if i not in _places(held, right)]
         missing = ", ".join(f"window {i % per_epoch} of epoch {i // per_epoch}" for i in place[:3])
-        yield "dropped-window", f": no step was about {missing}{' and others' if len(place) > 3 else ''}"
+        yield "dropped-window", f": no step has the gradient of {missing}{' and others' if len(place) > 3 else ''}"
 
 
 def _places(held: Held, right: Held) -> list[int]:

@@ -1,4 +1,4 @@
-"""Naming a fault from the weights that a loop gives to the items of a weight read-out probe."""
+"""Naming a fault from the weights that a loop gives to the items of a weight probe."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
         return separated or not_linear(
-            "on the read-out probe the items' weights are wrong, and the loop stops if the loss is small"
+            "on the weight probe the items' weights are wrong, and the loop stops if the loss is small"
         )
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):

@@ -36,7 +36,7 @@ DIVIDE_ONCE = "divide each summed loss by the window's count, and by nothing els
 UNDIVIDED = f"a division is left out: {DIVIDE_ONCE}"
 TWICE = f"something divides a second time: {DIVIDE_ONCE}"
 SHORT = "a short window is divided as if it were whole: divide by its own count"
-OTHER_COUNT = "divide by the count of the micro-batches that this step is about"
+OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step"
 
 
 def _other_count(micro_batches: Callable[[Weights], tuple[int, ...] | None]) -> Value:
@@ -152,8 +152,9 @@ OF_RANKS = (
         Factor(
             lambda w, power=power: float(w.world_size) ** power if w.owners else None,  # type: ignore[misc]
             lambda w, what=what: f"{what}, {w.world_size}",  # type: ignore[misc]
-            "DistributedDataParallel and other wrappers average over ranks; divide by the number of ranks, or multiply "
-            "by it, once or not at all",
+            "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: "
+            "multiply each rank's share of the loss (summed loss / count of all ranks) by the number of ranks where "
+            "gradients are averaged, and leave it as it is where they are added",
         )
         for power, what in (
             (1, "the number of ranks"),
@@ -168,7 +169,7 @@ OF_RANKS = (
                 (value := _other_count(_part_of_rank(rank))(w)) and value / w.world_size**times
             ),
             lambda w, times=times, rank=rank: (  # type: ignore[misc]
-                f"its count over {'the number of ranks times ' * times}that of rank {rank}, "
+                f"the window's count over {'the number of ranks times ' * times}that of rank {rank}, "
                 f"{w.window_count:g}/{w.count_of(_part_of_rank(rank)(w) or ()) * w.world_size**times:g}"
             ),
             "add up the counts of all ranks",
@@ -208,60 +209,67 @@ FACTORS = (
     Factor(
         lambda w: 1 / w.window_count,
         lambda w: f"one over the window's count, 1/{w.window_count:g}",
-        "a sum is divided by the count, or a mean once more: divide a mean's sum once, and a sum never",
+        "a sum is divided by the count, or a mean is divided twice: divide the summed losses by the window's count "
+        "once if run.reduction is 'mean', and not at all if it is 'sum'",
     ),
     Factor(
         _other_count(_neighbour(-1)),
-        lambda w: f"its count over the previous window's, {_over(w, _neighbour(-1))}",
+        lambda w: f"the window's count over the previous window's, {_over(w, _neighbour(-1))}",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
         _other_count(_neighbour(1)),
-        lambda w: f"its count over the next window's, {_over(w, _neighbour(1))}",
+        lambda w: f"the window's count over the next window's, {_over(w, _neighbour(1))}",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
-        _other_count(_first), lambda w: f"its count over the first window's, {_over(w, _first)}", OTHER_COUNT, rare=2
+        _other_count(_first),
+        lambda w: f"the window's count over the first window's, {_over(w, _first)}",
+        OTHER_COUNT,
+        rare=2,
     ),
     Factor(
-        _other_count(_epoch), lambda w: f"its count over the whole epoch's, {_over(w, _epoch)}", OTHER_COUNT, rare=2
+        _other_count(_epoch),
+        lambda w: f"the window's count over the whole epoch's, {_over(w, _epoch)}",
+        OTHER_COUNT,
+        rare=2,
     ),
     Factor(
         _over_mean_of_windows,
-        lambda w: "its count over the mean count of the epoch's windows",
+        lambda w: "the window's count over the mean count of the epoch's windows",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
         _other_count(_one_more),
-        lambda w: f"its count over that of one micro-batch more, {_over(w, _one_more)}",
+        lambda w: f"the window's count over that of one micro-batch more, {_over(w, _one_more)}",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
         _other_count(lambda w: w.window[:-1] if len(w.window) > 1 else None),
-        lambda w: f"its count over that without its last micro-batch, {_over(w, lambda v: v.window[:-1])}",
+        lambda w: f"the window's count over that without its last micro-batch, {_over(w, lambda v: v.window[:-1])}",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
         _other_count(lambda w: w.window[1:] if len(w.window) > 1 else None),
-        lambda w: f"its count over that without its first micro-batch, {_over(w, lambda v: v.window[1:])}",
+        lambda w: f"the window's count over that without its first micro-batch, {_over(w, lambda v: v.window[1:])}",
         OTHER_COUNT,
         rare=2,
     ),
     Factor(
         _so_far,
-        lambda w: "its count over that of all windows up to it",
+        lambda w: "the window's count over that of all windows up to it",
         "set the count to 0 when a window begins",
         rare=2,
     ),
     *(
         Factor(
             _of_means(lambda w, chosen=chosen: w.counts[chosen(w)], times),  # type: ignore[misc]
-            lambda w, word=word, named=named: f"its count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
+            lambda w, word=word, named=named: f"the window's count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
             "add up the counts of the window's micro-batches: they are not all alike",
             rare=2,
         )
@@ -274,7 +282,7 @@ FACTORS = (
     ),
     Factor(
         lambda w: (n := _items(w)) and w.window_count / n,
-        lambda w: f"its count over its items, {w.window_count:g}/{_items(w):g}",
+        lambda w: f"the window's count over its items, {w.window_count:g}/{_items(w):g}",
         "divide by run.count(batch), which is not the number of items",
     ),
     Factor(
@@ -288,7 +296,7 @@ FACTORS = (
     *(
         Factor(
             _miscounted(by),
-            lambda w, how=how: f"its count over one with {how} for each micro-batch",  # type: ignore[misc]
+            lambda w, how=how: f"the window's count over one with {how} for each micro-batch",  # type: ignore[misc]
             "count the targets that the loss divides by, no first or last one more or less",
             rare=2,
         )
@@ -296,7 +304,7 @@ FACTORS = (
     ),
     Factor(
         lambda w: None if w.reduction == "sum" else w.window_count / sum(max(w.counts[j], 1.0) for j in w.window),
-        lambda w: "its count over one in which every micro-batch counts at least 1",
+        lambda w: "the window's count over one in which every micro-batch counts at least 1",
         "do not raise the count of a micro-batch: one without valid targets counts 0",
     ),
     *(
@@ -320,7 +328,7 @@ FACTORS = (
     ),
     Factor(
         _with_empty(lambda w, j: w.items[j] if w.items else 0),
-        lambda w: "its count over that and the items of micro-batches without valid targets",
+        lambda w: "the window's count over that and the items of micro-batches without valid targets",
         "a micro-batch without valid targets counts 0",
     ),
 )

@@ -23,8 +23,8 @@ SEVERAL = "windows of several micro-batches"
 NO_COUNT = ", which no usual count or quotient of counts gives"
 OF_SEVERAL = f" (only in {SEVERAL})"
 NOT_A_SUM = (
-    "; or an element is 0 where the micro-batches differ in it, as in their median, their minimum or where their signs "
-    "must agree: on the read-out probe each is in one micro-batch alone"
+    "; or the micro-batches' gradients are combined by a median, a minimum or an agreement of signs in place of a sum: "
+    "on the weight probe each element is nonzero in one micro-batch only, so such a combination gives 0"
 )
 """What a probe shows as a missing gradient as well."""
 

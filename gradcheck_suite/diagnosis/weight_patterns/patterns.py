@@ -86,11 +86,11 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
     def sentence(w: Weights, wrong: Steps) -> str:
         if w.reduction == "sum":
             return (
-                f"each micro-batch's mean weighs {float(w.per_mean.mean()):.6g} whatever its count, where sums are to "
-                "be added up: do not divide a summed loss by the micro-batch's count"
+                f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
+                "are to be added up: do not divide a summed loss by the micro-batch's count"
             )
         short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
-        return f"each micro-batch's mean weighs {text(w)} whatever its count{short}: {SHARES}"
+        return f"each micro-batch's mean has weight {text(w)}, whatever its count{short}: {SHARES}"
 
     return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_unequal)
 
@@ -250,8 +250,8 @@ INSIDE: tuple[Pattern, ...] = (
         "rounded-weights",
         lambda w: w.is_right or rounded_to(w) is not None,
         lambda w, wrong: (
-            f"the weights are right to {np.abs(w.ratio - 1).max():.1g} only, and are numbers of {rounded_to(w)}: "
-            "counts, quotients or sums were rounded to it; compute them in the loss's dtype or in Python floats"
+            f"the weights have a relative error of {np.abs(w.ratio - 1).max():.1g}, and are rounded to "
+            f"{rounded_to(w)}: compute counts, quotients and sums in the loss's dtype or in Python floats"
         ),
     ),
     Pattern(

@@ -119,7 +119,8 @@ def _some_of_others(w: Weights) -> bool:
 def _said_alone(w: Weights, wrong: Steps) -> str:
     return (
         f"only rank {_only_one_rank(w)}'s micro-batches are in the gradient: it was not added up over the ranks; look "
-        "for a no_sync that is still on in the last backward, a rank that leaves out its all-reduce, one that is not "
+        "for a last micro-batch whose forward runs under no_sync (DistributedDataParallel decides in the forward "
+        "whether backward reduces), a rank that leaves out its all-reduce, one that is not "
         f"waited for, a buffer that is no longer the gradient's; {REDUCE_ONCE}"
     )
 
@@ -168,8 +169,8 @@ RANKS: tuple[Pattern, ...] = (
             "mean-of-means",
             _ranks_means(share),
             lambda w, wrong, text=text: (  # type: ignore[misc]
-                f"each rank's mean weighs {text} whatever its count, as where ranks divide by their own counts and "
-                f"gradients are averaged: {GLOBAL_COUNT}"
+                f"each rank's mean has weight {text}, whatever its count, as where ranks divide by their own counts "
+                f"and gradients are averaged: {GLOBAL_COUNT}"
             ),
             -1,
             informs=_unequal,

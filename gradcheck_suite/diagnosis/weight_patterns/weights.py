@@ -1,7 +1,7 @@
 """The weight that each micro-batch has in the gradient of a step, and what is right of it.
 
 Accumulation is linear: observed = sum over micro-batches j of weight[j] * S[j], with S[j] the gradient of micro-batch
-j's summed loss. The weights are read off exactly by the weight read-out probe, or solved for by least squares.
+j's summed loss. The weights are read off exactly by the weight probe, or solved for by least squares.
 """
 
 from __future__ import annotations

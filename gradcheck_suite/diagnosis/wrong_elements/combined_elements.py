@@ -1,6 +1,6 @@
 """Naming a gradient each element of which is combined from those of the micro-batches otherwise than by their sum.
 
-On the weight read-out probe every element is in one micro-batch alone, so a maximum over micro-batches looks right
+On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right
 there, and a median or an agreement of signs looks like a missing gradient.
 """
 

@@ -104,9 +104,9 @@ def _kind_of(comparison: Comparison, wrong: Sequence[str], right: Sequence[str])
 
 
 def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
-    """Return the diagnosis of a gradient whose elements are all numbers of a narrow format that the right ones are not.
+    """Return the diagnosis of a gradient that a narrow format represents exactly, as it does not the right one.
 
-    The read-out probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
+    The weight probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
     """
     expected, observed = comparison.expected, comparison.observed
     form = format_of(expected, observed)
@@ -114,8 +114,8 @@ def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
         return None
     return Diagnosis(
         "rounded-gradient",
-        f"the gradient is right to {relative_error(expected, observed):.1g} only, and all its elements are numbers of "
-        f"{form}: accumulate in the parameter's dtype or a wider one",
+        f"the gradient has a relative error of {relative_error(expected, observed):.1g}, and all its elements are "
+        f"exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
     )
 
 
@@ -167,8 +167,8 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     elif weights is None and (form := format_of(expected, observed)):
         yield (
             "rounded-gradient",
-            f"the gradient of {name} is right to {relative_error(expected, observed):.1g} only, and all its elements "
-            f"are numbers of {form}: accumulate in the parameter's dtype or a wider one",
+            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
+            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
         )
 
 

@@ -1,6 +1,6 @@
 """Fitting weights to a wrong gradient: least squares on the gradients of the case's own micro-batches.
 
-The read-out probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
+The weight probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
 model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the weights are fitted
 to the case itself, to all elements and then parameter by parameter.
 """

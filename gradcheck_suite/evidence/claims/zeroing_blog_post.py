@@ -67,8 +67,8 @@ def _assigned() -> Finding:
         "conditional",
         "The first gradient after a release is not added to anything: autograd takes the tensor that backward made, "
         "without a copy. It adds the second micro-batch's gradient in place.",
-        condition="for the first backward after the release; autograd copies a gradient that is sparse, shared or of "
-        "other strides than its parameter",
+        condition="for the first backward after the release; autograd copies a dense gradient that something else "
+        "refers to, or whose strides are not those that it wants for `.grad`",
         figures={
             "first: .grad is the tensor that backward made": taken,
             "second: added in place to the first": added,

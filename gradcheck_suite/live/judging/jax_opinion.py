@@ -78,7 +78,7 @@ class JaxOpinion:
         text = f"JAX gave a second opinion on {self.answered} of {self.calls} calls of one window"
         if not self.findings:
             text += ", and agrees with torch"
-        return text if self.refusal is None else f"{text}; one cannot be asked: {self.refusal}"
+        return text if self.refusal is None else f"{text}; the first call that it could not compute: {self.refusal}"
 
 
 def _float64(value: Any) -> Any:
@@ -95,7 +95,7 @@ def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
         forward = part.forward
         size = sum(p.numel() for p in forward.module.parameters())
         if size > MOST_PARAMETERS:
-            return f"the model has {size:,} parameters, and it is asked about at most {MOST_PARAMETERS:,}"
+            return f"the model has {size:,} parameters, and JAX computes only models of at most {MOST_PARAMETERS:,}"
         if id(forward.module) not in copies:
             try:
                 copies[id(forward.module)] = copy.deepcopy(forward.module).double()

@@ -45,8 +45,8 @@ def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
     result, state, passes = Judged(), step.state, step.passes
     gradients = state.gradients() if sums else {}
     previous, state.previous = {key: as_array(s) for key, s in state.previous.items()}, dict(gradients)
-    if state.late or state.overflown:
-        result.findings.append("the first step of an optimizer was not judged: it was not known before")
+    if (missing := state.missing()) is not None:
+        result.findings.append(f"a step was not judged: {missing}")
         return result
     if not passes:
         if sums and previous and any(np.abs(g).max() for g in gradients.values()) and _same(gradients, previous):
@@ -57,7 +57,8 @@ def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
         return result
     if not all(is_finite(s) for s in gradients.values()):
         result.findings.append(
-            "`.grad` was not finite at a step, while all that arrived was: that window was not judged"
+            "`.grad` was infinite or NaN at a step, though every gradient of the window was finite: that window was "
+            "not judged; look for an overflow in the sum, or for what writes to `.grad`"
         )
         return result
     found: Explanation | None = None

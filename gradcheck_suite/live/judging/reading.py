@@ -94,8 +94,12 @@ def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float
     names: list[tuple[float, str]] = []
     if ranks > 1:
         names += [
-            (ranks, f"{ranks}, the number of ranks: the ranks' means are added up, and no mean over ranks is taken"),
-            (1 / ranks, f"1/{ranks}: gradients are averaged over {ranks} ranks, and losses are divided by all counts"),
+            (ranks, f"{ranks}, the number of ranks: the ranks' means are added up and not averaged"),
+            (
+                1 / ranks,
+                f"1/{ranks}: each loss is divided by the count of all ranks, and gradients are averaged over {ranks} "
+                "ranks besides",
+            ),
         ]
     if length > 1:
         names.append((length, f"{length}, the number of the window's micro-batches: no mean over them is taken"))

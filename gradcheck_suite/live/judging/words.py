@@ -18,7 +18,7 @@ SENTENCES = {
     "(clipping per micro-batch, noise, a shared buffer)",
     "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
     "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
-    "foreign": "the gradient has in it what a backward pass left there that another optimizer has stepped on since: "
+    "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
     "reset the gradients of this optimizer before its own backward passes",
     "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
     "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
@@ -33,8 +33,8 @@ SENTENCES = {
     "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward (if that is on purpose, "
     "accept it with --accept wrong-backward)",
-    "not-reduced": "only this rank's own gradient is in `.grad` at the step: reduce it over the ranks in the window's "
-    "last backward pass (look for no_sync left on)",
+    "not-reduced": "only this rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
+    "forward and the backward of the window's last micro-batch outside no_sync",
     "tail-dropped": "{lost} micro-batch(es) went backward and were reset without a step: "
     "step after an epoch's last micro-batch too",
 }

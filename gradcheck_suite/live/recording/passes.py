@@ -102,6 +102,14 @@ class Watched:
             del self.pending[0]
             self.overflown = True
 
+    def missing(self) -> str | None:
+        """Return why not all passes since the last step are recorded; None where they are."""
+        if self.overflown:
+            return f"more than {MAX_PENDING} backward passes came before it, and the first of them were not kept"
+        if self.late:
+            return "the audit found its optimizer only at that step, and had recorded no backward pass for it"
+        return None
+
     def live(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Yield the id and the parameter, for those that still exist."""
         for key, reference in self.parameters.items():

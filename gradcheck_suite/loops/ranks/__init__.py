@@ -25,7 +25,7 @@ RANK_MODES: dict[str, Loop] = {
 _ZEROED, _RELEASED = MODES["zero_grad"], MODES["set_to_none"]
 RANK_LOOPS: dict[str, Loop] = {
     **RANK_MODES,
-    # a gradient that is a view of a bucket refuses detach_(), so no mode that zeroes by hand
+    # one mode that zeroes and one that releases
     "ddp_bucket_view/zero_grad": in_ddp(_ZEROED, gradient_as_bucket_view=True),
     "ddp_bucket_view/set_to_none": in_ddp(_RELEASED, gradient_as_bucket_view=True),
     "ddp_static_graph/zero_grad": in_ddp(

@@ -22,7 +22,11 @@ def table(reports: Path) -> str:
     rows = [data for data in known if not data["widened"]]
     lines = []
     for kind in sorted({data["kind"] for data in rows}):
-        lines += [f"## {kind[0].upper()}{kind[1:]}", "", "| architecture | operations | off by | bound | in float64 |"]
+        lines += [
+            f"## {kind if kind.startswith('torch.') else kind[0].upper() + kind[1:]}",
+            "",
+            "| architecture | operations | off by | bound | in float64 |",
+        ]
         lines += ["| --- | ---: | ---: | ---: | ---: |"]
         lines += sorted(line for data in rows if data["kind"] == kind for line in _row(data, wide))
         lines.append("")

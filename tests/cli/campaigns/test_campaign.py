@@ -276,7 +276,7 @@ def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
         (["verify", "--reports=x"], "--reports stands before verify"),
         (["verify", "--list"], "--list is no campaign: gradcheck-suite verify --list"),
         (["--workers", "0", "verify"], "--workers: expected a positive integer, got '0'"),
-        (["--address", "host:1", "verify"], "--address: expected --engine ray beside it"),
+        (["--address", "host:1", "verify"], "--address needs --engine ray"),
         (
             ["--engine", "ray", "--address", "127.0.0.1:1", "verify", "zero_"],
             "127.0.0.1:1: no Ray cluster answers there",
