@@ -152,6 +152,7 @@ def _tensors_instance(shapes: list[tuple[int, ...]], plan: Plan, dtype: str, dev
 shape_lists = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @scaled(4)
 @given(shapes=shape_lists, plan=small, dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]))

@@ -178,7 +178,12 @@ def _fails_on_other_plans(run):
     ("loop", "plan", "diagnosis", "says"),
     [
         (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items contribute to no step"),
-        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items contribute to no step"),
+        (
+            _whole_windows_only,
+            Plan((1, 1), 3),
+            "tail-dropped",
+            "[0, 1]) is never stepped: its items contribute to no step",
+        ),
         (_whole_windows_but_their_last, PLAN, "wrong-step-count", "the steps held micro-batches [0], [0]"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
@@ -223,7 +228,12 @@ def _fails_on_other_plans(run):
             "called 257 times, expected 1 (",
             marks=pytest.mark.full,
         ),
-        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to no step"),
+        (
+            _whole_windows_only,
+            Plan((1,) * 515, 2),
+            "tail-dropped",
+            "[514]) is never stepped: its items contribute to no step",
+        ),
         (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
         (

@@ -82,7 +82,7 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     sound = _of_two_ranks(monkeypatch, lambda rank: 2 / 10)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     for weight, diagnosis, part in (
-        (lambda rank: 1 / 10, "wrong-scale", "1/2: gradients are averaged over 2 ranks"),
+        (lambda rank: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
         (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "over 2 ranks"),
     ):
         violation = _of_two_ranks(monkeypatch, weight).violation
@@ -152,7 +152,7 @@ def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path):
 def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path):
     result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json")
     _expect("faulty_gathered_count", result, ended)
-    assert "1/2: gradients are averaged over 2 ranks" in result["violation"]["explanation"]
+    assert "1/2: each loss is divided by the count of all ranks" in result["violation"]["explanation"]
     rows = [(row["rank"], row["count"]) for row in result["violation"]["weights"]]
     assert rows == [(0, 4), (1, 3), (0, 2), (1, 1)]
     assert (result["steps"], result["windows"], result["ranks"]) == (3, 3, 2)

@@ -50,6 +50,7 @@ def test_gradients_that_ranks_share_out_are_gathered():
         assert [o.gradients[PARAMETER].tolist() for o in observed] == [[1 / 16] * 16] * 2
 
 
+@pytest.mark.full
 def test_a_rank_without_a_micro_batch_resets_its_gradients_too():
     uneven = Plan((2, 1, 1), 1, ranks=(2, 1))
     for mode in MODES:

@@ -21,6 +21,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.full
 def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path):
     violation = Violation("step-count", "never-stepped", "planted", CASE)
     for text, said in SCRIPTS.items():
