@@ -31,6 +31,7 @@ def test_graphs(part, mode):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.full
 def test_a_released_expert_costs_a_version_each_turn():
     run = training(PARTS[3], RESET_MODES["set_to_none"], Size(100, "few"), 1, "cpu", compiled=True, backend="eager")
     for turn in range(EXPERTS):

@@ -79,7 +79,8 @@ def _doubled(run):
         run.optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_rounding_of_saturated_probabilities_is_no_fault_of_torch(dtype):
     case = SATURATED.replace(dtype=dtype)
     reference = REFERENCES.get(case, None)

@@ -57,6 +57,7 @@ def test_a_rank_without_a_micro_batch_resets_its_gradients_too():
         assert outcome(RANK_LOOPS[f"all_reduce/{mode}"], probe_case(uneven)) == "holds", mode
 
 
+@pytest.mark.full
 def test_steps_that_ranks_share_out_are_judged_as_one_step():
     case = Case(SQUARE, EVEN, optimizer="adam")
     assert outcome(RANK_LOOPS["zero_redundancy/zero_grad"], case) == "holds"

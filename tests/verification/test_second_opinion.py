@@ -91,7 +91,8 @@ def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
     )
 
 
-@pytest.mark.parametrize("optimizer", [None, pytest.param("adam", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", [None, "adam"])
 def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimizer):
     def from_zero(seed: int) -> nn.Module:
         made = model(seed)

@@ -29,6 +29,7 @@ def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path):
         assert unrepeatable(tmp_path / "script.py", violation, 30.0) == said
 
 
+@pytest.mark.full
 def test_a_script_that_is_killed_by_its_own_limit_repeats_a_hang(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit(1)")
     assert unrepeatable(tmp_path / "script.py", Violation("raised", "timed-out", "planted", CASE), 30.0) is None
