@@ -221,13 +221,7 @@ def _fails_on_other_plans(run):
             "called 15 times, expected 3 (",
         ),
         # numbers beyond 256 are no longer one object each
-        pytest.param(
-            _every_micro_batch,
-            Plan((1,) * 257, 257),
-            "step-per-micro-batch",
-            "called 257 times, expected 1 (",
-            marks=pytest.mark.full,
-        ),
+        (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, expected 1 ("),
         (
             _whole_windows_only,
             Plan((1,) * 515, 2),
