@@ -48,6 +48,8 @@ class StoppedOnViolation(BaseException):
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge every optimizer step of the code that runs while it is open, unchanged.
 
+    Example::
+
         with gradcheck_suite.audit(steps=20) as audit:
             trainer.train()
         audit.result

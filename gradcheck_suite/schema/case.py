@@ -68,7 +68,7 @@ class Case:
 
     @property
     def problem_name(self) -> str | None:
-        """The `FILE.py:NAME` of the user's problem; None where the case is about a generated one."""
+        """The file and name of the user's problem, as on the command line; None for a generated one."""
         return self.problem if isinstance(self.problem, str) else None
 
     @cached_property
