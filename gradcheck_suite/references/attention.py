@@ -41,13 +41,17 @@ def _scores(
     query: torch.Tensor, key: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores, and which queries see no key, as a mask (batch, heads, queries, 1)."""
-    scores = (query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query @ key.mT) * _factor(query, scale)
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
     return scores, (scores == -torch.inf).all(-1, keepdim=True)
+
+
+def _factor(query: torch.Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
@@ -67,12 +71,13 @@ def attention_backward(
     *,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
+    logarithms_rounded: bool = True,
 ) -> Tensors:
     """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
 
     The fused operation computes the probabilities from scores and the stored logarithms of their sums, exp(S - L). L is
     rounded, so that the probabilities of a query add up to 1 but for eps * L. For bfloat16 and float16, L is kept in
-    float32, and its error is small beside the rounding of the probabilities: `attention_backward_by_softmax`.
+    float32, and its error is small beside the rounding of the probabilities: there it counts as not rounded.
 
     The gradient of the scores is P * (dO V - D), where D = sum(dO * O). Where one probability is 1, O is V and the
     difference is 0; the two sums are rounded apart, so the fused operation returns a rounding error of the size of
@@ -89,44 +94,16 @@ def attention_backward(
         is_causal: whether a query sees no later key.
         attn_mask: added to the scores, or None.
         scale: factor of the scores; None for 1 / sqrt(features).
+        logarithms_rounded: whether L is rounded to the precision of the scores.
 
     Source: T. Dao et al., FlashAttention (2022), appendix B.2.
     """
     scores, none = _scores(query, key, is_causal, attn_mask, scale)
-    probabilities = _softmax(scores, none) * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
-    return _gradients(probabilities, grad_out, query, key, value, out, scale)
-
-
-def attention_backward_by_softmax(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    _logsumexp: torch.Tensor,
-    _dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> Tensors:
-    """Return what `attention_backward` does, with logarithms of sums that are not rounded."""
-    probabilities = _softmax(*_scores(query, key, is_causal, attn_mask, scale))
-    return _gradients(probabilities, grad_out, query, key, value, out, scale)
-
-
-def _gradients(
-    probabilities: torch.Tensor,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    scale: float | None,
-) -> Tensors:
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    probabilities = _softmax(scores, none)
+    if logarithms_rounded:
+        probabilities = probabilities * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
     both = (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_out @ value.mT - both) * factor
+    grad_scores = probabilities * (grad_out @ value.mT - both) * _factor(query, scale)
     return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out
 
 
