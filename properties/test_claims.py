@@ -14,7 +14,7 @@ from tests.one_problem import draw_only_linear
 
 FEW = 8
 """Cases for each verified loop, on one small model; `tox -e full` runs as many as the records, on drawn models."""
-SLOW = ("C3.2", "C3.3")
+SLOW = ("C1.7", "C3.2", "C3.3", "C3.5")
 """Claims that `tox -e full` alone comes to."""
 VERDICTS = {
     "C1.1": "confirmed",

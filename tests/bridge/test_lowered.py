@@ -351,6 +351,7 @@ def test_a_planted_fault_in_a_gradient_is_found():
         assert_agrees(model, two_faced, X)
 
 
+@pytest.mark.full
 def test_ctc_as_a_function_of_logits():
     """torch.export has no shapes for ctc_loss, and its gradient is right only after log_softmax.
 

@@ -92,10 +92,10 @@ TOGETHER = 16
 
 
 def _programs() -> list[Any]:
-    """Return the first operation of each program; the default run tests every fifth program."""
+    """Return the first operation of each program; the default run tests every tenth program."""
     firsts = range(0, len(COMPARED), TOGETHER)
     return [
-        pytest.param(i, id=f"from {COMPARED[i]}", marks=[pytest.mark.full] * (number % 5 > 0))
+        pytest.param(i, id=f"from {COMPARED[i]}", marks=[pytest.mark.full] * (number % 10 > 0))
         for number, i in enumerate(firsts)
     ]
 

@@ -83,6 +83,7 @@ def test_a_broken_installation_is_reported_in_one_line(project):
     assert "libtorch.so: cannot open" in done.stderr
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_is_no_error(project):
     reader, writer = os.pipe()
     os.close(reader)

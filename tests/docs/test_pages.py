@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs.pages import PAGES, Block, Page, blocks, commands, is_alike
 
-LONG = ("check-my-model.md", "commands.md", "in-your-tests.md", "check-my-trainer.md")
+LONG = ("check-my-loop.md", "check-my-model.md", "check-my-trainer.md", "commands.md", "in-your-tests.md")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ FEATURES = {
 """What must be drawn, in which share of the cases at least, and how it is told."""
 
 
-@pytest.mark.parametrize(("runs", "part"), [(RUNS, 0.5), pytest.param(ALL_RUNS, 1.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("runs", "part"), [(RUNS, 0.5), (ALL_RUNS, 1.0)])
 def test_cases_reach(runs, part):
     """Over few runs a share varies, so that half of the minimum is asked."""
     drawn = _drawn(runs)

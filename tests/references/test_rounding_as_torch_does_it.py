@@ -63,9 +63,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "smallest numbers")) for name in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_rounding_within_torch_is_no_fault_of_torch(name):
     reference = REFERENCES.get(CASES[name], None)
     for index in range(len(CASES[name].plan.windows)):

@@ -98,7 +98,8 @@ def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small
         assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_they_are_found_in_coarse_dtypes(dtype):
     for name, (loop, _) in SIZES.items():
         if (name, dtype) != ("flush below 1e-30", "float16"):  # below the smallest number of float16
@@ -119,12 +120,12 @@ RIGHT_BELOW = {
     "fourth epoch is scaled": "the loop is right with epochs = 3, all else alike",
 }
 """What is said of a fault beside its smallest plan."""
-OTHERS_OF_MANY_MICRO_BATCHES = ("every 100th micro-batch is left out", "stale after 50 steps")
-"""Found on the probe that finds a counter in uint8, which is longer; each takes two seconds."""
+OF_MANY_MICRO_BATCHES = ("counter in uint8", "every 100th micro-batch is left out", "stale after 50 steps")
+"""Found on the longest probe; each takes two seconds or more."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in OTHERS_OF_MANY_MICRO_BATCHES else ()) for n in LONG]
+    "name", [pytest.param(n, marks=pytest.mark.full if n in OF_MANY_MICRO_BATCHES else ()) for n in LONG]
 )
 def test_a_fault_of_long_plans_is_named_and_made_small(name):
     loop, diagnosis, micro_batches, steps, epochs = LONG[name]

@@ -205,7 +205,7 @@ def test_a_fault_after_the_first_step_is_a_finding(framework, monkeypatch):
     _expect_finding(case, by="at parameters that the optimizer has moved")
 
 
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(far, monkeypatch):
     """Also where the optimizer has made parameters hundreds of times as large as they were at first."""
     spec = dataclasses.replace(SPEC, layers=(LINEAR,))

@@ -338,10 +338,9 @@ def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
         assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
-@pytest.mark.parametrize(
-    "loop", [_on_a_stale_copy, pytest.param(_forward_before_the_last_step, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
 def test_gradients_of_earlier_parameters_are_found_by_default(loop):
     violation = verify(loop, examples=60).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")

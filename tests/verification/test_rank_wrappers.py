@@ -64,6 +64,7 @@ def test_steps_that_ranks_share_out_are_judged_as_one_step():
     assert outcome(rank_loops.parts_not_sent, case) == "parameter-drift"
 
 
+@pytest.mark.full
 def test_a_scheduler_of_a_rank_is_held_to_its_own_micro_batches():
     case = Case(SQUARE, Plan((1, 3, 3, 9, 1), 2, ranks=(3, 2)))
     assert outcome(rank_loops.scheduler_per_micro_batch, case) == "scheduler-per-micro-batch"

@@ -67,7 +67,8 @@ def _tanh(slope: float) -> Any:
     return Tanh.apply
 
 
-@pytest.mark.parametrize(("slope", "findings"), [(1.0, 0), pytest.param(1.001, 1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("slope", "findings"), [(1.0, 0), (1.001, 1)])
 def test_a_custom_backward_is_one_finding_where_it_is_not_the_derivative(slope, findings):
     """The windows agree beside it, since JAX takes them with that backward."""
     tanh = _tanh(slope)
