@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -59,21 +60,9 @@ def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
 
 
-def attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    _logsumexp: torch.Tensor,
-    _dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    logarithms_rounded: bool = True,
-) -> Tensors:
-    """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
+@dataclass(frozen=True)
+class AttentionBackward:
+    """The gradients of query, key and value, as torch computes them from what its forward has stored.
 
     The fused operation computes the probabilities from scores and the stored logarithms of their sums, exp(S - L). L is
     rounded, so that the probabilities of a query add up to 1 but for eps * L. For bfloat16 and float16, L is kept in
@@ -84,27 +73,48 @@ def attention_backward(
     either, which the formula of softmax's gradient would not.
 
     Args:
-        grad_out: (batch, heads, queries, features), as are all but the mask.
-        query: of the forward.
-        key: of the forward.
-        value: of the forward.
-        out: of the forward.
-        _logsumexp: of the forward.
-        _dropout_p: 0 on the CPU.
-        is_causal: whether a query sees no later key.
-        attn_mask: added to the scores, or None.
-        scale: factor of the scores; None for 1 / sqrt(features).
         logarithms_rounded: whether L is rounded to the precision of the scores.
 
     Source: T. Dao et al., FlashAttention (2022), appendix B.2.
     """
-    scores, none = _scores(query, key, is_causal, attn_mask, scale)
-    probabilities = _softmax(scores, none)
-    if logarithms_rounded:
-        probabilities = probabilities * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
-    both = (grad_out * out).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_out @ value.mT - both) * _factor(query, scale)
-    return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out
+
+    logarithms_rounded: bool
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        _logsumexp: torch.Tensor,
+        _dropout_p: float,
+        is_causal: bool,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensors:
+        """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
+
+        Args:
+            grad_out: (batch, heads, queries, features), as are all but the mask.
+            query: of the forward.
+            key: of the forward.
+            value: of the forward.
+            out: of the forward.
+            _logsumexp: of the forward.
+            _dropout_p: 0 on the CPU.
+            is_causal: whether a query sees no later key.
+            attn_mask: added to the scores, or None.
+            scale: factor of the scores; None for 1 / sqrt(features).
+        """
+        scores, none = _scores(query, key, is_causal, attn_mask, scale)
+        probabilities = _softmax(scores, none)
+        if self.logarithms_rounded:
+            probabilities = probabilities * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
+        both = (grad_out * out).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_out @ value.mT - both) * _factor(query, scale)
+        return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out
 
 
 def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:

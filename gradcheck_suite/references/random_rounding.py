@@ -17,14 +17,14 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.references.attention import attention, attention_backward
+from gradcheck_suite.references.attention import AttentionBackward, attention
 from gradcheck_suite.references.normalizations import FORWARD_NORMS, batch_norm_of_stored
 
 # fmt: off
@@ -254,9 +254,7 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     found = {
         **get_decompositions([getattr(aten, name) for name in stepwise]),
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
-            attention_backward, logarithms_rounded=inside
-        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: AttentionBackward(inside),
     }
     return {**found, **FORWARD_NORMS} if inside else found
 

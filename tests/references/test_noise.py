@@ -13,7 +13,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.execution.instance import generated_instance, user_instance
 from gradcheck_suite.numerics.bounds import DRAWS
 from gradcheck_suite.references.agreement import disagreement
-from gradcheck_suite.references.attention import attention, attention_backward
+from gradcheck_suite.references.attention import AttentionBackward, attention
 from gradcheck_suite.references.noise import Computation, RoundingErrors, shared
 from gradcheck_suite.references.random_rounding import RandomRounding
 from gradcheck_suite.references.reference import Reference
@@ -238,11 +238,9 @@ def test_attention_that_is_rounded_operation_by_operation_is_that_of_torch(maske
     assert (own_out - out).abs().max() < 1e-14
     gradient = torch.randn(2, 3, 5, 4, **shape)
     right = torch.autograd.grad(out, (query, key, value), gradient)
-    options = {"attn_mask": mask, "scale": 0.3}
     for rounded in (False, True):
-        found = attention_backward(
-            gradient, query, key, value, out, sums, 0.0, causal, **options, logarithms_rounded=rounded
-        )
+        backward = AttentionBackward(logarithms_rounded=rounded)
+        found = backward(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=mask, scale=0.3)
         for own, torchs in zip(found, right, strict=True):
             assert (own - torchs).abs().max() < 1e-14
 
