@@ -82,10 +82,9 @@ def test_weights_and_sums_cost_a_twentieth_of_a_step_and_a_mebibyte():
             step()  # the first window of an optimizer is looked at twice
             under.append(timed())
         assert (audit.result.verdict, audit.result.windows) == ("holds", 2)
-        without.append(timed())
-    for plain in without[: ROUNDS // 3]:
+        without.append(timed())  # between the two, since the machine's speed changes within a minute
         with gradcheck_suite.audit(every=1) as audit:
-            again.append(timed() / plain - 1)
+            again.append(timed())
         assert audit.result.again == {"in one batch": 1}
     tracemalloc.start()
     with gradcheck_suite.audit() as audit:
@@ -96,11 +95,12 @@ def test_weights_and_sums_cost_a_twentieth_of_a_step_and_a_mebibyte():
         peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     ratios = [a / b for a, b in zip(under, without, strict=True)]
+    again_ratios = [a / b for a, b in zip(again, without, strict=True)]
     share = statistics.median(ratios) - 1
     count = sum(p.numel() for p in model.parameters())
-    print(f"\na window computed again costs {statistics.median(again):.2f} steps", end="")
+    print(f"\na window computed again costs {statistics.median(again_ratios) - 1:.2f} steps", end="")
     print(f"\n{count / 1e6:.1f}M parameters: step {statistics.median(without):.2f} s, audit {share:.1%}, {peak} bytes")
     print("pairs ", *(f"{r - 1:.1%}" for r in sorted(ratios)))
     assert not is_above(1 + ALLOWED_SHARE, ratios), sorted(ratios)
-    assert statistics.median(again) < ALLOWED_AGAIN
+    assert not is_above(1 + ALLOWED_AGAIN, again_ratios), sorted(again_ratios)
     assert peak < ALLOWED_BYTES
