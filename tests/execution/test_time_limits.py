@@ -12,7 +12,7 @@ import pytest
 
 from gradcheck_suite.execution.time_limits import TimedOut, rest_of_limit, time_limit
 
-SHORT = 0.05
+SHORT, LONGER = 0.05, 0.5
 FOREVER = 20.0
 
 
@@ -63,8 +63,8 @@ def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(mon
 
 @pytest.fixture
 def slow_module(tmp_path, monkeypatch):
-    """The name of a module whose import takes three limits of 0.2 seconds and a half."""
-    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({3.5 * 0.2})\n")
+    """The name of a module whose import takes three and a half times `LONGER`."""
+    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({3.5 * LONGER})\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "slow_to_import"
     sys.modules.pop("slow_to_import", None)
@@ -72,9 +72,9 @@ def slow_module(tmp_path, monkeypatch):
 
 def test_an_import_does_not_count(slow_module):
     """Nor does its rest after the limit began anew: the block waits, which would be stopped at once."""
-    with time_limit(0.2) as limit:
+    with time_limit(LONGER) as limit:
         __import__(slow_module)
-        time.sleep(0.14)
+        time.sleep(0.7 * LONGER)
     assert not limit.expired
 
 

@@ -90,8 +90,8 @@ def test_a_rank_that_raises_is_named_and_not_the_one_that_waits_for_it():
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock_with_the_stack_of_each():
     began = time.monotonic()
-    found = violation(rank_loops.waits_alone, time_limit_s=60)
-    assert time.monotonic() - began < 30
+    found = violation(rank_loops.waits_alone, time_limit_s=600)
+    assert time.monotonic() - began < 300
     assert (found.kind, found.diagnosis) == ("raised", "deadlock")
     assert "rank 0 waits in all_reduce (" in found.explanation
     stacks = "\n".join(found.details)
