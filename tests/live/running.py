@@ -15,6 +15,8 @@ import gradcheck_suite
 from gradcheck_suite.live.script import script_runner
 
 SCRIPTS = Path(__file__).parent / "scripts"
+GLOO_AT_EXIT = Path(__file__).parent / "gloo_at_exit"
+"""The folder of a `sitecustomize` that lets torch's Gloo threads finish before a rank ends."""
 
 
 def trained(script: Path, *arguments: str):
@@ -56,13 +58,28 @@ def audited_on_two_ranks(script: Path, path: Path, *arguments: str, own_parents:
     if own_parents:
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    shared = {**os.environ, **shared, "MASTER_PORT": free_port()}
+    ended = run_two_ranks(command, {**shared, "PYTHONPATH": python_path(GLOO_AT_EXIT)})
+    (result,) = json.loads(path.read_text())["results"]
+    return result, ended
+
+
+def python_path(folder: Path) -> str:
+    """Return the search path of modules of this process's children, with another folder before it."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def run_two_ranks(command: list[str], shared: dict[str, str]) -> list[tuple[str, int]]:
+    """Run a command on two ranks, and return the standard error and status of each.
+
+    Args:
+        command: of a rank.
+        shared: variables that both ranks have, beside those of this process.
+    """
+    environment = {**os.environ, **shared, "MASTER_PORT": free_port()}
     started = [
         subprocess.Popen(
-            command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
-    ended = [(one.communicate(timeout=240)[1], one.returncode) for one in started]
-    (result,) = json.loads(path.read_text())["results"]
-    return result, ended
+    return [(one.communicate(timeout=240)[1], one.returncode) for one in started]

@@ -162,6 +162,40 @@ def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd):
     assert "accepted: mean-of-means" in capfd.readouterr().err
 
 
+WEIGHTED = """
+import torch
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for sizes in ((4, 2, 1), (3, 1, 5), (6, 2, 3)):
+    for n in sizes:
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(n, 3)), torch.zeros(n, dtype=torch.long))
+        (loss * {weight}).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Micro-batches of other sizes, whose means are weighted by `weight`, in which `n` items are of `sum(sizes)`."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "diagnosis"),
+    [
+        ("n**2 / sum(m**2 for m in sizes)", "weighted-by-count"),
+        ("round(n / sum(sizes), 2)", "rounded-weights"),
+        ("1 / len(sizes)", "mean-of-means"),
+        ("n / sum(sizes) / len(sizes)", "wrong-scale"),
+        ("(1 if n == sizes[0] else 0.9) * n / sum(sizes)", "unequal-factors"),
+        ("(7.1 if n == sizes[0] else n**0.3) / 31", "unrecognised-weights"),
+    ],
+)
+def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
+    script, path = tmp_path / "weighted.py", tmp_path / "r.json"
+    script.write_text(WEIGHTED.format(weight=weight))
+    assert main(["audit", "--json", str(path), str(script)]) == 1
+    assert json.loads(path.read_text())["results"][0]["violation"]["diagnosis"] == diagnosis
+    assert main(["audit", "--accept", diagnosis, "--json", str(path), str(script)]) == 0
+
+
 def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path):
     path = tmp_path / "r.json"
     assert main(["audit", "--stop-on-violation", "--json", str(path), FAULTY]) == 1

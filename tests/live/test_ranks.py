@@ -15,7 +15,7 @@ import torch
 
 import gradcheck_suite
 from gradcheck_suite.live.ranks import RankFile, Ranks, RankWriter, died_before, gather, read
-from tests.live.running import SCRIPTS, audited_on_two_ranks, free_port
+from tests.live.running import GLOO_AT_EXIT, SCRIPTS, audited_on_two_ranks, free_port, python_path
 
 RANKS = SCRIPTS / "ranks"
 NAMES = {
@@ -170,7 +170,8 @@ def test_torchrun_starts_audits(tmp_path):
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(RANKS / "sound_counted.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    environment = {**os.environ, "PYTHONPATH": python_path(GLOO_AT_EXIT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert "3 steps judged of 3 over 2 ranks" in done.stderr
     assert json.loads(path.read_text())["results"][0]["verdict"] == "holds"
