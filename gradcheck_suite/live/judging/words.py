@@ -43,7 +43,9 @@ KNOWN = frozenset(SENTENCES) - {"hook", "foreign", "nonlinear-backward"} | {
     "mean-of-means",
     "wrong-count",
     "wrong-scale",
+    "weighted-by-count",
+    "rounded-weights",
     "unequal-factors",
     "tail-leak",
 }
-"""Every diagnosis of a live run."""
+"""Every diagnosis of a live run: of the sum, and those that the weights of one window alone may show."""
