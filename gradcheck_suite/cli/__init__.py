@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
             command, rest = _command(argv)
             program = f"{PROGRAM} {command}"
             module = import_module(f"gradcheck_suite.cli.{command}")
-            parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.EPILOG)
+            parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.epilog(command))
             module.add_arguments(parser)
             # what follows a script that is run belongs to the script
             arguments = (

@@ -34,7 +34,7 @@ def header(
     versions, flags = about["versions"], about["precision"]
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
     lines = [
-        f"{subjects(loops, versions, libraries)}: {_cases(options.examples)} per loop, seed {options.seed}, "
+        f"{subjects(loops, versions, libraries)}: {counted(options.examples, 'case')} per loop, seed {options.seed}, "
         f"{options.dtype} on {options.device}{optimizer}",
         f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
         f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
@@ -75,13 +75,14 @@ def result_lines(
         lines.append(f"    {result.traffic}")
     if result.moved_by_zeros:
         lines.append(
-            f"    in {_cases(result.moving_cases)} zeros moved a parameter that None leaves: {result.moved_by_zeros}"
+            f"    in {counted(result.moving_cases, 'case')} zeros moved a parameter that None leaves: "
+            f"{result.moved_by_zeros}"
         )
     if result.second_opinion:
         lines += [f"    {line}" for line in result.second_opinion.splitlines()]
     lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
     lines += [
-        f"    {_cases(count)} could not be judged here: {' '.join(reason.split())}"
+        f"    {counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
         for reason, count in result.skipped.items()
     ]
     lines += [
@@ -108,15 +109,15 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
     violated = [result.loop for result in results if not result.holds]
     complete = [result for result in results if not result.interrupted]
     if violated:
-        text = f"{len(violated)} of {_loops(asked)} violated: {', '.join(violated)}"
+        text = f"{len(violated)} of {counted(asked, 'loop')} violated: {', '.join(violated)}"
     elif interrupted:
-        text = f"no violation so far in {_loops(asked)}"
+        text = f"no violation so far in {counted(asked, 'loop')}"
     else:
         text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
     if found := sum(len(result.findings) for result in results):
         text += f"; torch and JAX disagree: {counted(found, 'finding')} above"
     if interrupted:
-        text += f"; interrupted, {len(complete)} of {_loops(asked)} went to the end"
+        text += f"; interrupted, {len(complete)} of {counted(asked, 'loop')} went to the end"
     return text
 
 
@@ -128,10 +129,10 @@ def _found(result: Result) -> str:
     if not result.cases:
         return f"found on {first}, before any case was drawn"
     if result.found_after is None:
-        return f"found on {first}; none of {_cases(result.cases)} drawn shows it"
+        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it"
     if result.shrinking:
-        return f"found after {_cases(result.found_after)}; {result.shrinking}"
-    return f"found after {_cases(result.found_after)}, then shrunk to this one"
+        return f"found after {counted(result.found_after, 'case')}; {result.shrinking}"
+    return f"found after {counted(result.found_after, 'case')}, then shrunk to this one"
 
 
 def _one_line(result: Result, width: int, *, judged: bool) -> str:
@@ -141,15 +142,8 @@ def _one_line(result: Result, width: int, *, judged: bool) -> str:
     worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds and result.cases else ""
     if not judged:
         verdict, worst = "unjudged", ""
-    return f"{result.loop:<{width}}  {verdict:<8}  {_cases(result.cases):>9}  {result.seconds:6.1f} s  {worst}".rstrip()
-
-
-def _cases(count: int) -> str:
-    return "1 case" if count == 1 else f"{count} cases"
-
-
-def _loops(count: int) -> str:
-    return "1 loop" if count == 1 else f"{count} loops"
+    cases = counted(result.cases, "case")
+    return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
 
 def _on(flag: Any) -> str:

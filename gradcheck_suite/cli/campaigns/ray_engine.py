@@ -16,8 +16,8 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 """What an HTTP/2 client says first (RFC 9113, section 3.4). A gRPC server, as Ray's is, answers with its settings."""
-SETTINGS = 4
-"""The type of such a frame, which is its fourth byte."""
+FRAME_START, FRAME_SETTINGS = 4, 4
+"""The bytes of a frame up to its type, and the type of the settings."""
 ANSWER_S = 5.0
 """Seconds that a cluster has to answer."""
 RETRIES = 3
@@ -51,8 +51,9 @@ def expect_answer(address: str) -> None:
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
             connection.sendall(PREFACE)
-            answer = connection.recv(SETTINGS)
-        reason = None if answer[3:] == bytes([SETTINGS]) else "what listens there is something else"
+            with connection.makefile("rb") as stream:
+                answer = stream.read(FRAME_START)
+        reason = None if answer[3:] == bytes([FRAME_SETTINGS]) else "what listens there is something else"
     except OSError as error:
         reason = error.strerror or str(error)
     if reason:
