@@ -58,9 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result]:
-    """Return a function that verifies a loop and fails the test where it is violated.
+    """Return a function that verifies a loop and fails the test where it does not hold.
 
-    It takes the loop, a `problem=` in place of random models, and the options of the marker; it returns the `Result`.
+    It does not hold where it is violated, where torch and JAX disagree, and where no case could be judged. The function
+    takes the loop, a `problem=` in place of random models, and the options of the marker; it returns the `Result`.
     """
     config = request.config
 

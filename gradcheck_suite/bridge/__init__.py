@@ -1,8 +1,9 @@
 """The bridge: a user's torch loss as a JAX function, so that JAX differentiates it.
 
 `torch.export` turns the loss into a graph of ATen operations, and a table maps each operation to a function of
-`jax.numpy`. The bridge must not use torch's automatic differentiation, and must not import `verification`, `diagnosis`
-or anything above them: it knows losses, not loops.
+`jax.numpy`. JAX's derivative of a loss must use none of torch's: torch differentiates here only to call a user's own
+backward and to check it. The bridge must not import `verification`, `diagnosis` or anything above them: it knows
+losses, not loops.
 """
 
 from gradcheck_suite.bridge.errors import BridgeError, NotExportable, RandomnessError, UnknownOperation, WrongLowering

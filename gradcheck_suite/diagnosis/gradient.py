@@ -1,4 +1,4 @@
-"""Naming the fault of a wrong gradient, from the evidence and at most three further runs of the loop.
+"""Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop, as a rule.
 
 The first run is on the weight probe, under the same plan. Where the weights are wrong, a second one is on the
 probe that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third
@@ -6,7 +6,11 @@ one with the small loss under the first plan tells whether the weights depend on
 are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay where
 they are: one run records what the losses are computed from, and one has the small loss. Runs that are left repeat the
 case, since a fault that not every run shows has no other name. Where micro-batches have no valid targets, or every item
-counts the same and not 1, the weights are read off two probes, which count differently; the latter takes a fourth run.
+counts the same and not 1, the weights are read off two probes, which count differently.
+
+A run beyond the three is made in three cases: every item counts the same and not 1; the loop cannot run on the probe in
+float64, so that it runs there in float32; other windows look like a number that is added, which the small loss tells
+apart.
 """
 
 from __future__ import annotations

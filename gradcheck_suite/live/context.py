@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
 
@@ -309,9 +309,3 @@ def objective(
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
         _open[-1].declare(loss, count, reduction, here())
     return loss
-
-
-def close_all(error: Any = None) -> None:
-    """Close the open audit, if any."""
-    for one in list(_open):
-        one.close(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.records.columns import aligned
+from gradcheck_suite.records.columns import aligned, counted
 from gradcheck_suite.records.weight_text import weight_lines
 from gradcheck_suite.schema.live_results import LiveResult, LiveViolation
 
@@ -45,11 +45,11 @@ def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
         verdict = "holds so far (interrupted)"
-    steps = "1 step" if result.windows == 1 else f"{result.windows} steps"
+    steps = counted(result.windows, "step")
     over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
     lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}{over}  {result.seconds:.1f} s"]
     for how, count in result.again.items():
-        lines.append(f"    {count} window{'s' if count > 1 else ''} computed again, {how}")
+        lines.append(f"    {counted(count, 'window')} computed again, {how}")
     for violation in result.violations:
         lines += [f"    {line}" for line in ([_title(violation)] if shown else violation_lines(violation))]
     for violation in result.accepted:

@@ -13,7 +13,7 @@ from gradcheck_suite.references.noise import RoundingErrors
 
 UNEVEN = 8.0
 """Quotient of the mean squares of two groups of `DRAWS` rounding errors from which rare errors are far larger than the
-others. Normally distributed errors reach it once in 1e8 times."""
+others. Normally distributed errors in four groups reach it in three of ten million cases."""
 
 SMALL = 100_000
 """Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""

@@ -1,6 +1,7 @@
 """Margin losses, between classes, between vectors or from a threshold.
 
-Drawn data does not hit their kinks, with one exception: an output of exactly 0 has cosine 0 with every vector.
+Drawn data may hit their kinks: outputs of few digits meet a margin, and an output of exactly 0 has cosine 0 with every
+vector. There the functions for JAX have torch's derivative.
 """
 
 from __future__ import annotations

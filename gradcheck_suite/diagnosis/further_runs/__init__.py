@@ -1,4 +1,4 @@
 """Further runs of a loop, and what each of them shows: its losses, whether it repeats.
 
-Must not name a fault.
+May name what such a run alone shows (a loss that is not finite, a loop that does not repeat), and no wrong weights.
 """

@@ -11,7 +11,7 @@ from gradcheck_suite.schema.contract import Loop, assumptions_of
 from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
 
 MAX_RUNS = 3
-"""Runs that one diagnosis may take beside the run that showed the violation."""
+"""Runs that one diagnosis may take beside that which showed the violation; `diagnosis.gradient` may allow one more."""
 
 
 class LoopRunner:

@@ -1,7 +1,7 @@
 """Which backward passes are in `.grad` at a step, and how often: read off the sketches.
 
 The gradient of a step must be the sum of what arrived in the window's backward passes, up to one common factor. Where
-it is not, the coefficients of the passes name the fault, as in `diagnosis.weights`.
+it is not, the coefficients of the passes name the fault, as in `diagnosis.weight_patterns.weights`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
+from gradcheck_suite.records.columns import counted
 from gradcheck_suite.records.step_times import MODES, SETTING, pooled, step_times, summary
 from gradcheck_suite.records.store import Record
 from gradcheck_suite.report.charts.cost import ratio_plot
@@ -85,10 +86,9 @@ def _ratio(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a point of the plot: 1 less the saved share, as the saving is the median over pairs."""
     zero, quartiles = float(row["zero"]), row.get("saved_quartiles")
     low, high = (None, None) if quartiles is None else (1 - float(quartiles[1]) / zero, 1 - float(quartiles[0]) / zero)
-    items = "1 item" if row["items"] == 1 else f"{row['items']} items"
     return {
         "size": _size(int(row["parameters"])),
-        "setting": f"{items}, K = {row['micro_batches']}",
+        "setting": f"{counted(row['items'], 'item')}, K = {row['micro_batches']}",
         "ratio": 1 - float(row["saved"]) / zero,
         "low": low,
         "high": high,
