@@ -115,7 +115,7 @@ def _sound(cases: int, dtype: str) -> Iterator[Result]:
     from gradcheck_suite.references import reference
     from gradcheck_suite.verification.verify import verify
 
-    # most loops are judged on the same cases, whose references are the dearer half
+    # most loops are judged on the same cases, whose references take half of the time
     reference.MAX_REFERENCES = max(reference.MAX_REFERENCES, cases)
     for name, loop in BUILT_IN.items() if cases else ():
         yield verify(loop, name=name, examples=cases, dtype=dtype)

@@ -21,7 +21,7 @@ import numpy as np
 
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
 from gradcheck_suite.diagnosis.further_runs.non_finite_losses import SKIPPED, run_with_finite_losses
-from gradcheck_suite.diagnosis.further_runs.repeat import unless_gone
+from gradcheck_suite.diagnosis.further_runs.repeat import confirmed_by_repeating
 from gradcheck_suite.diagnosis.gradient_on_case import explain_on_case, explain_run, gradient_of_step, recorded
 from gradcheck_suite.diagnosis.on_probe.probe_weights import WeightProbe, probes_of
 from gradcheck_suite.diagnosis.on_probe.separating_probe import per_micro_batch
@@ -117,7 +117,7 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis
-    diagnosis = unless_gone(
+    diagnosis = confirmed_by_repeating(
         diagnosis,
         runner,
         instance,
@@ -285,7 +285,7 @@ def explain_missing(
     if _is_right_with_finite_losses(runner, window, comparison, step):
         return SKIPPED
     found = missing_gradient(parameter)
-    return unless_gone(
+    return confirmed_by_repeating(
         found,
         runner,
         instance,

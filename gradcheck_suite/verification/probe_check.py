@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.further_runs.repeat import unless_gone
+from gradcheck_suite.diagnosis.further_runs.repeat import confirmed_by_repeating
 from gradcheck_suite.diagnosis.on_probe.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
 from gradcheck_suite.diagnosis.on_probe.probe_weights import (
     expected_gradients,
@@ -58,7 +58,7 @@ def judge_probe(
         comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
         if comparison.ratio > 1:
             violation = _gradient_violation(case, steps, step, comparison, runner)
-            return _unless_gone(violation, instance, comparison, taken, runner), ratio
+            return _confirmed_by_repeating(violation, instance, comparison, taken, runner), ratio
         ratio = max(ratio, comparison.ratio)
     return None, ratio
 
@@ -99,7 +99,7 @@ def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
     return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
 
 
-def _unless_gone(
+def _confirmed_by_repeating(
     violation: Violation, instance: Instance, comparison: Comparison, taken: int, runner: LoopRunner | None
 ) -> Violation:
     """Return a violation with the diagnosis `not-repeatable` where the loop does not show it in each of two more runs.
@@ -119,7 +119,7 @@ def _unless_gone(
         return steps[taken] if outcome.raised is None and taken < len(steps) else None
 
     found = Diagnosis(violation.diagnosis, violation.explanation, violation.details, violation.weights)
-    named = unless_gone(found, runner, instance, comparison, gradient)
+    named = confirmed_by_repeating(found, runner, instance, comparison, gradient)
     return replace(
         violation,
         diagnosis=named.name,

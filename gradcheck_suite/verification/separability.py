@@ -253,7 +253,7 @@ def _weight(instance: Instance, batch: Batch) -> float:
 
 
 def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
-    """Raise `CannotJudgeError` if a window counts nothing, and `UsageError` if its loss says that it should."""
+    """Raise `CannotJudgeError` if the count of a window is 0, and `UsageError` if its loss says that it should."""
     if instance.problem.reduction != "mean":
         return
     plan = instance.case.plan

@@ -136,7 +136,7 @@ def test_a_loop_that_is_right_with_finite_losses_alone_skips_what_is_not_finite(
 
 
 def test_what_is_right_to_the_bit_is_right():
-    """Of items of 1, 2 and 4 the second counts nothing and has a loss of NaN: 5/2 is right, a reset leaves 4/2."""
+    """Of items of 1, 2 and 4 the second has count 0 and a loss of NaN: 5/2 is right, a reset leaves 4/2."""
     x, w = torch.tensor([[1.0], [2.0], [4.0]], dtype=torch.float64), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     problem = Problem(
         lambda seed: torch.nn.Linear(1, 1, bias=False),

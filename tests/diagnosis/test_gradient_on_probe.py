@@ -1,4 +1,4 @@
-"""What the weight probe shows of a wrong gradient: which step is read, by which count, and where it is no guide."""
+"""What the weight probe shows of a wrong gradient: which step is read, by which count, and where it cannot be used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_mean_is_read_by_what_the_case_counts_where_its_items_are_right():
     assert name == "wrong-count"
     assert "as if every item of theirs counted alike" in sentence
     assert details[1] == HEADER.format(rank="")
-    # the third counts nothing; right is 1/5 of each, seen n/8 over the count
+    # the third has count 0; right is 1/5 of each, seen n/8 over the count
     assert table_of(details) == [
         ["0", "2", "0.2", "0.0625"],
         ["1", "1", "0.2", "0.25"],
@@ -134,7 +134,7 @@ def test_what_is_left_from_earlier_epochs_is_told_from_a_scale():
     assert "from earlier epochs" in sentence
 
 
-# Where the probe is no guide
+# Where the probe cannot be used
 
 
 def _on_probe(change):

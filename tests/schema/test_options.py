@@ -13,7 +13,11 @@ from gradcheck_suite.schema.options import VerifyOptions
     ("fields", "says"),
     [
         ({"examples": 0}, "examples must be a positive integer, got 0"),
+        ({"examples": True}, "examples must be a positive integer, got True"),
+        ({"ranks": True}, "ranks must be a number from 1 to"),
         ({"seed": "1"}, "seed must be an integer, got '1'"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"time_limit_s": True}, "time_limit_s must be a positive number of seconds or None, got True"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32, bfloat16, float16; got 'int8'"),
         ({"device": "tpu"}, "device must be one of cpu, cuda; got 'tpu'"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, .*, normalized; got 'lion'"),

@@ -135,10 +135,9 @@ def _zoo(plan: Plan, shards: Shards) -> Outcome:
             for result in results
         ],
     }
-    named = ", ".join
     lines = [
         f"{row['name']}  found in {row['found']} of {row['runs']} runs  "
-        + named(f"{name} x{count}" for name, count in row["names"].items())
+        + ", ".join(f"{name} x{count}" for name, count in row["names"].items())
         for row in rows
     ]
     lines += [f"sound loop {_line(result)}" for result in results]

@@ -23,14 +23,14 @@ NOT_REPEATABLE = Diagnosis(
 )
 
 
-def unless_gone(
+def confirmed_by_repeating(
     found: Diagnosis,
     runner: LoopRunner,
     instance: Instance,
     comparison: Comparison,
     step: Callable[[Outcome], Vector | None],
 ) -> Diagnosis:
-    """Return a diagnosis, or `not-repeatable` where a run that is left of the case gives another gradient.
+    """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient.
 
     Args:
         found: the diagnosis.

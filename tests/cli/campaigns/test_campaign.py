@@ -342,6 +342,22 @@ def test_an_address_that_is_silent_or_no_rays_is_refused(monkeypatch: pytest.Mon
                 ray_engine.expect_answer(address)
 
 
+def _answer_byte_by_byte(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in b"\0\0\0\4":
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+        connection.recv(len(ray_engine.PREFACE))
+
+
+def test_a_server_whose_answer_comes_in_pieces_is_one_that_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(_answer_byte_by_byte, server)
+        ray_engine.expect_answer(f"127.0.0.1:{server.getsockname()[1]}")
+
+
 @pytest.mark.full
 def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
