@@ -186,9 +186,9 @@ def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
 def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis | None:
     """Name the fault from the weights of a step on the probe; None where they are right.
 
-    The probe in which micro-batches without valid targets count nothing comes first: it shows every fault but those of
-    such micro-batches' own weights. Where every item counts the same, that which counts items comes first: it shows
-    every fault but those of counts that are not the number of items.
+    The probe in which micro-batches without valid targets have count 0 comes first: it shows every fault but those of
+    such micro-batches' own weights. Where every item has the same count, the probe that counts items comes first: it
+    shows every fault but those of counts that are not the number of items.
     """
     *probes, last = reversed(list(probes_of(window.reference.instance)))
     for probe in probes:

@@ -57,7 +57,7 @@ BLOCK, LARGE = 512, 2**20
 a block with up to `LARGE` bytes more, which are not split off. Source: `should_split` in
 https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp"""
 Baseline = Mapping[str, int] | None
-"""What the allocator held at some moment; None on the CPU, whose allocator counts nothing."""
+"""What the allocator held at some moment; None on the CPU, whose allocator keeps no counts."""
 
 
 @dataclass(frozen=True)

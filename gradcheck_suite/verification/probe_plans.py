@@ -42,7 +42,8 @@ LONG = (
     Plan((*range(1, 17), 31, 32, 33, 17), 4),
 )
 """Plans that no strategy draws: windows of 17 and of 33 micro-batches, 12 epochs, 274 micro-batches in windows of
-three, so that a counter that wraps at a power of two loses the windows, and micro-batches of every size up to 17."""
+three, so that a counter that wraps at a power of two loses the windows, and micro-batches of every size up to 17 and of
+31 to 33 items."""
 
 LARGE = {"float64": (12, 40, 200), "float32": (12, 40, 60), "bfloat16": (12, 40, 60), "float16": (13,)}
 SMALL = {"float64": (-12, -40, -200), "float32": (-12, -40, -100), "bfloat16": (-12, -40, -100), "float16": (-16,)}

@@ -78,7 +78,7 @@ def test_bce_with_element_weights_divides_by_the_elements():
     )
 
 
-# When nothing counts
+# Without valid targets
 
 
 @EVERY_SMOOTHING
@@ -120,6 +120,14 @@ def test_probabilities_cannot_be_ignored():
 def test_hinges_have_slope_one_at_their_kink():
     # margin - x is exactly 0 there; the mathematics allows any slope from -1 to 0
     assert gradient(lambda x: F.hinge_embedding_loss(x, one(-1.0), margin=1.0), 1.0).item() == -1.0
+    assert gradient(lambda x: F.margin_ranking_loss(x, one(0.0), one(1.0), margin=1.0), 1.0).item() == -1.0
+
+
+def test_margins_between_classes_have_slope_zero_at_their_kink():
+    # the output of the target exceeds the other one by exactly the margin
+    single, several = torch.tensor([0]), torch.tensor([[0, -1]])
+    assert gradient(lambda x: F.multi_margin_loss(x, single, margin=1.0), [1.0, 0.0]).tolist() == [[0.0, 0.0]]
+    assert gradient(lambda x: F.multilabel_margin_loss(x, several), [1.0, 0.0]).tolist() == [[0.0, 0.0]]
 
 
 def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():

@@ -1,4 +1,6 @@
 """Further runs of a loop, and what each of them shows: its losses, whether it repeats.
 
-May name what such a run alone shows (a loss that is not finite, a loop that does not repeat), and no wrong weights.
+Names only the faults that such a run shows: losses that are not finite and are skipped, a loop that does not repeat,
+and losses that are computed in the wrong mode, at other parameters, from other batches or from parts of a micro-batch.
+Must not import `on_probe`.
 """

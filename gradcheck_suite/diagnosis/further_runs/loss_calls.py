@@ -236,7 +236,7 @@ def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> st
 def _split_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> tuple[str, str] | None:
     """Return name and sentence of wrong weights where the batches are parts of the window's micro-batches, or None.
 
-    Items of a micro-batch that count nothing may be left out.
+    Items whose count is 0 may be left out.
     """
     owners: list[int] = []
     due = [(j, i) for j in members for i in range(instance.case.plan.micro_batches[j])]

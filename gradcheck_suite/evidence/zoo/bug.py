@@ -18,7 +18,7 @@ class Bug:
         needs: what a case must have to show it.
         loop: the training loop that has the bug, or a sound loop where `problem` has it.
         wanted: the diagnoses that it may get, `kind/diagnosis`; several where a small window shows two faults alike.
-        number: of its entry in the corpus, from 1; None if it was planted.
+        number: of its entry in the corpus, from 1; None if it is not in the corpus.
         citations: where it was reported, such as `"transformers#24725"`; empty if it was planted.
         problem: a model that shows the bug; None for the random ones. With a problem, only plans are drawn.
         assumes: what the loop rightly relies on, names from `ASSUMPTIONS`.
