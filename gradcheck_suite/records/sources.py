@@ -21,17 +21,23 @@ JUDGING = (
 )
 """The packages that decide a verdict and its name."""
 
-
 MEASURING = ("loops", "measure")
 """The packages that decide what is measured."""
 _SPEAKS_OF = {
+    "atlas": (*JUDGING, "evidence/atlas"),
+    "audit": (*JUDGING, "live"),
     "benchmark": MEASURING,
+    "calibration": (*JUDGING, "evidence/calibration"),
+    "claim": (*JUDGING, *MEASURING, "evidence/claims"),
     "memory": MEASURING,
     "step": ("steps",),
     "traffic": MEASURING,
+    "trainer": (*JUDGING, "trainers"),
+    "verify": (*JUDGING, "loops"),
     "zero-or-none": ("evidence/zero_or_none",),
+    "zoo": (*JUDGING, "evidence/zoo"),
 }
-"""Kind of record -> the packages whose change makes its figures old, where they are not those that judge."""
+"""Kind of record -> the packages whose change makes its figures old, where they are not those that judge alone."""
 
 
 @cache

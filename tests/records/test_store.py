@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import gradcheck_suite
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.records.sources import judge_digest, sources_digest
-from gradcheck_suite.records.store import append_record, is_clean, read_records, records_path
+from gradcheck_suite.records.sources import code_digest, judge_digest, sources_digest
+from gradcheck_suite.records.store import KINDS, append_record, is_clean, read_records, records_path
 
 
 def _append(reports, value):
@@ -55,7 +56,7 @@ def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_pa
     (tmp_path / "loop.py").write_text("changed")
     assert made(tmp_path / "reports").clean is False
     is_clean.cache_clear()
-    assert {record.judge for record in records} == {judge_digest()}
+    assert {record.judge for record in records} == {code_digest("claim")}
 
 
 def test_the_digest_of_the_judge_is_that_of_its_statements(monkeypatch):
@@ -65,6 +66,28 @@ def test_the_digest_of_the_judge_is_that_of_its_statements(monkeypatch):
         digests.append(sources_digest(("numerics",)))
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "older"),
+    [
+        ("live/context.py", {"audit"}),
+        ("trainers/trainer.py", {"trainer"}),
+        ("evidence/claims/claim.py", {"claim"}),
+        ("evidence/zoo/bug.py", {"zoo"}),
+        ("loops/modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
+        ("numerics/bounds.py", {"atlas", "audit", "bridge", "calibration", "claim", "trainer", "verify", "zoo"}),
+        ("report/page.py", set()),
+    ],
+)
+def test_a_changed_statement_makes_the_records_older_that_speak_of_it(monkeypatch, changed, older):
+    before = {kind: code_digest.__wrapped__(kind) for kind in KINDS}
+    package, read = Path(gradcheck_suite.__file__).parent, Path.read_text
+    assert (package / changed).exists()
+    monkeypatch.setattr(Path, "read_text", lambda self: read(self) + "X = 1\n" * (self == package / changed))
+    judge_digest.cache_clear()
+    assert {kind for kind in KINDS if code_digest.__wrapped__(kind) != before[kind]} == older
+    judge_digest.cache_clear()
 
 
 def test_a_missing_file_has_no_records(tmp_path):
