@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import gradcheck_suite
-from gradcheck_suite.trainers import TRAINERS
+from gradcheck_suite.loops.trainers import TRAINERS
 
 project = "gradcheck-suite"
 author = "the gradcheck-suite developers"

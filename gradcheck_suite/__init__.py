@@ -9,33 +9,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, case_from_json
+from gradcheck_suite.core.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
+from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError
-from gradcheck_suite.execution import environment
-from gradcheck_suite.schema.case import Case, case_from_json
-from gradcheck_suite.schema.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
-from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.results import Result, Verdict, Violation
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.run import environment
 
 if TYPE_CHECKING:
-    from gradcheck_suite.generation.cases import cases
-    from gradcheck_suite.generation.plans import plans
-    from gradcheck_suite.generation.problems import problems
-    from gradcheck_suite.live.context import audit, objective
-    from gradcheck_suite.trainers.transformers_loop import transformers_loop
+    from gradcheck_suite.auditing.context import audit, objective
+    from gradcheck_suite.loops.trainers.adapters.transformers_trainer import transformers_loop
+    from gradcheck_suite.strategies.cases import cases, problems
+    from gradcheck_suite.strategies.plans import plans
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "audit": "live.context",
-    "cases": "generation.cases",
+    "audit": "auditing.context",
+    "cases": "strategies.cases",
     "check": "verification.check",
-    "objective": "live.context",
-    "plans": "generation.plans",
-    "problems": "generation.problems",
-    "transformers_loop": "trainers.transformers_loop",
+    "objective": "auditing.context",
+    "plans": "strategies.plans",
+    "problems": "strategies.cases",
+    "transformers_loop": "loops.trainers.adapters.transformers_trainer",
     "verify": "verification.verify",
 }
 

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gradcheck_suite.cli.options import EXAMPLES, MARKER_OPTIONS, SEED
+from gradcheck_suite.cli.arguments import EXAMPLES, MARKER_OPTIONS, SEED
 
 if TYPE_CHECKING:
-    from gradcheck_suite.cli.verify_and_record import Verified
-    from gradcheck_suite.records.verification import Counterexample
-    from gradcheck_suite.schema.contract import Loop, Problem
-    from gradcheck_suite.schema.options import VerifyOptions
-    from gradcheck_suite.schema.results import Result
+    from gradcheck_suite.cli.verify import Verified
+    from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
+    from gradcheck_suite.core.counterexamples import Counterexample
+    from gradcheck_suite.core.results import Result
 
 MARKER = "gradcheck"
 OVERRIDES = (EXAMPLES, SEED)
@@ -66,10 +65,10 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
     config = request.config
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
-        from gradcheck_suite.cli.verify_and_record import Subject, record, verify_subject
+        from gradcheck_suite.cli.verify import Subject, record, verify_subject
         from gradcheck_suite.errors import UsageError
-        from gradcheck_suite.execution import environment
-        from gradcheck_suite.trainers import PACKAGES
+        from gradcheck_suite.loops.trainers import PACKAGES
+        from gradcheck_suite.run import environment
 
         environment.set_precision()
         label = name or str(getattr(loop, "__name__", repr(loop)))
@@ -108,8 +107,8 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
 
     @contextmanager
     def audited(**options: Any) -> Iterator[Any]:
-        from gradcheck_suite.live.context import audit
-        from gradcheck_suite.live.text import result_lines
+        from gradcheck_suite.auditing.context import audit
+        from gradcheck_suite.core.text import result_lines
 
         with audit(**{"name": "this test", **options}) as opened:
             yield opened
@@ -130,8 +129,8 @@ def _options(node: Any, given: dict[str, Any]) -> VerifyOptions:
     Raises:
         UsageError: one does not exist, or its value is wrong.
     """
+    from gradcheck_suite.core.contract import VerifyOptions
     from gradcheck_suite.errors import UsageError
-    from gradcheck_suite.schema.options import VerifyOptions
 
     chosen: dict[str, Any] = {"second_opinion_s": SECOND_OPINION_S}
     for marker in reversed(list(node.iter_markers(MARKER))):
@@ -153,7 +152,7 @@ def _line(result: Result) -> str:
 
 
 def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
-    from gradcheck_suite.records.description import describe_violation, example_text
+    from gradcheck_suite.catalogue.description import describe_violation, example_text
 
     result = verified.result
     if result.violation is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Verdict
-from gradcheck_suite.numerics.comparison import Difference
+from gradcheck_suite.core.comparison import Difference
 from properties.tally import TALLY
 
 Gradients = dict[str, torch.Tensor | None]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.schema.results import Verdict
+from gradcheck_suite.core.results import Verdict
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.verification.verify import verify
 
 EARLY, LATE = 1_000, 5_000

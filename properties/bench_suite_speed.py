@@ -32,14 +32,14 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, ProblemSpec
-from gradcheck_suite.execution import environment
-from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.generation import drawing
-from gradcheck_suite.generation.cases import SOMETIMES_MOVING, cases
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import accumulated, jax_objective, kept_gradients, programs
-from gradcheck_suite.references.reference import REFERENCES
-from gradcheck_suite.verification.second_process import judge
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.reference import jax_gradients, programs
+from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.run import environment
+from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.strategies import drawing
+from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases
+from gradcheck_suite.verification import judge_process
 from gradcheck_suite.verification.verify import verify
 
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
@@ -102,7 +102,7 @@ def second() -> Iterator[ExitStack]:
 
 def _forget_gradients(store: Path) -> None:
     """Delete the gradients on disk, as if all cases were new."""
-    for folder in store.glob(f"*/{kept_gradients.FOLDER}"):
+    for folder in store.glob(f"*/{jax_gradients.FOLDER}"):
         shutil.rmtree(folder)
 
 
@@ -114,8 +114,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> N
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     _forget_cases(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(judge, "SERVE", "properties.judge_with_few_references")
-        process = second.enter_context(judge.second_process())
+        patch.setattr(judge_process, "SERVE", "properties.judge_with_few_references")
+        process = second.enter_context(judge_process.second_process())
     assert process is not None
     process.wait()
 
@@ -185,8 +185,8 @@ def _whole(spec: ProblemSpec) -> Any:
     """Return the gradient of the whole model's loss, to be compiled."""
 
     def value(values: Any, batch: Any) -> Any:
-        out = accumulated._output(spec, values, batch)
-        return jax_objective.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
+        out = jax_gradients._output(spec, values, batch)
+        return jax_gradients.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
 
     return jax.grad(value)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.execution.environment import set_precision
+from gradcheck_suite.run.environment import set_precision
 from properties.tally import TALLY
 
 # torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and warnings are errors here

@@ -11,10 +11,10 @@ import jax
 import pytest
 import torch
 
-from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.observer import same_tree
-from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.run.instance import Instance
+from gradcheck_suite.run.observer import same_tree
+from gradcheck_suite.run.runner import Outcome, run_loop
 
 
 def torch_without_cuda() -> str | None:

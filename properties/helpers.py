@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.numerics.bounds import quick_bound
-from gradcheck_suite.numerics.comparison import Difference, Layout, Vector, worst_difference
-from gradcheck_suite.references.noise import Computation, RoundingErrors, cancellation
-from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.comparison import Difference, Layout, Vector, quick_bound, worst_difference
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.reference.large_batch import gradients_of
+from gradcheck_suite.reference.noise import Computation, RoundingErrors, cancellation
+from gradcheck_suite.run.instance import Instance
+from gradcheck_suite.run.observer import Observation
 from properties.assertions import Gradients
 from properties.devices import repeatable_run
 

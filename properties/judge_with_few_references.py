@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gradcheck_suite.references import reference
-from gradcheck_suite.verification.second_process.serve import main
+from gradcheck_suite.reference import large_batch
+from gradcheck_suite.verification.ahead import main
 
 __all__ = ["main"]
 
-reference.MAX_REFERENCES = 32
+large_batch.MAX_REFERENCES = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
-from gradcheck_suite.execution.instance import Instance, user_instance
+from gradcheck_suite.run.instance import Instance, user_instance
 
 EXPERTS = 3
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.measure.ledger import Ledger
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.studies.ledger import Ledger
 
 AGAINST = "set_to_none"
 COLUMNS = ("cases", "worst error / allowed", "time", "bytes moved", "peak bytes")

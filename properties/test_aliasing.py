@@ -9,10 +9,10 @@ import torch
 from hypothesis import event, given
 
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
-from gradcheck_suite.diagnosis.wrong_elements.aliasing import find_stolen_buffers
-from gradcheck_suite.evidence.zoo.bugs.backward_buffers import Reusing
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops import MODES, RESET_MODES
+from gradcheck_suite.judge.fitted_weights import find_stolen_buffers
+from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.studies.zoo.bugs.micro_batches import Reusing
 from properties.assertions import assert_equal, assert_holds
 from properties.devices import DEVICES
 from properties.helpers import scaled

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.evidence.claims import CLAIMS, SOURCES, sizes, when_to_zero_grad
-from gradcheck_suite.evidence.claims.claim import Finding
-from gradcheck_suite.evidence.claims.loop_verdicts import verify_printed
-from gradcheck_suite.evidence.claims.loops import PRINTED
-from gradcheck_suite.measure import paired_steps
+from gradcheck_suite.studies import claim_checks, claims, step_times
+from gradcheck_suite.studies.claim_checks import PRINTED, SOURCES, Finding, verify_printed
+from gradcheck_suite.studies.claims import CLAIMS
 from properties.assertions import assert_equal
 from tests.one_problem import draw_only_linear
 
@@ -48,10 +46,10 @@ def test_every_claim_is_tested():
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in VERDICTS])
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
     draw_only_linear(monkeypatch)
-    monkeypatch.setattr(when_to_zero_grad, "CASES", FEW)
-    monkeypatch.setattr(sizes, "PARAMETERS", {"cpu": (10**4,)})
-    monkeypatch.setattr(sizes, "PAIRS", 5)
-    monkeypatch.setattr(paired_steps, "flush", lambda device: lambda: None)
+    monkeypatch.setattr(claims, "CASES", FEW)
+    monkeypatch.setattr(claim_checks, "PARAMETERS", {"cpu": (10**4,)})
+    monkeypatch.setattr(claim_checks, "PAIRS", 5)
+    monkeypatch.setattr(step_times, "flush", lambda device: lambda: None)
     assert_verdict(number)
 
 

@@ -23,16 +23,25 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, TrainingRun, cases, plans, problems
-from gradcheck_suite.execution.instance import Instance, generated_instance, user_instance
-from gradcheck_suite.loops import MODES, RESET_MODES, ResetMode
-from gradcheck_suite.loops.laws import bytes_saved_by_releasing
-from gradcheck_suite.loops.modes import Parameters, after_step
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.measure.ledger import Ledger
-from gradcheck_suite.measure.ledger_run import record
-from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.schema.contract import Loop
-from gradcheck_suite.schema.costs import ParameterUse, Traffic, WindowUse, uniform_window
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import (
+    MODES,
+    RESET_MODES,
+    Parameters,
+    ParameterUse,
+    ResetMode,
+    Traffic,
+    WindowUse,
+    after_step,
+    backward_window,
+    bytes_saved_by_releasing,
+    uniform_window,
+    windows,
+)
+from gradcheck_suite.reference.large_batch import gradients_of
+from gradcheck_suite.run.instance import Instance, generated_instance, user_instance
+from gradcheck_suite.studies.compiled_steps import record
+from gradcheck_suite.studies.ledger import Ledger
 from properties.assertions import assert_equal
 from properties.devices import DEVICES
 from properties.helpers import scaled

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, TrainingRun, cases, plans
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops.modes import RESET_MODES, Parameters, Reset, zero_grad_none
-from gradcheck_suite.loops.windows import backward_window, windows
+from gradcheck_suite.loops.reset_modes import RESET_MODES, Parameters, Reset, backward_window, windows, zero_grad_none
+from gradcheck_suite.run.instance import generated_instance
 from properties.assertions import assert_equal
 from properties.helpers import scaled
 

@@ -9,11 +9,11 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, plans, problems
-from gradcheck_suite.catalogue import loss_definition
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.loops import BUILT_IN, MODES
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.catalogue.tables import loss_definition
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
+from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import Gradients, assert_gradients_equal, assert_within_rounding, differing
 from properties.devices import DEVICES
 from properties.helpers import REGRESSION, apart, observe, scaled, with_items, with_loss

@@ -10,10 +10,10 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, cases, plans
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.loops import MODES, RESET_MODES
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, on_leaves, scaled, with_loss

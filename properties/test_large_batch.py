@@ -9,17 +9,15 @@ from hypothesis import event, given, target
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Plan, cases, check
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.optimizers import FOR_ANY_LOOP
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.numerics.bounds import quick_bound
-from gradcheck_suite.numerics.comparison import worst_difference
-from gradcheck_suite.references import programs
-from gradcheck_suite.references.agreement import opinions
-from gradcheck_suite.references.programs import Programs
-from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.schema.contract import assumptions_of
+from gradcheck_suite.core.comparison import quick_bound, worst_difference
+from gradcheck_suite.core.contract import assumptions_of
+from gradcheck_suite.loops.reset_modes import BUILT_IN
+from gradcheck_suite.reference import programs
+from gradcheck_suite.reference.large_batch import Reference, opinions
+from gradcheck_suite.reference.programs import Programs
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.optimizers import FOR_ANY_LOOP
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_holds, assert_within_rounding
 from properties.devices import DEVICES, JAX_PLATFORMS
 from properties.helpers import REGRESSION, scaled

@@ -8,13 +8,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import TrainingRun, cases, problems
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.execution.observer import Observation
-from gradcheck_suite.loops import MODES, RESET_MODES, ResetMode
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.references.torch_reference import gradients_of
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES, ResetMode, backward_window, windows
+from gradcheck_suite.reference.large_batch import gradients_of
+from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.run.observer import Observation
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_equal, assert_gradients_equal
 from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, scaled

@@ -14,9 +14,8 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gradcheck_suite.steps import COUNTERPARTS, Counterpart
-from gradcheck_suite.steps.chains import framed
-from gradcheck_suite.steps.drawn import draw_steps, in_optax
+from gradcheck_suite.studies.optimizer_steps import draw_steps, in_optax
+from gradcheck_suite.studies.optimizers import COUNTERPARTS, Counterpart, framed
 
 DTYPES = (torch.float64, torch.float32)
 BY_DEFAULT = ("sgd",)

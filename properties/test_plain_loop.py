@@ -8,11 +8,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Plan, TrainingRun, cases, plans, problems
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import Instance, generated_instance
-from gradcheck_suite.execution.optimizers import FOR_ANY_LOOP
-from gradcheck_suite.loops import MODES, RESET_MODES
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.run.optimizers import FOR_ANY_LOOP
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES, repeatable_run
 from properties.helpers import REGRESSION, scaled

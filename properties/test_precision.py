@@ -6,8 +6,8 @@ import pytest
 from hypothesis import event, given, target
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.reset_modes import BUILT_IN
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_holds
 from properties.devices import DEVICES
 from properties.helpers import REGRESSION, scaled

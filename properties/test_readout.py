@@ -13,11 +13,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Plan
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.schema.contract import Loop, assumptions_of
-from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite.core.case import probe_case
+from gradcheck_suite.core.contract import Loop, assumptions_of
+from gradcheck_suite.loops.reset_modes import BUILT_IN
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_equal
 from properties.devices import DEVICES
 from properties.helpers import observe, scaled

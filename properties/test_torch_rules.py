@@ -14,9 +14,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gradcheck_suite import TrainingRun, cases, plans, problems
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.schema.contract import Loop
+from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.reset_modes import backward_window, windows
+from gradcheck_suite.run.instance import generated_instance
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES, repeatable_run
 from properties.helpers import scaled

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.optimizers import FOR_ANY_LOOP, OPTIMIZERS
-from gradcheck_suite.loops import BUILT_IN, MODES
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.numerics.bounds import FEW_DRAWS
-from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.steps import COUNTERPARTS, Trajectory, follow, settings_of
+from gradcheck_suite.core.comparison import FEW_DRAWS
+from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, backward_window, windows
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.optimizers import FOR_ANY_LOOP, OPTIMIZERS
+from gradcheck_suite.studies.optimizer_steps import Trajectory, follow, settings_of
+from gradcheck_suite.studies.optimizers import COUNTERPARTS
+from gradcheck_suite.studies.zoo import BUGS
 from properties.helpers import REGRESSION, observe
 
 DEEP = ProblemSpec(

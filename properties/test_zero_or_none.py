@@ -18,12 +18,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcheck_suite.evidence.zero_or_none import LAWS, Law, runs
-from gradcheck_suite.evidence.zero_or_none.comparison import PARAMETER, Difference, differences, disagreement
-from gradcheck_suite.evidence.zero_or_none.laws import DECAY, DEFAULTS, PLAIN
-from gradcheck_suite.evidence.zero_or_none.predictions import Point, by_recurrence, by_sums
-from gradcheck_suite.loops.modes import RESET_MODES, ResetMode
-from gradcheck_suite.numerics.running_errors import Rounded
+from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
+from gradcheck_suite.studies import zero_or_none
+from gradcheck_suite.studies.zero_or_none import (
+    PARAMETER,
+    Difference,
+    Point,
+    Rounded,
+    by_recurrence,
+    by_sums,
+    differences,
+    disagreement,
+)
+from gradcheck_suite.studies.zero_or_none_laws import DECAY, DEFAULTS, LAWS, PLAIN, Law
 from properties.helpers import scaled
 
 ZERO, NONE, FLAT = (RESET_MODES[name] for name in ("zero_", "set_to_none", "flat_buffer"))
@@ -31,25 +38,27 @@ OTHERS = [mode for mode in RESET_MODES.values() if mode.reset is not None and mo
 EXACT = {("SGD", "plain"), ("SGD", "momentum"), ("SGD", "weight decay"), ("Muon", "weight decay"), ("Rprop", "plain")}
 """Rows whose every operation is exact, so that torch must agree to the bit."""
 
-windows = st.lists(st.sampled_from((runs.REACHED, runs.MISSED, runs.FROZEN)), min_size=1, max_size=6).map(tuple)
+windows = st.lists(
+    st.sampled_from((zero_or_none.REACHED, zero_or_none.MISSED, zero_or_none.FROZEN)), min_size=1, max_size=6
+).map(tuple)
 
 
-def wrong(law: Law, run: runs.Run, seen: Sequence[Any]) -> list[Difference]:
+def wrong(law: Law, run: zero_or_none.Run, seen: Sequence[Any]) -> list[Difference]:
     """Return what rounding does not explain."""
-    return [d for d in differences(by_recurrence(law, run.settings, runs.start(law), seen), run) if d.is_wrong]
+    return [d for d in differences(by_recurrence(law, run.settings, zero_or_none.start(law), seen), run) if d.is_wrong]
 
 
 def assert_as_predicted(law: Law, variant: str, these: Sequence[str], mode: ResetMode, **implementation: Any) -> None:
     """Fail unless each step found the predicted gradient, and left what both derivations predict."""
     __tracebackhide__ = True
-    run = runs.run(law, law.variants[variant], these, mode, **implementation)
-    seen = runs.expected_gradients(law, these, mode)
+    run = zero_or_none.runs_run(law, law.variants[variant], these, mode, **implementation)
+    seen = zero_or_none.expected_gradients(law, these, mode)
     what = f"{law.optimizer}, {variant}, {mode.name}, {these}"
     for w, (observed, expected) in enumerate(zip(run.seen, seen, strict=True)):
         assert (observed is None) == (expected is None), f"{what}: gradient {observed}, should be {expected}"
         assert expected is None or np.array_equal(observed, expected), f"{what}, window {w}: {observed}, {expected}"
     assert not (found := wrong(law, run, seen)), f"{what}: {found}"
-    ways = (way(law, run.settings, runs.start(law), seen) for way in (by_recurrence, by_sums))
+    ways = (way(law, run.settings, zero_or_none.start(law), seen) for way in (by_recurrence, by_sums))
     assert not (found := disagreement(*ways)), f"{what}: the derivations differ: {found}"
 
 
@@ -60,12 +69,12 @@ def test_every_optimizer_of_torch_has_a_law():
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(name, marks=() if name == "routed" else pytest.mark.full) for name in runs.SCENARIOS],
+    [pytest.param(name, marks=() if name == "routed" else pytest.mark.full) for name in zero_or_none.SCENARIOS],
 )
 @pytest.mark.parametrize("name", LAWS)
 def test_torch_does_as_predicted(name, scenario):
-    law, these = LAWS[name], runs.SCENARIOS[scenario]
-    if law.reads_none_as_zero and runs.ABSENT in these:
+    law, these = LAWS[name], zero_or_none.SCENARIOS[scenario]
+    if law.reads_none_as_zero and zero_or_none.ABSENT in these:
         pytest.skip("L-BFGS takes no second parameter group")
     for variant in law.variants:
         for mode in (ZERO, NONE):
@@ -79,12 +88,12 @@ def test_torch_does_as_predicted_under_every_reset(name):
     for mode in OTHERS:
         # a flat buffer is dense, which SparseAdam refuses
         if not (law.sparse and mode is FLAT):
-            assert_as_predicted(law, next(iter(law.variants)), runs.ROUTED, mode)
+            assert_as_predicted(law, next(iter(law.variants)), zero_or_none.ROUTED, mode)
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_a_gradient_allocated_at_the_start_is_a_zero_from_the_start(name):
-    assert_as_predicted(LAWS[name], DECAY, runs.MISSED_FIRST, FLAT)
+    assert_as_predicted(LAWS[name], DECAY, zero_or_none.MISSED_FIRST, FLAT)
 
 
 @pytest.mark.full
@@ -94,7 +103,7 @@ def test_the_other_implementations_do_as_predicted(name):
     for implementation in ("foreach", "fused"):
         if implementation in inspect.signature(getattr(torch.optim, law.optimizer)).parameters:
             # the fused kernels keep the step in float32, in which it is exact
-            assert_as_predicted(law, PLAIN, runs.ROUTED, ZERO, **{implementation: True})
+            assert_as_predicted(law, PLAIN, zero_or_none.ROUTED, ZERO, **{implementation: True})
 
 
 @pytest.mark.full
@@ -110,8 +119,10 @@ def test_torch_does_as_predicted_on_drawn_windows(name, these, data):
 @pytest.mark.parametrize(("name", "variant"), sorted(EXACT))
 def test_an_exact_prediction_allows_no_error(name, variant):
     law = LAWS[name]
-    run = runs.run(law, law.variants[variant], runs.ROUTED, ZERO)
-    predicted = by_recurrence(law, run.settings, runs.start(law), runs.expected_gradients(law, runs.ROUTED, ZERO))
+    run = zero_or_none.runs_run(law, law.variants[variant], zero_or_none.ROUTED, ZERO)
+    predicted = by_recurrence(
+        law, run.settings, zero_or_none.start(law), zero_or_none.expected_gradients(law, zero_or_none.ROUTED, ZERO)
+    )
     assert [d.allowed for d in differences(predicted, run) if d.allowed] == []
 
 
@@ -120,7 +131,7 @@ def test_an_exact_prediction_allows_no_error(name, variant):
 
 def predicted_wrongly(law: Law, variant: str, mode: ResetMode, seen: Sequence[Any]) -> set[str]:
     """Return the entries in which torch differs from the prediction for gradients that it did not see."""
-    run = runs.run(law, law.variants[variant], runs.ROUTED, mode)
+    run = zero_or_none.runs_run(law, law.variants[variant], zero_or_none.ROUTED, mode)
     return {d.entry for d in wrong(law, run, seen)}
 
 
@@ -130,7 +141,7 @@ def predicted_wrongly(law: Law, variant: str, mode: ResetMode, seen: Sequence[An
 def test_a_law_that_takes_zeros_for_none_is_caught(name):
     law, alike = LAWS[name], {("SGD", PLAIN), ("SGD", DEFAULTS), ("LBFGS", PLAIN), ("LBFGS", DEFAULTS)}
     for variant in list(law.variants)[:2]:
-        zeros, nothing = (runs.expected_gradients(law, runs.ROUTED, mode) for mode in (ZERO, NONE))
+        zeros, nothing = (zero_or_none.expected_gradients(law, zero_or_none.ROUTED, mode) for mode in (ZERO, NONE))
         for mode, seen in ((ZERO, nothing), (NONE, zeros)):
             assert bool(predicted_wrongly(law, variant, mode, seen)) == ((name, variant) not in alike), variant
 
@@ -139,8 +150,8 @@ def test_a_law_that_takes_zeros_for_none_is_caught(name):
 def test_a_law_that_is_slightly_off_is_caught(name):
     law = LAWS[name]
     variant = next(reversed(law.variants))
-    run = runs.run(law, law.variants[variant], runs.ROUTED, ZERO)
-    seen = runs.expected_gradients(law, runs.ROUTED, ZERO)
+    run = zero_or_none.runs_run(law, law.variants[variant], zero_or_none.ROUTED, ZERO)
+    seen = zero_or_none.expected_gradients(law, zero_or_none.ROUTED, ZERO)
     for entry in {PARAMETER} | run.states[-1].keys():
         found = {d.entry for d in wrong(replace(law, step=off(law, entry)), run, seen)}
         assert entry in found, (variant, entry)
@@ -149,12 +160,12 @@ def test_a_law_that_is_slightly_off_is_caught(name):
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_derivations_that_differ_are_caught(name):
     law = LAWS[name]
-    settings = runs.run(law, law.variants[DECAY], runs.ROUTED, ZERO).settings
-    seen = runs.expected_gradients(law, runs.ROUTED, ZERO)
-    of_sums = by_sums(law, settings, runs.start(law), seen)
-    assert disagreement(by_recurrence(law, settings, runs.start(law), seen), of_sums) == []
+    settings = zero_or_none.runs_run(law, law.variants[DECAY], zero_or_none.ROUTED, ZERO).settings
+    seen = zero_or_none.expected_gradients(law, zero_or_none.ROUTED, ZERO)
+    of_sums = by_sums(law, settings, zero_or_none.start(law), seen)
+    assert disagreement(by_recurrence(law, settings, zero_or_none.start(law), seen), of_sums) == []
     for entry in {PARAMETER, *of_sums[-1][1]}:
-        wrongly = by_recurrence(replace(law, step=off(law, entry)), settings, runs.start(law), seen)
+        wrongly = by_recurrence(replace(law, step=off(law, entry)), settings, zero_or_none.start(law), seen)
         assert f"window 0: {entry}" in disagreement(wrongly, of_sums), entry
 
 
@@ -207,10 +218,10 @@ def test_sparse_adam_refuses_a_gradient_that_is_allocated_before():
     # sparse gradients are added to a dense buffer, and the sum is dense
     law = LAWS["SparseAdam"]
     with pytest.raises(RuntimeError, match="expected sparse coordinate tensor layout"):
-        runs.run(law, law.variants[PLAIN], runs.ROUTED, FLAT)
+        zero_or_none.runs_run(law, law.variants[PLAIN], zero_or_none.ROUTED, FLAT)
 
 
 def test_lbfgs_refuses_a_parameter_added_late():
     law = LAWS["LBFGS"]
     with pytest.raises(AssertionError, match="exactly one param_group"):
-        runs.run(law, law.variants[PLAIN], runs.ADDED_LATE, NONE)
+        zero_or_none.runs_run(law, law.variants[PLAIN], zero_or_none.ADDED_LATE, NONE)

@@ -13,9 +13,9 @@ os.environ.setdefault("GRADCHECK_SUITE_PROCESSES", "1")
 @pytest.fixture
 def many_draws(monkeypatch):
     """As many draws for a violation as `verify` makes outside of the tests."""
-    from gradcheck_suite.numerics.bounds import MANY_DRAWS
+    from gradcheck_suite.core.comparison import MANY_DRAWS
 
-    monkeypatch.setattr("gradcheck_suite.references.drawn_comparison.MANY_DRAWS", MANY_DRAWS)
+    monkeypatch.setattr("gradcheck_suite.reference.noise.MANY_DRAWS", MANY_DRAWS)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def without_second_opinion(monkeypatch):
 @pytest.fixture(scope="session")
 def ranks():
     """Ranks that start once for all tests that need them: it takes seconds to import torch."""
-    from gradcheck_suite.execution.ranks.pool import kept_ranks
+    from gradcheck_suite.run.ranks import kept_ranks
 
     with kept_ranks():
         yield

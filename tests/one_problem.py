@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.verification import verify as verification
 
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))

@@ -1,6 +1,6 @@
 """Run the tests that depend on the processor's arithmetic under each setting of vector width and threads.
 
-    python -m tests.processors              # tests/bridge tests/catalogue tests/docs tests/numerics tests/references
+    python -m tests.processors              # tests/bridge tests/catalogue tests/docs tests/core tests/reference
     python -m tests.processors tests/docs   # other tests
 
 torch and XLA choose their kernels by the processor's vector instructions, and rounding differs between kernels. No test
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
-TESTS = ("tests/bridge", "tests/catalogue", "tests/docs", "tests/numerics", "tests/references")
+TESTS = ("tests/bridge", "tests/catalogue", "tests/docs", "tests/core", "tests/reference")
 SETTINGS: dict[str, Mapping[str, str]] = {
     "torch without vector instructions": {"ATEN_CPU_CAPABILITY": "default"},
     "torch with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},

@@ -22,8 +22,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from gradcheck_suite.execution import instance
-from gradcheck_suite.execution.instance import Instance
+from gradcheck_suite.run import instance
+from gradcheck_suite.run.instance import Instance
 
 DEVICE = torch.device("meta", 0)
 _BETWEEN_DEVICES = frozenset({"copy_", "_to_copy"})

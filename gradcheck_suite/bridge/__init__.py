@@ -6,11 +6,17 @@ backward and to check it. The bridge must not import `verification`, `diagnosis`
 losses, not loops.
 """
 
-from gradcheck_suite.bridge.errors import BridgeError, NotExportable, RandomnessError, UnknownOperation, WrongLowering
-from gradcheck_suite.bridge.lowered import Lowered, arguments_of, jax_gradient, lower
-from gradcheck_suite.bridge.op_table import register_op, table
-from gradcheck_suite.bridge.own_backwards import accept_backward
-from gradcheck_suite.bridge.wrong_backwards import WrongBackward, wrong_backwards
+from gradcheck_suite.bridge.exporting import accept_backward
+from gradcheck_suite.bridge.lowered import Lowered, WrongBackward, arguments_of, jax_gradient, lower, wrong_backwards
+from gradcheck_suite.bridge.op_table import (
+    BridgeError,
+    NotExportable,
+    RandomnessError,
+    UnknownOperation,
+    WrongLowering,
+    register_op,
+    table,
+)
 
 __all__ = [
     "BridgeError",

@@ -1,39 +1,485 @@
-"""Export of a loss to a graph of ATen operations, by `torch.export`.
-
-Only operations that are missing from the table are decomposed. Where torch has its own derivative formula for an
-operation, the table's entry follows that formula's conventions; a decomposition would lose them.
-"""
+"""A torch loss as a graph of ATen operations, with the user's own backward functions kept."""
 
 from __future__ import annotations
 
+import ast
 import io
+import linecache
 import logging
 import math
 import operator
+import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, default_decompositions
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from gradcheck_suite.bridge import ops as _ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.custom_gradients import functions_of, restored
-from gradcheck_suite.bridge.errors import NotExportable, RandomnessError, UnknownOperation
-from gradcheck_suite.bridge.op_table import lowering_of
-from gradcheck_suite.bridge.own_backwards import ACCEPTED, exported_functions
-from gradcheck_suite.bridge.rewrites import EXPERTS, LOSS, in_a_copy_of, rewrite_of
-from gradcheck_suite.bridge.source_lines import Place, place_of_error, source_line
-from gradcheck_suite.execution.batches import leaves, map_leaves
-from gradcheck_suite.schema.contract import Batch
+from gradcheck_suite.bridge.op_table import (
+    Array,
+    BridgeError,
+    NotExportable,
+    RandomnessError,
+    UnknownOperation,
+    is_float,
+    lowering_of,
+    register_op,
+)
+from gradcheck_suite.core.contract import Batch
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.observer import Forward, kinds_of, replaced_forwards
+
+# The source lines of exported operations and of errors, in the user's code.
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def source_line(node: fx.Node) -> str:
+    """Return ` (FILE, line N: code)` of the innermost frame in the user's code, or an empty string."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    foreign = [f for f in frames if _is_the_users(f["file"])]
+    if not frames:
+        return ""
+    frame = (foreign or frames)[-1]
+    return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code, or of a library other than torch.
+
+    Attributes:
+        file: its path.
+        number: of the line.
+        line: its code.
+        function: the function's full name, with its module.
+    """
+
+    file: str
+    number: int
+    line: str
+    function: str
+
+    @property
+    def is_a_librarys(self) -> bool:
+        """Whether the line is in an installed package."""
+        return any(part in ("site-packages", "dist-packages") for part in Path(self.file).parts)
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """Return an exception's innermost line in the user's code, or None."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        if _is_the_users(code.co_filename):
+            line = linecache.getline(code.co_filename, number).strip()
+            return Place(code.co_filename, number, line, f"{frame.f_globals.get('__name__')}.{code.co_qualname}")
+    return None
+
+
+def _is_the_users(file: str) -> bool:
+    return not file.startswith((_TORCH, _PACKAGE, "<"))
+
+
+# The lines that help where a loss takes a Python decision on the values of tensors, which `torch.export` refuses.
+
+
+LOSS = """\
+def loss(model, batch):
+    # without the labels, the model takes no decision on them
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)"""
+EXPERTS = """\
+# every expert's share in products of matrices, without a loop over the experts that are hit
+model.set_experts_implementation("batched_mm")"""
+LOOP = """\
+# every part for all rows; rows that do not belong to it have weight 0
+for number, part in enumerate(parts):
+    belongs = (choice == number).unsqueeze(-1)
+    out = out + torch.where(belongs, part(x), 0)"""
+ROUNDS = """\
+# as many rounds as can occur; a round too many changes nothing
+for number in range(most):
+    x = torch.where({condition}, one_round(x), x)"""
+BRANCHES = """\
+# both branches are computed; the gradient follows the one whose condition holds
+chosen = torch.where({condition}, value_if_true, value_if_false)"""
+ASSERTION = "# an assertion has no gradient: leave it out of the loss, and check the condition where the batch is drawn"
+NUMBER = """\
+# the number is data: compute it where the batch is drawn, and read it as a tensor in the loss
+def batch(items, seed):
+    drawn = draw(items, seed)
+    return {**drawn, "number": number_of(drawn)}"""
+COPY = """\
+# in a copy of {name}, which `{name} = copy` puts in its place:
+{lines}"""
+
+
+class _Tensors(ast.NodeTransformer):
+    """Turns what decides on a value into what computes with it: `a if c else b`, `and`, `or`, `not`, `float`."""
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("where", node.test, node.body, node.orelse)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        return _joined(node.values, ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr())
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("logical_not", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        sides = [node.left, *node.comparators]
+        pairs = zip(sides, node.ops, sides[1:], strict=False)
+        return _joined([ast.Compare(left, [op], [right]) for left, op, right in pairs], ast.BitAnd())
+
+    def visit_Slice(self, node: ast.Slice) -> ast.expr:
+        return node  # a length must be a number
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Name("float"), [number]) | ast.Call(ast.Attribute(number, "item"), []):
+                return ast.Call(ast.Attribute(number, "detach", ast.Load()), [], [])
+        return node
+
+
+def _call(function: str, *arguments: ast.expr) -> ast.expr:
+    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), function, ast.Load()), list(arguments), [])
+
+
+def _joined(parts: list[ast.expr], operator: ast.operator) -> ast.expr:
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = ast.BinOp(joined, operator, part)
+    return joined
+
+
+def _computed(code: str) -> str:
+    return ast.unparse(ast.fix_missing_locations(_Tensors().visit(ast.parse(code))))
+
+
+def rewrite_of(line: str) -> str:
+    """Return lines of Python that take no decision on data, in place of a line that does."""
+    try:
+        # a header needs a body, and `elif` would need an `if`
+        (statement,) = ast.parse(f"{line.removeprefix('el')} pass" if line.endswith(":") else line).body
+    except (SyntaxError, ValueError):
+        return NUMBER
+    match statement:
+        case ast.For(iter=ast.Call(ast.Name("range"), [*_, end])):
+            return ROUNDS.format(condition=f"number < {ast.unparse(end)}")
+        case ast.For():
+            return LOOP
+        case ast.While(test):
+            return ROUNDS.format(condition=_computed(ast.unparse(test)))
+        case ast.If(test):
+            return BRANCHES.format(condition=_computed(ast.unparse(test)))
+        case ast.Assert():
+            return ASSERTION
+    computed = _computed(line)
+    return NUMBER if computed == ast.unparse(ast.parse(line)) else computed
+
+
+def in_a_copy_of(name: str, lines: str) -> str:
+    """Return the lines with a first one that says to put them into a copy of a library's function."""
+    return COPY.format(name=name, lines=lines)
+
+
+# What `torch.export` drops of a loss: gradient hooks, and the backwards of custom `autograd.Function`s.
+#
+# Neither leaves a trace in the exported graph. A hook is refused. Of a custom function JAX differentiates the
+# forward, and `custom_functions` holds its backward to that; where the two differ on purpose, the graph keeps a call
+# of the backward itself.
+
+
+_CUSTOM_OPERATION = "GeneratedBackwardFor_"
+"""Prefix of the functions that torch makes of custom operations."""
+_ADVICE = (
+    "torch.export keeps only the forward, so JAX would differentiate that and rightly disagree. "
+    "Check this loop without JAX, or change the gradient by an operation of the forward"
+)
+
+
+class _HookRecorder(TorchFunctionMode):
+    """Records whether the forward registers a hook on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooked = self.hooked or func is torch.Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and torch's random state afterwards."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _refuse_changing_hooks(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
+    """Refuse a module whose backward hook changes a gradient; one that only looks at it is no matter."""
+    hooked = {name: m for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
+    wanted = [p for p in model.parameters() if p.requires_grad]
+
+    def gradient() -> list[torch.Tensor]:
+        kept = [p.grad for p in wanted]
+        for p in wanted:
+            p.grad = None
+        with restored(model), torch.enable_grad():
+            # not `torch.autograd.grad`, which reentrant checkpointing refuses
+            loss(model, map_leaves(torch.clone, batch)).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
+        for p, grad in zip(wanted, kept, strict=True):
+            p.grad = grad
+        return found
+
+    for name, module in hooked.items():
+        with (
+            mock.patch.object(module, "_backward_hooks", OrderedDict()),
+            mock.patch.object(module, "_backward_pre_hooks", OrderedDict()),
+        ):
+            without = gradient()
+        if not all(map(partial(torch.allclose, rtol=1e-12, atol=0.0, equal_nan=True), gradient(), without)):
+            raise BridgeError(f"the module {name!r} has a backward hook that changes a gradient: {_ADVICE}")
+
+
+def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> frozenset[type]:
+    """Run the loss once in torch and return the classes of its custom functions, custom operations left out.
+
+    Args:
+        model: the model; its buffers and torch's random state are restored.
+        loss: (model, batch) -> scalar tensor.
+        batch: a tree of dicts, lists and tuples of tensors.
+
+    Raises:
+        BridgeError: the loss is not a floating-point scalar, or has a gradient hook, which the message names.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise BridgeError(f"the parameter {name!r} has a gradient hook: {_ADVICE}")
+    recorder = _HookRecorder()
+    with restored(model), recorder, torch.enable_grad():
+        value = loss(model, map_leaves(torch.clone, batch))
+    if recorder.hooked:
+        raise BridgeError(f"the forward registers a gradient hook on a tensor: {_ADVICE}")
+    if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
+        got = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise BridgeError(
+            f"the loss must be one scalar tensor of floating point, got {got}: reduce it with .mean() or .sum()"
+        )
+    _refuse_changing_hooks(model, loss, batch)
+    return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(_CUSTOM_OPERATION))
+
+
+# Custom `autograd.Function`s in an exported graph: their forward, or also a call of their own backward.
+#
+# A backward that differs from the derivative of the forward on purpose (a straight-through estimator, a bounded
+# slope) is declared with `accept_backward`. JAX then differentiates the rest of the loss, and calls the backward in
+# torch.
+
+
+ACCEPTED: set[type] = set()
+_FunctionT = TypeVar("_FunctionT", bound=type)
+_CALLS: dict[int, tuple[Any, list[Any], Any]] = {}
+_NUMBERS = count()
+_TENSOR = object()
+
+
+def accept_backward(function: _FunctionT) -> _FunctionT:
+    """Declare that the backward of a custom function differs from the derivative of its forward on purpose.
+
+    As a decorator, or as a call beside a `Problem` whose model uses the function::
+
+        @accept_backward
+        class Rounded(torch.autograd.Function): ...
+
+    Args:
+        function: a subclass of `torch.autograd.Function`, which is returned as it is.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise UsageError(
+            f"accept_backward: expected a subclass of torch.autograd.Function, got {function!r}: pass the class whose "
+            "backward differs from the derivative of its forward on purpose"
+        )
+    ACCEPTED.add(function)
+    return function
+
+
+class _WithoutDetaching(TorchFunctionMode):
+    """Ignores `detach` and `no_grad`, which have no meaning in a custom forward: it runs without gradients anyway.
+
+    The graph would keep them: JAX would find no derivative of what is detached, nor of anything after a `no_grad`, at
+    whose end gradients stay off as they were before it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.detach:
+            return args[0]
+        if func is torch._C._set_grad_enabled:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _differentiated(forward: Forward, first: int) -> Forward:
+    def exported(*arguments: Any) -> Any:
+        with _WithoutDetaching():
+            out = forward(*arguments)
+        if first:
+            # checkpointing packs what is saved under `no_grad`, whose end the graph would lack
+            arguments[0].to_save = None
+        return out
+
+    return exported
+
+
+def _with_its_backward(kind: type) -> Any:
+    def made(forward: Forward, first: int) -> Forward:
+        def exported(*arguments: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(list(arguments[first:]))
+            # clones: the forward may write to its arguments
+            tensors = [x.clone() for x in leaves if isinstance(x, torch.Tensor)]
+            number = next(_NUMBERS)
+            _CALLS[number] = kind, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves], spec
+            out = _differentiated(forward, first)(*arguments)
+            if first:
+                arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
+            several = out if isinstance(out, tuple) else (out,)
+            real = [i for i, x in enumerate(several) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            tied = torch.ops.gradcheck_suite.own_backward([several[i] for i in real], tensors, number)
+            by_index = dict(zip(real, tied, strict=True))
+            after = tuple(by_index.get(i, x) for i, x in enumerate(several))
+            return after if isinstance(out, tuple) else after[0]
+
+        return exported
+
+    return made
+
+
+@contextmanager
+def exported_functions(functions: Collection[type], own: Collection[type]) -> Iterator[None]:
+    """Let `torch.export` see the forwards of custom functions while this is open.
+
+    Args:
+        functions: those whose forward JAX differentiates.
+        own: those whose own backward is called.
+    """
+    replacements: list[tuple[type, Any]] = [(kind, _differentiated) for kind in functions if kind not in own]
+    replacements += [(kind, _with_its_backward(kind)) for kind in functions if kind in own]
+    with replaced_forwards(replacements), ExitStack() as saving:
+        for kind, _ in replacements:
+            if kind.setup_context is not torch.autograd.Function.setup_context:  # type: ignore[attr-defined]
+                saving.enter_context(mock.patch.object(kind, "setup_context", staticmethod(_saves_nothing)))
+        yield
+
+
+def _saves_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+@torch.library.custom_op("gradcheck_suite::own_backward", mutates_args=())
+def _own_backward(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """Return the outputs of a custom function; the operation ties them to the function's inputs."""
+    return [x.clone() for x in outputs]
+
+
+@_own_backward.register_fake
+def _(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in outputs]
+
+
+@register_op("gradcheck_suite.own_backward")
+def own_backward(outputs: list[Array], inputs: list[Array], number: int) -> list[Array]:
+    """Return the outputs; their derivative with respect to the inputs is torch's backward."""
+    call = _CALLS[number]
+
+    @jax.custom_vjp
+    def tied(outputs: list[Array], inputs: list[Array]) -> list[Array]:
+        return outputs
+
+    def backward(inputs: list[Array], cotangents: list[Array]) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs if is_float(x)]
+        found = iter(jax.pure_callback(lambda *given: _in_torch(call, *given), shapes, inputs, cotangents))
+        # the cotangent of whole numbers has a dtype of its own
+        gradients = [next(found) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in inputs]
+        return [jnp.zeros_like(c) for c in cotangents], gradients
+
+    tied.defvjp(lambda outputs, inputs: (outputs, inputs), backward)
+    # the graph's lists are no pytrees for JAX
+    return tied(list(outputs), list(inputs))
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    numbers = np.array(array)
+    if numbers.dtype == jnp.bfloat16:
+        return torch.from_numpy(numbers.astype(np.float32)).bfloat16()
+    return torch.from_numpy(numbers)
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    # no JAX array: a callback must not wait for JAX
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().float().numpy().astype(jnp.bfloat16)
+    return tensor.detach().numpy()
+
+
+def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) -> list[Any]:
+    """Return what the backward of a custom function makes of some cotangents, for each input of floating point."""
+    kind, others, spec = call
+    tensors = [_tensor(x) for x in inputs]
+    wanted = [x.requires_grad_() for x in tensors if x.is_floating_point()]
+    remaining = (x.clone() for x in tensors)
+    with torch.enable_grad():
+        out = kind.apply(*pytree.tree_unflatten([next(remaining) if x is _TENSOR else x for x in others], spec))
+    several = out if isinstance(out, tuple) else (out,)
+    real = [x for x in several if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    pairs = [(x, _tensor(c)) for x, c in zip(real, cotangents, strict=True) if x.requires_grad]
+    found = torch.autograd.grad([x for x, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
+    return [_numbers(torch.zeros_like(x) if g is None else g) for x, g in zip(wanted, found, strict=True)]
+
+
+# Export of a loss to a graph of ATen operations, by `torch.export`.
+#
+# Only operations that are missing from the table are decomposed. Where torch has its own derivative formula for an
+# operation, the table's entry follows that formula's conventions; a decomposition would lose them.
+
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 _GRAD_MODE = "wrap_with_set_grad_enabled"

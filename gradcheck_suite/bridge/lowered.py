@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,149 @@ import numpy.typing as npt
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
-from gradcheck_suite.bridge.dtypes import Array, default_float_is, to_array
-from gradcheck_suite.bridge.errors import BridgeError
-from gradcheck_suite.bridge.exporting import Exported, LossFunction, export_loss
-from gradcheck_suite.bridge.graph_calls import graph_calls, low_precision_operations, run_graph_call
-from gradcheck_suite.execution.batches import leaves
-from gradcheck_suite.references.programs import PROGRAMS, device
-from gradcheck_suite.schema.contract import Batch
+from gradcheck_suite.bridge.exporting import (
+    ACCEPTED,
+    Exported,
+    LossFunction,
+    export_loss,
+    functions_of,
+    operation_of,
+    random_message,
+    restored,
+    source_line,
+)
+from gradcheck_suite.bridge.op_table import (
+    Array,
+    BridgeError,
+    RandomnessError,
+    WrongLowering,
+    default_float_is,
+    is_dynamic,
+    jax_dtype,
+    lowering_of,
+    to_array,
+)
+from gradcheck_suite.core.contract import Batch
+from gradcheck_suite.reference.programs import PROGRAMS, device
+from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.observer import Forward, replaced_forwards
+
+# The calls of an exported graph, each run in JAX and checked against the shape and dtype that torch recorded.
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """One call of the graph.
+
+    Attributes:
+        node: the graph's node.
+        function: the JAX implementation, or the Python function that the graph calls.
+        is_op: whether the node calls an ATen or custom operation.
+        is_dynamic: whether the shape of the result depends on values.
+    """
+
+    node: fx.Node
+    function: Callable[..., Any]
+    is_op: bool
+    is_dynamic: bool = False
+
+
+def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `with_effects` of an operation: (token, operation, arguments) -> (token, results)."""
+
+    @wraps(lowering)
+    def called(token: Any, _: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        out = lowering(*args, **kwargs)
+        return (token, *(out if isinstance(out, tuple) else (out,)))
+
+    return called
+
+
+def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
+    """Return the calls of a graph, in order of execution."""
+    calls = []
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        op = operation_of(node)
+        if isinstance(op, torch._ops.OpOverload):
+            lowering = lowering_of(op)
+            assert lowering is not None
+            function = lowering if op is node.target else _after_token(lowering)
+            calls.append(GraphCall(node, function, True, is_dynamic(op)))
+        else:
+            calls.append(GraphCall(node, node.target, False))
+    return calls
+
+
+def low_precision_operations(calls: tuple[GraphCall, ...]) -> tuple[str, ...]:
+    """Return the operations whose results are floats of less than 64 bits, each with its source line."""
+    found = []
+    for call in calls:
+        value = call.node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
+            # `getitem` picks one of several results; the operation is the call that made them
+            source = call.node.args[0]
+            node = source if call.node.target is operator.getitem and isinstance(source, fx.Node) else call.node
+            found.append(f"{node.target}{source_line(node)}")
+    return tuple(found)
+
+
+def run_graph_call(call: GraphCall, values: dict[Any, Any]) -> Any:
+    """Return the result of a call.
+
+    Args:
+        call: the call.
+        values: the results of earlier calls, by node name.
+
+    Raises:
+        RandomnessError: the operation draws random numbers.
+        WrongLowering: the JAX function failed, or its result has another shape or dtype than torch's.
+    """
+    node = call.node
+
+    def value_of(argument: fx.Node) -> Any:
+        return values[argument.name]
+
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    if not call.is_op:
+        out = call.function(*args, **kwargs)
+    else:
+        try:
+            out = call.function(*args, **kwargs)
+        except RandomnessError as error:
+            raise RandomnessError(random_message(str(error), node)) from None
+        except BridgeError:
+            raise
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            raise  # a Python decision on a traced value: the caller runs the program without jit instead
+        except Exception as error:
+            raise WrongLowering(
+                f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
+            ) from error
+    _check_shape_and_dtype(node, out)
+    return out
+
+
+def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
+    """Compare a result with the shape and the dtype that torch recorded."""
+    expected = node.meta.get("val")
+    if not isinstance(expected, torch.Tensor):
+        return
+    dtype = jax_dtype(expected.dtype)
+    shape = tuple(expected.shape)
+    known = all(isinstance(n, int) for n in shape)
+    weak = getattr(out, "weak_type", False)
+    if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
+        got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
+        raise WrongLowering(
+            f"the lowering of {node.target}{source_line(node)} gives {got}{' (weakly typed)' if weak else ''} where "
+            f"torch gives {dtype}{list(shape)}: correct the function registered for it"
+        )
+
 
 Arrays = dict[str, Array]
 _PREFIX = "model."
@@ -105,7 +242,7 @@ class Lowered:
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in the order of `gradcheck_suite.execution.instance.leaves`.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
         """
         with default_float_is(self._default_float):
             values: dict[Any, Any] = dict(self._constants)
@@ -164,7 +301,7 @@ class Lowered:
         Args:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
-            inputs: the batch's tensors, in the order of `gradcheck_suite.execution.instance.leaves`.
+            inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
             jit: whether to compile the program, which takes seconds; compiled programs are kept on disk. A program
                 whose shapes depend on values is never compiled.
         """
@@ -231,3 +368,201 @@ def jax_gradient(
     compile the program.
     """
     return lower(model, loss, batch).value_and_gradient(*arguments_of(model, batch), jit=jit)[1]
+
+
+# Custom `autograd.Function`s whose backward is not the derivative of their forward, as JAX computes it.
+#
+# Each is called by itself on the arguments that the loss gives it, in float64. The gradient of a random combination
+# of its outputs is computed by its own backward and by JAX, which differentiates the forward.
+
+
+MOST = 4
+"""Number of calls of a function that are judged, each of other shapes or other arguments than the ones before."""
+RELATIVE = 1e-10
+"""Difference that is allowed in float64, over the largest entry of the argument's gradient."""
+UNIT = {False: 2.0**-53, True: 2.0**-24}
+DRAWS, NOISE = 5, 16.0
+"""Number of times that the inputs are moved by one roundoff, and the multiple of what this changes that is allowed."""
+
+
+@dataclass(frozen=True)
+class WrongBackward:
+    """A custom function whose backward is not the derivative of its forward.
+
+    Attributes:
+        function: the class.
+        argument: number of the argument whose gradient differs, the context not counted.
+        error: largest difference of an entry, over the largest entry of the two gradients.
+        allowed: likewise, what rounding may do.
+        factor: the number by which the derivative is multiplied, where that is all, and infinity where the derivative
+            is 0; None otherwise.
+    """
+
+    function: type
+    argument: int
+    error: float
+    allowed: float
+    factor: float | None
+
+    def __str__(self) -> str:
+        name = self.function.__name__
+        if self.factor == np.inf:
+            what = "not 0, and the derivative is"
+        elif self.factor == 0:
+            what = "0 or None, and the derivative is not"
+        elif self.factor is not None and (factor := f"{self.factor:.6g}") != "1":
+            what = f"{factor} times the derivative"
+        else:
+            what = f"off by {self.error:.2g} of its largest entry, where rounding allows {self.allowed:.1g}"
+        return (
+            f"{name}.backward is not the derivative of {name}.forward, which JAX computes: the gradient of argument "
+            f"{self.argument} is {what}. If that is on purpose, as in a straight-through estimator, call "
+            f"gradcheck_suite.bridge.accept_backward({name})"
+        )
+
+
+def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple[WrongBackward, ...]:
+    """Return the custom functions of a loss whose backward is not the derivative of their forward, one line for each.
+
+    Functions for which `accept_backward` was called are left out, and so are those that cannot be called by
+    themselves: they show in the gradient of the whole loss. The arguments and errors are those of `lower`.
+    """
+    functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
+    if not functions:
+        return ()
+    calls: dict[str, _Call] = {}
+
+    def recording(kind: type) -> Any:
+        def made(forward: Forward, first: int) -> Forward:
+            def recorded(*arguments: Any) -> Any:
+                call = _Call(kind, arguments[first:])
+                calls.setdefault(call.signature, call)
+                return forward(*arguments)
+
+            return recorded
+
+        return made
+
+    with restored(model), replaced_forwards((kind, recording(kind)) for kind in functions), torch.enable_grad():
+        loss(model, map_leaves(torch.clone, batch))
+    found: list[WrongBackward] = []
+    for kind in sorted(functions, key=lambda kind: kind.__qualname__):
+        for call in [call for call in calls.values() if call.kind is kind][:MOST]:
+            if wrong := _judged(call):
+                found.append(wrong)
+                break
+    return tuple(found)
+
+
+class _Call(nn.Module):
+    """A call of a custom function as a module: its parameters are the arguments that require a gradient."""
+
+    def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.kind = kind
+        leaves, self._spec = pytree.tree_flatten(list(arguments))
+        self.numbers: list[int] = []
+        self._leaves: list[Any] = []
+        described = []
+        for i, value in enumerate(leaves):
+            if not isinstance(value, torch.Tensor):
+                self._leaves.append(value)
+                described.append(repr(value))
+                continue
+            copy = value.detach().clone()
+            copy = copy.double() if copy.is_floating_point() else copy
+            self._leaves.append(None)
+            if value.requires_grad and copy.is_floating_point():
+                self.register_parameter(f"argument_{i}", nn.Parameter(copy))
+                self.numbers.append(i)
+            else:
+                self.register_buffer(f"argument_{i}", copy)
+            described.append(f"{copy.dtype}{tuple(copy.shape)}{value.requires_grad}")
+        self.signature = f"{id(kind)} {' '.join(described)}"
+
+    def forward(self) -> list[torch.Tensor]:
+        """Return the outputs of floating point that are differentiable."""
+        leaves = list(self._leaves)
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            leaves[int(name.removeprefix("argument_"))] = tensor.clone()  # the function may write to it
+        out = self.kind.apply(*pytree.tree_unflatten(leaves, self._spec))
+        several = out if isinstance(out, tuple) else (out,)
+        return [x for x in several if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([(x * w).sum().double() for x, w in zip(call(), weights, strict=True)]).sum()
+
+
+def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
+    wanted = list(call.parameters())
+    found = torch.autograd.grad(_combined(call, weights), wanted, allow_unused=True)
+    return [np.zeros(tuple(x.shape)) if g is None else g.numpy() for x, g in zip(wanted, found, strict=True)]
+
+
+def _judged(call: _Call) -> WrongBackward | None:
+    generator = torch.Generator().manual_seed(0)
+    try:
+        outputs = call()
+        weights = [
+            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * x.requires_grad for x in outputs
+        ]
+        own = _own_gradient(call, weights)
+        lowered = lower(call, _combined, weights)
+        by_name = lowered.value_and_gradient(*arguments_of(call, weights), jit=False)[1]
+        derivative = [by_name[name] for name in lowered.trainable]
+        unit = UNIT[bool(lowered.narrow)]
+        noise = _noise(call, weights, own, unit, generator)
+    except (BridgeError, RuntimeError, TypeError, ValueError):
+        return None  # it cannot be called by itself
+    relative = max(RELATIVE, 2 * unit * len(lowered.narrow))
+    for number, got, right, rounding in zip(call.numbers, own, derivative, noise, strict=True):
+        if wrong := _compared(call.kind, number, got, right, (relative, rounding)):
+            return wrong
+    return None
+
+
+def _noise(
+    call: _Call,
+    weights: list[torch.Tensor],
+    own: list[npt.NDArray[np.float64]],
+    unit: float,
+    generator: torch.Generator,
+) -> list[float]:
+    """Return by how much the function's own gradient changes where its inputs change by one roundoff."""
+    largest = [0.0] * len(own)
+    points = [x.detach().clone() for x in call.parameters()]
+    for _ in range(DRAWS):
+        with torch.no_grad():
+            for x, point in zip(call.parameters(), points, strict=True):
+                x.copy_(point * (1 + unit * torch.randint(-1, 2, point.shape, generator=generator)))
+        for i, moved in enumerate(_own_gradient(call, weights)):
+            change = np.abs(moved - own[i])
+            largest[i] = max(largest[i], float(np.max(change, initial=0, where=np.isfinite(change))))
+    with torch.no_grad():
+        for x, point in zip(call.parameters(), points, strict=True):
+            x.copy_(point)
+    return largest
+
+
+def _compared(
+    kind: type,
+    number: int,
+    got: npt.NDArray[np.float64],
+    right: npt.NDArray[np.float64],
+    tolerances: tuple[float, float],
+) -> WrongBackward | None:
+    relative, rounding = tolerances
+    with np.errstate(all="ignore"):
+        off = np.where((got == right) | (np.isnan(got) & np.isnan(right)), 0, np.abs(got - right))
+    largest = max(float(np.max(np.abs(x), initial=0, where=np.isfinite(x))) for x in (got, right))
+    allowed = relative * largest + NOISE * rounding
+    worst = float(np.max(np.where(np.isnan(off), np.inf, off), initial=0))
+    if worst <= allowed:
+        return None
+    factor: float | None = np.inf
+    if np.any(right):
+        with np.errstate(all="ignore"):
+            factor = float(np.sum(got * right) / np.sum(right * right))
+            factor = factor if np.max(np.abs(got - factor * right)) <= allowed else None
+    return WrongBackward(kind, number, worst / (largest or 1.0), allowed / (largest or 1.0), factor)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.interrupts import noted_interrupts
-from gradcheck_suite.cli.parsers import BadUsageError, Parser, top_parser
+from gradcheck_suite.cli.arguments import BadUsageError, Parser, top_parser
+from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.errors import UsageError
 
 PROGRAM = "gradcheck-suite"

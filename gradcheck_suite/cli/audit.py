@@ -3,22 +3,98 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
 import os
+import runpy
 import signal
 import sys
 import traceback
+import types
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gradcheck_suite.cli import exit_status, output_paths, parsers
+from gradcheck_suite.auditing.options import INSTRUMENTS
+from gradcheck_suite.cli import arguments as output_paths
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.core.records import write_json
+from gradcheck_suite.core.results import LiveResult, results_to_json
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution import environment
-from gradcheck_suite.live.options import INSTRUMENTS
-from gradcheck_suite.records.files import write_json
-from gradcheck_suite.schema.live_results import LiveResult
-from gradcheck_suite.schema.results import results_to_json
+from gradcheck_suite.run import environment
+
+# Run somebody's script or module as `python SCRIPT ARGS` does.
+
+
+@contextlib.contextmanager
+def _interpreter_of(argv: list[str], folder: str) -> Iterator[None]:
+    """Set `sys.argv` and the first entry of `sys.path` as Python does; put them and the main module back."""
+    kept = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.argv = argv
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = kept
+
+
+def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    """Return a function that runs a script as the main module, and returns its names.
+
+    Raises:
+        UsageError: there is no such script, it cannot be read, or it is no Python.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{path}: no such script")
+    try:
+        with io.open_code(str(file.resolve())) as opened:
+            code = compile(opened.read(), path, "exec")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{path}: not Python: {error}") from None
+
+    def run() -> dict[str, Any]:
+        main = types.ModuleType("__main__")
+        main.__dict__.update(
+            __file__=path,
+            __builtins__=sys.modules["builtins"],
+            __cached__=None,
+            __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+        )
+        with _interpreter_of([path, *arguments], str(file.resolve().parent)):
+            sys.modules["__main__"] = main
+            exec(code, main.__dict__)
+        return main.__dict__
+
+    return run
+
+
+def module_runner(name: str, arguments: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    """Return a function that runs a module as `python -m` does, and returns its names.
+
+    Raises:
+        UsageError: there is no such module.
+    """
+    try:
+        with _interpreter_of(sys.argv, str(Path.cwd())):
+            found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"-m {name}: {error}") from None
+    if found is None:
+        raise UsageError(f"-m {name}: no such module")
+
+    def run() -> dict[str, Any]:
+        with _interpreter_of([name, *arguments], str(Path.cwd())):
+            return runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return run
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -73,10 +149,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
     if arguments.json is not None or arguments.reports is not None:
         output_paths.expect_writable(arguments.reports or Path("."), json=arguments.json)
-    from gradcheck_suite.live.script import module_runner, script_runner
 
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
-    from gradcheck_suite.live.context import StoppedOnViolation, audit
+    from gradcheck_suite.auditing.context import StoppedOnViolation, audit
 
     # the script's warnings are the script's
     warnings.resetwarnings()
@@ -121,13 +196,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, name: str) -> int:
     """Write and print the result; return the exit status."""
-    from gradcheck_suite.live.text import result_lines
+    from gradcheck_suite.core.text import result_lines
 
     about = environment.environment()
     if arguments.json is not None:
         write_json(arguments.json, results_to_json([result], about))
     if arguments.reports is not None:
-        from gradcheck_suite.records.store import append_record
+        from gradcheck_suite.core.records import append_record
 
         data = {**result.to_json(), "arguments": arguments.arguments}
         append_record(arguments.reports, "audit", data, environment=about)

@@ -14,15 +14,16 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution.ranks.sources import Source, remember
-from gradcheck_suite.schema.contract import Loop, Problem
-from gradcheck_suite.trainers import TRAINERS
+from gradcheck_suite.loops.trainers import TRAINERS
+from gradcheck_suite.run.processes import Source, remember
 
 _SHOWN = 12
 _loaded: dict[tuple[str, int, int], ModuleType] = {}
@@ -114,8 +115,8 @@ def _built_in(text: str) -> Loop:
         raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
     if text in TRAINERS:
         return _noted(TRAINERS[text].load(), resolve_loop, text)
-    from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.loops.ranks import RANK_LOOPS
+    from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = {**BUILT_IN, **RANK_LOOPS}
     if text not in loops:
@@ -294,3 +295,62 @@ def _no_file(path: Path) -> str:
     near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
     hint = f" (did you mean {folder / near[0]}?)" if near else ""
     return f"{path}: no such file{hint}"
+
+
+# The installed libraries that a user's loop imports: a verdict on a trainer is about their versions.
+
+
+ALWAYS_NAMED = {"gradcheck-suite", "torch", "jax"}
+
+
+def libraries_of(loop: Loop) -> tuple[str, ...]:
+    """Return the distributions that the loop's file and the files beside it import, in order of appearance."""
+    module = sys.modules.get(getattr(loop, "__module__", None) or type(loop).__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] == "gradcheck_suite":  # type: ignore[union-attr]
+        return ()
+    imported = dict.fromkeys(_imports(Path(file), set()))
+    if not imported:
+        return ()
+    distributions = packages_distributions()
+    found = dict.fromkeys(name for top in imported for name in distributions.get(top, [])[:1])
+    return tuple(name for name in found if name not in ALWAYS_NAMED)
+
+
+def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
+    """Yield the top-level names that a file imports from elsewhere, and those that files beside it import."""
+    if file in seen or file.suffix != ".py":
+        return
+    seen.add(file)
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""] if node.module or not node.level else [alias.name for alias in node.names]
+        for name in names:
+            yield from _imports_of(name.split("."), file.parent, seen)
+
+
+def _imports_of(parts: list[str], folder: Path, seen: set[Path]) -> Iterator[str]:
+    beside = folder.joinpath(*parts)
+    local = [path for path in (beside.with_suffix(".py"), beside / "__init__.py") if path.is_file()]
+    if local:
+        yield from _imports(local[0], seen)
+    elif parts[0] and parts[0] not in sys.stdlib_module_names and not (folder / parts[0]).is_dir():
+        yield parts[0]
+
+
+# Notes on standard error beside the result, one line each.
+
+
+def note_untested_trainers(names: Iterable[str]) -> None:
+    """Print a note for each loop that is a trainer whose installed version is not a tested one."""
+    for name in names:
+        note = TRAINERS[name].note if name in TRAINERS else None
+        if note:
+            print(f"gradcheck-suite: note: {note}", file=sys.stderr, flush=True)

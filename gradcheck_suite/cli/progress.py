@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from gradcheck_suite.schema.results import Verdict
+from gradcheck_suite.core.results import Verdict
 
 
 class Progress:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradcheck_suite.cli import exit_status, parsers
-from gradcheck_suite.cli.notes import note_untested_trainers
-from gradcheck_suite.cli.options import AUTOCAST, TIME_LIMIT, add_option
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.arguments import AUTOCAST, TIME_LIMIT, add_option
+from gradcheck_suite.cli.loading import note_untested_trainers
+from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.execution import environment
-from gradcheck_suite.records.counterexamples import StoredCase, read_case_file
-from gradcheck_suite.schema.contract import Loop, Problem
+from gradcheck_suite.run import environment
 
 _T = TypeVar("_T")
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 
-    from gradcheck_suite.records.description import describe_case, describe_violation, example_text
+    from gradcheck_suite.catalogue.description import describe_case, describe_violation, example_text
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.second_opinion import second_opinion
 

@@ -6,13 +6,12 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.records.columns import counted
-from gradcheck_suite.records.description import describe_violation, example_text
-from gradcheck_suite.records.verification import Counterexample
-from gradcheck_suite.schema.contract import DECLARED
-from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT, VerifyOptions
-from gradcheck_suite.schema.results import Result
-from gradcheck_suite.trainers import TRAINERS
+from gradcheck_suite.catalogue.description import describe_violation, example_text
+from gradcheck_suite.core.contract import DECLARED, DEFAULT_TIME_LIMIT, VerifyOptions
+from gradcheck_suite.core.counterexamples import Counterexample
+from gradcheck_suite.core.results import Result
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.loops.trainers import TRAINERS
 
 
 def header(

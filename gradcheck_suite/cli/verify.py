@@ -3,33 +3,160 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import webbrowser
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import exit_status, output_paths, parsers
-from gradcheck_suite.cli.interrupts import noted_interrupts
-from gradcheck_suite.cli.notes import note_untested_trainers
-from gradcheck_suite.cli.options import OPTIONS, add_option, options_of
+from gradcheck_suite.cli import arguments as output_paths
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.arguments import OPTIONS, add_option, options_of
+from gradcheck_suite.cli.exit_status import noted_interrupts
+from gradcheck_suite.cli.loading import note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.cli.verify_and_record import Subject, Verified, record, verify_subject
-from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution import environment
-from gradcheck_suite.execution.ranks.launch import server_ahead
-from gradcheck_suite.records.columns import aligned
-from gradcheck_suite.records.files import write_json
-from gradcheck_suite.records.sources import judge_digest
-from gradcheck_suite.schema.contract import (
+from gradcheck_suite.core.contract import (
+    Loop,
+    Problem,
+    VerifyOptions,
     assumptions_of,
     autocast_of,
     checked_assumptions,
     checked_autocast,
     expect_within,
 )
-from gradcheck_suite.schema.options import VerifyOptions
-from gradcheck_suite.schema.results import Verdict, results_to_json
-from gradcheck_suite.trainers import PACKAGES, TRAINERS
-from gradcheck_suite.verification.second_process.judge import second_process
+from gradcheck_suite.core.counterexamples import Counterexample, record_verification
+from gradcheck_suite.core.records import judge_digest, write_json
+from gradcheck_suite.core.results import Result, Verdict, results_to_json
+from gradcheck_suite.core.text import aligned
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
+from gradcheck_suite.run import environment
+from gradcheck_suite.run.processes import server_ahead
+from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
+from gradcheck_suite.verification.judge_process import second_process
+
+# Opens a page in the browser of the desktop, where somebody at a terminal waits for it.
+
+
+def open_page(path: Path) -> bool:
+    """Open a file in the browser, and return whether a browser took it.
+
+    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a browser of text in
+    the terminal there.
+    """
+    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
+
+
+# Verify one loop and record the result: the same for the command line and for the pytest plugin.
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loop under test.
+
+    Attributes:
+        name: of the loop in the result.
+        loop: the loop.
+        problem: the user's problem that it trains; None for generated ones.
+        problem_name: of that problem in the cases, None without one.
+        importable: whether `name` is one that the command line takes, as a script must.
+    """
+
+    name: str
+    loop: Loop
+    problem: Problem | None = None
+    problem_name: str | None = None
+    importable: bool = True
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of one verification.
+
+    Attributes:
+        result: the verdict.
+        reached: how many judged cases had each layer, loss and kind of split.
+        unjudged: the most frequent reason where no case could be judged, else None.
+    """
+
+    result: Result
+    reached: Coverage
+    unjudged: str | None
+
+
+def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[[Verdict], None]) -> Verified:
+    """Verify a loop, and note what its cases reached.
+
+    Args:
+        subject: the loop.
+        options: of the verification.
+        progress: called with every verdict.
+    """
+    from gradcheck_suite.verification.verify import verify
+
+    reach, reasons = CaseCoverage(), Counter[str]()
+
+    def note(verdict: Verdict) -> None:
+        if reason := verdict.skipped or verdict.finding:
+            reasons[reason] += 1
+        else:
+            reach.note(verdict.case)
+        progress(verdict)
+
+    problem_name = subject.problem_name or "problem"
+    result = verify(
+        subject.loop, options, name=subject.name, problem=subject.problem, problem_name=problem_name, progress=note
+    )
+    unjudged = None
+    if result.holds and not result.judged and not result.interrupted:
+        ((reason, _),) = reasons.most_common(1) or [("none was drawn", 0)]
+        unjudged = f"{result.loop}: none of {result.cases} cases could be judged: {reason}"
+    return Verified(result, reach.to_json(), unjudged)
+
+
+def record(
+    subject: Subject, options: VerifyOptions, verified: Verified, reports: Path, environment: Mapping[str, Any]
+) -> Counterexample | None:
+    """Record a verification under a reports folder; return the files of its counterexample, None where it holds.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    violation = verified.result.violation
+    # a script is one process
+    has_script = subject.importable and not (violation and violation.case.plan.ranks)
+
+    def script() -> str:
+        from gradcheck_suite.script import script_text
+
+        assert violation is not None
+        # a weight probe that was checked beside the user's problem brings its own
+        problem = None if violation.case.spec else subject.problem
+        return script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=options.time_limit_s)
+
+    def run_script(path: Path) -> str | None:
+        from gradcheck_suite.script import unrepeatable
+
+        assert violation is not None
+        return unrepeatable(path, violation, options.time_limit_s)
+
+    return record_verification(
+        reports,
+        verified.result,
+        options,
+        problem=subject.problem_name,
+        reached=verified.reached,
+        environment=environment,
+        script=script if has_script else None,
+        run_script=run_script,
+    )
+
 
 FEW_CASES = 50
 """Cases of all loops below which a second process would hardly have started."""
@@ -77,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments.ranks)
     output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
     if arguments.html is not None:
-        from gradcheck_suite.report.page import expect_installed
+        from gradcheck_suite.page.render import expect_installed
 
         expect_installed()
     from gradcheck_suite.cli.loading import expect_file
@@ -101,9 +228,9 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.cli import verdict_text
-    from gradcheck_suite.cli.libraries import libraries_of
-    from gradcheck_suite.execution.devices import checked_device
-    from gradcheck_suite.execution.ranks.pool import expect_ranks
+    from gradcheck_suite.cli.loading import libraries_of
+    from gradcheck_suite.run.instance import checked_device
+    from gradcheck_suite.run.ranks import expect_ranks
 
     checked_device(options.device)
     if options.ranks > 1:
@@ -147,7 +274,7 @@ def _verify_all(
 ) -> None:
     """Verify, record and print the subjects one after the other, until Ctrl-C."""
     from gradcheck_suite.cli.verdict_text import result_lines
-    from gradcheck_suite.execution.ranks.pool import kept_ranks
+    from gradcheck_suite.run.ranks import kept_ranks
 
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
@@ -179,10 +306,9 @@ def _verify_all(
 
 def _write_page(path: Path, done: _Run) -> None:
     """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
-    from gradcheck_suite.cli.desktop import open_page
-    from gradcheck_suite.records.files import write_text
-    from gradcheck_suite.report.page import render_violations
-    from gradcheck_suite.report.violation import read_violation
+    from gradcheck_suite.core.records import write_text
+    from gradcheck_suite.page.render import render_violations
+    from gradcheck_suite.page.violation import read_violation
 
     count = len(done.stored)
     title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
@@ -193,8 +319,8 @@ def _write_page(path: Path, done: _Run) -> None:
 
 
 def _list(ranks: int) -> int:
-    from gradcheck_suite.loops import BUILT_IN
     from gradcheck_suite.loops.ranks import RANK_LOOPS
+    from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = BUILT_IN if ranks == 1 else RANK_LOOPS
     built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()]
@@ -206,9 +332,9 @@ def _list(ranks: int) -> int:
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
     """Load the loops and the problem; refuse a problem that a loop's assumptions exclude."""
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
-    from gradcheck_suite.generation.problems import expect_layers_left
-    from gradcheck_suite.loops.modes import MODES
     from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
+    from gradcheck_suite.loops.reset_modes import MODES
+    from gradcheck_suite.strategies.cases import expect_layers_left
 
     if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")

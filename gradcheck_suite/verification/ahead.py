@@ -1,22 +1,141 @@
-"""What is done for cases before their turn: ranks and the second process work on them, threads compile programs."""
+"""A second process judges runs of loops on generated problems, while this one runs the loop on the next cases.
+
+It never runs a loop: what it cannot say `holds` of, this process judges itself, with the same functions. So a verdict
+does not depend on whether there is a second process.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import select
+import threading
 import time
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.packing import packed, unpacked
-from gradcheck_suite.execution.ranks.pool import forget_ahead
-from gradcheck_suite.execution.ranks.run import run_ranks_ahead
-from gradcheck_suite.execution.runner import Outcome, run_loop
-from gradcheck_suite.references.reference import REFERENCES
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Loop, Problem
-from gradcheck_suite.schema.results import Verdict
-from gradcheck_suite.verification.check import Terms
-from gradcheck_suite.verification.second_process.judge import Judge, running_judge
-from gradcheck_suite.verification.second_process.messages import DROP, Run
+import torch
+
+from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.results import Verdict
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.reference.jax_gradients import use_kept_gradients
+from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.run import environment
+from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
+from gradcheck_suite.run.ranks import forget_ahead, packed, run_ranks_ahead, unpacked
+from gradcheck_suite.run.runner import Outcome, run_loop
+from gradcheck_suite.verification.check import Terms, check_run
+from gradcheck_suite.verification.judge_process import Judge, running_judge
+
+# What the parent sends to the second process, and what it answers.
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a loop on a generated problem, to be judged.
+
+    Attributes:
+        case: what the loop was run on.
+        outcome: what it did.
+        terms: what it is judged by.
+    """
+
+    case: Case
+    outcome: Outcome
+    terms: Terms
+
+
+Answer = Verdict | None
+"""A verdict without violation or finding; None where the parent has to judge the run itself."""
+DROP = None
+"""What the parent sends where it wants no verdict on the runs that wait. Each is answered by None."""
+
+
+# The second process: judges the runs that its parent sends, until the parent is gone.
+
+
+class NeedsLoopError(Exception):
+    """A fault is to be named by further runs of the loop, which this process does not have."""
+
+
+class _WithoutLoop(LoopRunner):
+    def run(self, instance: Instance) -> Outcome | None:
+        raise NeedsLoopError
+
+
+def _no_loop(_: object) -> None:
+    raise NeedsLoopError
+
+
+def answer_to(run: Run) -> Answer:
+    """Return the verdict on a run, or None where the parent has to judge it itself."""
+
+    def runner(rank: int, alike: bool) -> LoopRunner:
+        return _WithoutLoop(_no_loop, assumes=run.terms.assumes, rank=rank, alike=alike)
+
+    try:
+        verdict = check_run(lambda _: [run.outcome], run.case, run.terms, runner)
+    except Exception:
+        return None  # the parent meets it too, and reports it
+    return None if verdict.violation or verdict.finding else verdict
+
+
+def main(handle: int) -> None:
+    """Answer until the parent is gone.
+
+    Args:
+        handle: the file descriptor of a socket to the parent.
+    """
+    connection, waiting = Connection(handle), deque[Run]()
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    try:
+        environment.prepare()
+        use_kept_gradients()
+        with one_thread(), suppress(EOFError, OSError):
+            torch.optim.SGD([torch.zeros(1)])  # imports `torch._dynamo`, which takes a second
+            gc.freeze()
+            connection.send_bytes(str(os.getpid()).encode())
+            while True:
+                while not waiting or connection.poll(0):
+                    run = _received(connection)
+                    if run is None:
+                        while waiting:
+                            waiting.popleft()
+                            connection.send_bytes(packed(None))
+                    else:
+                        waiting.append(run)
+                connection.send_bytes(packed(answer_to(waiting.popleft())))
+    finally:
+        # unloading torch and jax in order takes a second
+        os._exit(0)
+
+
+def _end_with_parent(handle: int) -> None:
+    """Wait until no process has the other end of the socket, and end this one, whatever it works on."""
+    parent = select.poll()
+    parent.register(handle, select.POLLHUP)
+    parent.poll()
+    os._exit(0)
+
+
+def _received(connection: Connection) -> Run | None:
+    """Return the next run, or None where those that wait are to be dropped.
+
+    Other threads load or compile the programs of JAX that judge it.
+    """
+    run: Run | None = unpacked(connection.recv_bytes())
+    if run is not None:
+        with suppress(Exception):  # a case that cannot be built is reported where its turn comes
+            REFERENCES.prepare(run.case)
+    return run
+
+
+# What is done for cases before their turn: ranks and the second process work on them, threads compile programs.
+
 
 SLOW_S = 0.1
 """Seconds of a run from which on only one is ahead: the judge waits for the loop then, and a fault ends the search."""

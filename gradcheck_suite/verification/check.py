@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
-from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.execution.autocast import Compute
-from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.optimizers import NEEDS_CLOSURE
-from gradcheck_suite.execution.ranks.run import run_ranks
-from gradcheck_suite.execution.runner import Outcome
-from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import (
+from gradcheck_suite.core.case import Case, is_probe
+from gradcheck_suite.core.contract import (
+    DEFAULT_TIME_LIMIT,
     EDITS_PARAMETERS,
     SCHEDULES_MICRO_BATCHES,
     Loop,
@@ -22,14 +15,146 @@ from gradcheck_suite.schema.contract import (
     assumptions_of,
     autocast_of,
 )
-from gradcheck_suite.schema.options import DEFAULT_TIME_LIMIT
-from gradcheck_suite.schema.results import Verdict
-from gradcheck_suite.schema.weight_probe import is_probe
-from gradcheck_suite.verification.accumulable import reference_of
-from gradcheck_suite.verification.judge_run import judge_run
-from gradcheck_suite.verification.parameters import Trajectory
-from gradcheck_suite.verification.ranks import judge_ranks
-from gradcheck_suite.verification.step_calls import step_calls_fault
+from gradcheck_suite.core.results import Verdict, Violation
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.judge.weights import names_of
+from gradcheck_suite.reference.large_batch import CannotJudgeError
+from gradcheck_suite.run.instance import Compute, Instance
+from gradcheck_suite.run.observer import same_tree
+from gradcheck_suite.run.optimizers import NEEDS_CLOSURE
+from gradcheck_suite.run.ranks import ENDED, run_ranks
+from gradcheck_suite.run.runner import Outcome
+from gradcheck_suite.verification.judge_run import Trajectory, judge_run
+from gradcheck_suite.verification.separability import reference_of
+
+# Work that belongs to a step, done at each micro-batch: a learning rate schedule, the update of a gradient scaler.
+#
+# The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as
+# on a CPU, does nothing.
+
+
+def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool) -> Violation | None:
+    """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the optimizer per window.
+
+    Once per window and once per epoch are both right, and any other number may be meant. Several ranks may step a
+    scheduler as many times per window as there are ranks, as Accelerate does. Weight probes are left out.
+
+    Args:
+        case: the case.
+        outcome: of a rank.
+        rank: which one.
+        schedules: whether the loop assumes that its schedule counts micro-batches.
+    """
+    plan = case.plan
+    micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank]
+    windows = len(plan.windows)
+    if is_probe(case) or micro_batches in (windows, windows * plan.world_size):
+        return None
+
+    def calls(counts: dict[int, int]) -> str | None:
+        """Say how often something was called where it was once per micro-batch, in all epochs or in one."""
+        total = sum(counts.values())
+        if total == micro_batches * plan.epochs:
+            return f"{total} times, once per micro-batch, and the optimizer {plan.steps} times, once per window"
+        if len(counts) == plan.epochs and (found := [e for e, n in counts.items() if n == micro_batches]):
+            return (
+                f"{micro_batches} times in epoch {found[0]}, once per micro-batch, and the optimizer {windows} times, "
+                "once per window"
+            )
+        return None
+
+    for counts in outcome.scheduler_steps:
+        if not schedules and (said := calls(counts)):
+            return Violation(
+                "step-count",
+                "scheduler-per-micro-batch",
+                f"a learning rate scheduler was stepped {said}: step the scheduler where the optimizer steps; if its "
+                f"schedule is meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
+                case,
+            )
+    for method, counts in outcome.scaler_calls:
+        if said := calls(counts):
+            return Violation(
+                "step-count",
+                "scaler-per-micro-batch",
+                f"GradScaler.{method} was called {said}: unscale, step and update once per window, after its last "
+                "backward. A scaler that is disabled, as without CUDA, hides what this does to the gradient",
+                case,
+            )
+    return None
+
+
+# Judging a loop that ran on several ranks: what one rank did wrong is the loop's violation.
+
+
+UNEVEN = (
+    "; in this case a rank has no micro-batch in the last window: if your sampler gives every rank the same number, as "
+    "DistributedSampler does, state the assumption even-ranks"
+)
+
+
+def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int], Verdict]) -> Verdict:
+    """Return the verdict on a case: the first rank's violation, or that all hold.
+
+    Args:
+        case: the case.
+        outcomes: what the loop did, for each rank.
+        judged: returns the verdict on one rank by itself.
+    """
+    if len(outcomes) == 1:
+        return judged(0)
+    # a rank that ended is why others lost their connection to it, one that raised is why others wait, and one that
+    # changed its parameters is why the gradients that others add up are wrong
+    order = sorted(range(len(outcomes)), key=lambda rank: _weight(outcomes[rank]))
+    verdicts: dict[int, Verdict] = {}
+    for rank in order:
+        twin = next((r for r in verdicts if _same(outcomes[rank], outcomes[r])), None)
+        verdicts[rank] = verdict = judged(rank) if twin is None else verdicts[twin]
+        if verdict.violation is not None:
+            right = [r for r in verdicts if r != rank]
+            return replace(verdict, violation=_of_rank(case, verdict.violation, rank, outcomes, right))
+        if verdict.finding or verdict.skipped:
+            return verdict
+    return replace(verdicts[0], ratio=max(verdict.ratio for verdict in verdicts.values()))
+
+
+def _weight(outcome: Outcome) -> tuple[bool, ...]:
+    """Return what sorts the outcomes of ranks: causes before what follows from them."""
+    raised = outcome.raised or ""
+    left = [outcome.start, *(step.after for step in outcome.observations)]
+    drifts = any(not same_tree(a, step.parameters) for a, step in zip(left, outcome.observations, strict=False))
+    return not raised, outcome.timed_out, not raised.startswith(ENDED), not drifts
+
+
+def _summary(outcome: Outcome) -> tuple[object, ...]:
+    steps = len(outcome.observations), outcome.skipped, outcome.scheduler_steps, outcome.scaler_calls
+    return outcome.raised, outcome.endless, outcome.structure, *steps
+
+
+def _same(one: Outcome, other: Outcome) -> bool:
+    """Return whether two ranks did the same to the bit, so that one of them need not be judged."""
+    return _summary(one) == _summary(other) and all(
+        same_tree(a.parameters, b.parameters) and same_tree(a.after, b.after) and same_tree(a.gradients, b.gradients)
+        for a, b in zip(one.observations, other.observations, strict=True)
+    )
+
+
+def _of_rank(
+    case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome], right: Sequence[int]
+) -> Violation:
+    """Return a violation with the rank that shows it, in words too, and with the ranks that are right."""
+    said = violation.explanation
+    if outcomes[rank].timed_out:
+        said += UNEVEN if case.plan.has_idle_rank else ""
+    elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
+        said = f"on all {counted(len(outcomes), 'rank')} alike: {said}"
+    else:
+        said = f"on rank {rank} of {len(outcomes)}: {said}"
+        if right and names_of(violation.diagnosis) & {"not-reduced", "partly-reduced", "dropped-rank"}:
+            said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
+    return replace(violation, explanation=said, rank=rank)
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,539 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import torch
 
-from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
-from gradcheck_suite.diagnosis.step_count import explain_steps, step_pattern
-from gradcheck_suite.execution.autocast import Compute
-from gradcheck_suite.execution.observer import Evaluation
-from gradcheck_suite.execution.runner import Outcome
-from gradcheck_suite.references.agreement import accumulation_fault, disagreement, precision_fault
-from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.references.window import Window
-from gradcheck_suite.schema.results import Verdict, Violation
-from gradcheck_suite.schema.weight_probe import is_probe
-from gradcheck_suite.verification.accumulable import gradient_fault
-from gradcheck_suite.verification.closure_calls import closure_without_reset
-from gradcheck_suite.verification.divergence import DIVERGED, ended_in_divergence, is_diverged, is_far, is_start
-from gradcheck_suite.verification.gradient_violation import gradient_violation
-from gradcheck_suite.verification.moved_by_zeros import explain_zeros, moved_while_frozen, zeros_that_move
-from gradcheck_suite.verification.parameters import Trajectory, stale_parameters
-from gradcheck_suite.verification.probe_check import judge_probe
-from gradcheck_suite.verification.steps_of_plan import steps_of_plan
-from gradcheck_suite.verification.undeclared_autocast import undeclared_autocast
+from gradcheck_suite.core.case import PARAMETER, Case, Plan, is_probe
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Layout, Vector, accumulation_bound, quick_bound
+from gradcheck_suite.core.contract import EDITS_PARAMETERS
+from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
+from gradcheck_suite.judge.fitted_weights import diagnose_case
+from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
+from gradcheck_suite.judge.probe import (
+    expected_gradients,
+    explain_steps,
+    gradients_of_steps,
+    held_by,
+    may_be_non_finite,
+    ranges_text,
+    step_pattern,
+)
+from gradcheck_suite.judge.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
+from gradcheck_suite.judge.reruns import LoopRunner, confirmed_by_repeating
+from gradcheck_suite.judge.weights import Diagnosis, missing_gradient
+from gradcheck_suite.reference.large_batch import (
+    CannotJudgeError,
+    Reference,
+    Window,
+    accumulation_fault,
+    disagreement,
+    precision_fault,
+)
+from gradcheck_suite.run.instance import Compute, Instance, coarsest
+from gradcheck_suite.run.observer import Evaluation, Observation, is_same
+from gradcheck_suite.run.optimizers import (
+    OPTIMIZERS,
+    MakeOptimizer,
+    ParameterFault,
+    at_start,
+    fault_before,
+    fault_between,
+    fault_of_step,
+    largest_error,
+    stepped,
+)
+from gradcheck_suite.run.runner import Outcome
+from gradcheck_suite.verification.separability import gradient_fault
+
+# Which step of the plan each step of a loop is, where a gradient scaler may have skipped some.
+
+
+def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]) -> list[int] | None:
+    """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
+
+    A `torch.amp.GradScaler` may skip the step of a window whose right gradient is infinite, NaN or out of range. That
+    is what it is for, and no gradient is promised there.
+
+    Args:
+        plan: of the run.
+        outcome: what the loop did.
+        may_skip: (index of a window in its epoch, number of steps taken before it) -> whether its gradient is so.
+    """
+    if outcome.endless or len(outcome.observations) + len(outcome.skipped) < plan.steps:
+        return None
+    places: list[int] = []
+    skipped = list(outcome.skipped)
+    for step in range(plan.steps):
+        if len(places) in skipped and may_skip(step % len(plan.windows), len(places)):
+            skipped.remove(len(places))
+        else:
+            places.append(step)
+    return places if len(places) == len(outcome.observations) else None
+
+
+# The diagnosis of a loop that computes in a lower precision than the run's, which it did not declare.
+#
+# The precision that a loop is held to comes from its declaration, never from the run. Otherwise a loop that turns on
+# autocast by mistake would widen its own bound.
+
+
+def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient that is right but for the rounding errors of autocast, else None.
+
+    Args:
+        window: in which the gradient is wrong in the precision that the loop declares.
+        evaluation: what the step used.
+        compute: the autocast dtype that the loop's losses were computed in, or None.
+    """
+    reference = window.reference
+    name = reference.instance.case.dtype
+    if compute is None or UNIT_ROUNDOFF[compute] <= UNIT_ROUNDOFF[name]:
+        return None
+    wider = reference.window(window.index, evaluation.parameters if window.moved else None, compute)
+    try:
+        if wider.compare(reference.flat(evaluation.gradients)).ratio > 1:
+            return None
+    except CannotJudgeError:
+        return None
+    return Diagnosis(
+        "undeclared-autocast",
+        f"the loop computes its losses under torch.autocast in {compute} in a {name} run: the gradient has rounding "
+        f"errors of {compute}, and no other error. If this precision is meant, declare it: --autocast {compute}, or "
+        f'@training_loop(autocast="{compute}")',
+    )
+
+
+# A step that calls its closure several times, as L-BFGS does, where the closure does not reset the gradients.
+
+
+ROUNDINGS = 8.0
+"""Multiple of the gradient's bound that is allowed the difference of two sums: of up to twenty calls by default."""
+
+
+def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluation) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient that is right but for that of the call of the closure before it.
+
+    Args:
+        window: at the parameters of this call.
+        outcome: what the loop did.
+        evaluation: the call whose gradient is wrong.
+    """
+    calls = (pair for observation in outcome.observations for pair in pairwise(observation.evaluations))
+    before = next((first for first, second in calls if second is evaluation), None)
+    # a hook that edits the gradients of a call leaves an evaluation at the same parameters
+    if before is None or before.parameters is evaluation.parameters:
+        return None
+    flat = window.reference.flat
+    if window.compare(flat(evaluation.gradients) - flat(before.gradients)).ratio > ROUNDINGS:
+        return None
+    return Diagnosis(
+        "stale-window",
+        "the optimizer calls the closure several times in a step, and the gradient of each call contains those of the "
+        "calls before it: reset at the start of the closure, not before the step",
+    )
+
+
+# Parameters that have diverged under a real optimizer, where gradients overflow in one order of operations alone.
+
+
+DIVERGED = "the parameters have diverged under the optimizer"
+"""Why gradients are not judged whose finiteness depends on the order of operations."""
+FAR = 16.0
+"""Factor of the largest initial value from which on a gradient may overflow in one order of operations alone."""
+
+
+def is_diverged(evaluation: Evaluation) -> bool:
+    """Whether a real optimizer has taken the parameters where products of a few of them overflow.
+
+    From there on what is finite depends on the order of operations, and a sound loop diverges like any other.
+    """
+    values = evaluation.parameters.values()
+    return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+
+
+def ended_in_divergence(case: Case, outcome: Outcome) -> bool:
+    """Whether a loop raised, or took too few steps, at parameters that have diverged under a real optimizer.
+
+    A check of the loss and a gradient scaler then do what they are for. The steps that were taken are judged. A loop
+    that the time limit stopped has done neither.
+    """
+    if case.optimizer is None or outcome.structure or outcome.timed_out:
+        return False
+    if outcome.raised is None and len(outcome.observations) >= case.plan.steps:
+        return False
+    last = outcome.observations[-1].after if outcome.observations else outcome.parameters
+    return is_diverged(Evaluation({}, last))
+
+
+def is_start(evaluation: Evaluation, outcome: Outcome) -> bool:
+    """Whether no parameter has moved yet, so that the window is one of those that are kept."""
+    return all(value is outcome.start[name] for name, value in evaluation.parameters.items())
+
+
+def is_far(reference: Reference, evaluation: Evaluation) -> bool:
+    """Whether some parameter is far larger than all were at first, so that the order of operations may overflow."""
+    first = max([1.0, *(float(np.abs(value).max()) for value in reference.values64.values() if value.size)])
+    return any(bool((p.abs() > FAR * first).any()) for p in evaluation.parameters.values())
+
+
+# Parameters that a window does not reach, and that the optimizer moves since their gradient is zeros and not None.
+#
+# The loop contract allows both, so that this is no violation. It is explained, since training differs: an optimizer
+# skips None, and steps on zeros, with weight decay and what is left of the momentum.
+
+
+BY_CHANCE = "normalized"
+"""The optimizer of drawn cases where the user asked for none."""
+
+
+def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
+    """Return the parameters that a step moved on a gradient of zeros, and would not move on None, with the distance.
+
+    Args:
+        case: whose optimizer stepped.
+        observation: the step.
+    """
+    if case.optimizer in (None, BY_CHANCE):
+        return {}
+    make, before = OPTIMIZERS[str(case.optimizer)], observation.parameters
+    found = {}
+    for name, gradient in observation.gradients.items():
+        if gradient is None or gradient.count_nonzero() or is_same(before[name], observation.after[name]):
+            continue
+        if is_same(before[name], _without_gradient(make, observation, name)):
+            found[name] = largest_error(observation.after[name], before[name])
+    return found
+
+
+def _without_gradient(make: MakeOptimizer, observation: Observation, name: str) -> Any:
+    """Return the parameter after the same step with None for its gradient."""
+    evaluations = tuple(
+        replace(e, gradients={**e.gradients, name: None}, sparse={n: g for n, g in e.sparse.items() if n != name})
+        for e in observation.evaluations
+    )
+    return stepped(make, replace(observation, evaluations=evaluations), observation.state)[name]
+
+
+def explain_zeros(case: Case, observation: Observation, moved: dict[str, float], window: Window) -> str | None:
+    """Return a sentence about the first of these parameters that no item of the window reaches, or None."""
+    name = next((name for name in moved if name not in window.reached), None)
+    if name is None:
+        return None
+    settings = [{**group, "weight_decay": 0.0} if "weight_decay" in group else group for group in observation.settings]
+    undecayed = stepped(OPTIMIZERS[str(case.optimizer)], replace(observation, settings=settings), observation.state)
+    decay = largest_error(observation.after[name], undecayed[name])
+    rest = largest_error(undecayed[name], observation.parameters[name])
+    parts = [f"{decay:.2g} by weight decay"] * (decay > 0)
+    parts += [f"{rest:.2g} by the rest of its rule (momentum, averages)"] * (rest > 0)
+    return (
+        f"no item of window {window.index} reaches {name}. Its gradient was zeros and not None, so {case.optimizer} "
+        f"stepped on it and moved it by {moved[name]:.2g}: {', '.join(parts)}. With None, as after set_to_none=True, "
+        f"{case.optimizer} leaves the parameter and its state alone"
+    )
+
+
+def moved_while_frozen(case: Case, outcome: Outcome) -> str:
+    """Return what to say of a parameter that the loop froze and that zeros let the optimizer move; empty if nothing."""
+    for observation in reversed(outcome.observations):
+        for name, distance in zeros_that_move(case, observation).items():
+            if f"{name}.requires_grad from True to False" in str(outcome.structure):
+                return (
+                    f"; a later step of {case.optimizer} moved the frozen {name} by {distance:.2g}, since its gradient "
+                    "was zeros and not None: release it with set_to_none=True, and it stays where it is"
+                )
+    return ""
+
+
+# Judge the parameters of a run step by step: only the optimizer's steps may change them, each as its rule says.
+
+
+ON_PURPOSE = (
+    f"; if the loop does so on purpose, as an average or clipping of weights does, assume {EDITS_PARAMETERS}: each "
+    "gradient is then judged at the parameters that its step finds"
+)
+
+
+def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else None."""
+    reference = window.reference
+    seen = reference.flat(evaluation.gradients)
+    step = next(k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations))
+    for k in reversed(range(step)):
+        parameters = outcome.observations[k].evaluations[0].parameters
+        if all(parameters[name] is value for name, value in evaluation.parameters.items()):
+            continue
+        try:
+            if reference.window(window.index, parameters, autocast).compare(seen).ratio > 1:
+                continue
+        except CannotJudgeError:
+            continue
+        when = "initial parameters" if k == 0 else f"parameters before the step {step - k} steps earlier"
+        return Diagnosis(
+            "stale-parameters",
+            f"the gradient is right at the {when} and wrong at those that the step changes: look for a copy of the "
+            "model that is not updated, and for a forward that runs before the previous step",
+        )
+    return None
+
+
+class Trajectory:
+    """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
+
+    def __init__(self, case: Case, outcome: Outcome, *, edited: bool) -> None:
+        """Start before the first step.
+
+        Args:
+            case: what the loop trained.
+            outcome: what it did.
+            edited: whether the loop may change parameters between steps. What a step does to those that it finds, and
+                the optimizer's state, are judged all the same.
+        """
+        self._case, self._outcome, self._edited = case, outcome, edited
+        self._make = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
+        self._previous = at_start(outcome.start, outcome.start_state)
+
+    def before(self, step: int) -> Violation | None:
+        """Return what changed parameters or state between the previous step and this one, or None."""
+        observation = self._outcome.observations[step]
+        if self._edited:
+            self._previous = replace(self._previous, after=observation.evaluations[0].parameters)
+        fault = fault_before(self._previous, observation, self._outcome.start)
+        return None if fault is None else self._violation(fault, step)
+
+    def at(self, step: int) -> Violation | None:
+        """Return how a step changed parameters otherwise than the case's optimizer does, or None."""
+        observation = self._outcome.observations[step]
+        fault = fault_of_step(self._make, self._previous, observation)
+        self._previous = observation
+        return None if fault is None else self._violation(fault, step)
+
+    def end(self) -> Violation | None:
+        """Return what changed parameters after the last step, or None."""
+        fault = fault_between(self._previous, self._outcome.parameters, self._outcome.start)
+        return None if fault is None or self._edited else self._violation(fault, None)
+
+    def _violation(self, fault: ParameterFault, step: int | None) -> Violation:
+        epoch, window = (None, None) if step is None else divmod(step, len(self._case.plan.windows))
+        return Violation(
+            "parameters",
+            fault.diagnosis,
+            fault.sentence + (ON_PURPOSE if fault.diagnosis == "parameter-drift" else ""),
+            self._case,
+            parameter=fault.parameter,
+            epoch=epoch,
+            window=window,
+            error=fault.error,
+            allowed=None if fault.error is None else fault.allowed,
+        )
+
+
+# The violation of a wrong gradient: its kind, its diagnosis and its evidence.
+
+
+UNNAMED = Diagnosis("", "")
+"""In place of a diagnosis for which the loop would have to run again."""
+
+
+def _fitted(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis:
+    """Return the diagnosis that a wrong gradient alone determines, without a further run of the loop."""
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return UNNAMED
+    return diagnose_case(window, comparison, epoch, alike=alike) or UNNAMED
+
+
+def gradient_violation(
+    window: Window,
+    evaluation: Evaluation,
+    comparison: Comparison,
+    epoch: int,
+    runner: LoopRunner | None,
+    known: Diagnosis | None,
+    *,
+    alike: bool,
+) -> Violation:
+    """Return the violation of a wrong gradient.
+
+    Args:
+        window: in which the gradient is wrong.
+        evaluation: what the step used.
+        comparison: of the gradient with the window's.
+        epoch: of the step.
+        runner: runs the loop again for a diagnosis; None while shrinking.
+        known: the diagnosis where it is known already.
+        alike: whether all of several ranks had the same gradients at each step.
+    """
+    layout, worst = comparison.layout, comparison.worst
+    parameter, _ = layout.place(worst.index)
+    seen = evaluation.gradients[parameter]
+    kind: ViolationKind = "gradient"
+    if seen is None:
+        kind = "none-pattern"
+        named = missing_gradient(parameter)
+        if runner:
+            named = explain_missing(parameter, comparison, window, epoch, runner)
+    else:
+        if runner and known is None:
+            known = explain_gradient(comparison, window, epoch, runner)
+        named = known or _fitted(window, comparison, epoch, alike=alike)
+        expected = layout.part(window.expected, parameter)
+        if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
+            kind = "non-finite"
+            said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
+            named = replace(named, sentence=said)
+    return Violation(
+        kind,
+        named.name,
+        named.sentence,
+        window.reference.instance.case,
+        parameter=parameter,
+        epoch=epoch,
+        window=window.index,
+        error=worst.error,
+        allowed=worst.allowed,
+        details=named.details,
+        weights=named.weights,
+        moved=window.moved,
+        evidence=replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)),
+    )
+
+
+# Judging a loop on a weight probe, whose right gradient follows from the plan and needs no reference.
+
+
+MOST_STEPS = 6
+"""Steps whose micro-batches are listed."""
+
+
+def judge_probe(
+    instance: Instance, outcome: Outcome, runner: LoopRunner | None, autocast: Compute
+) -> tuple[Violation | None, float]:
+    """Return the violation of a loop on a weight probe, and the largest error over bound where there is none.
+
+    Args:
+        instance: the probe.
+        outcome: what the loop did; it neither raised nor changed the model's parameters.
+        runner: of the loop; without one the violation has no diagnosis.
+        autocast: dtype in which the loop declares that it computes its losses, or None.
+    """
+    case = instance.case
+    expected = expected_gradients(case)
+    places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
+    if places is None:
+        return _step_violation(instance, outcome, runner), 0.0
+    gradients = gradients_of_steps(outcome)
+    steps: list[Vector | None] = [None] * case.plan.steps
+    for step, gradient in zip(places, gradients, strict=True):
+        steps[step] = gradient
+    ratio = 0.0
+    for taken, step in enumerate(places):
+        seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
+        comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
+        if comparison.ratio > 1:
+            violation = _gradient_violation(case, steps, step, comparison, runner)
+            return _confirmed_by_repeating(violation, instance, comparison, taken, runner), ratio
+        ratio = max(ratio, comparison.ratio)
+    return None, ratio
+
+
+def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, missing: bool) -> Comparison:
+    """Compare the gradient of a step with the right one, within what rounding allows of one product per item."""
+    terms = case.plan.accumulation_steps
+    if case.dtype == "float64":
+        allowed = quick_bound(expected, terms)
+    else:
+        unit = coarsest(case.dtype, autocast)
+        assert unit is not None
+        allowed = accumulation_bound(np.abs(expected), terms, unit)
+    compared = np.where(may_be_non_finite(expected) & ~np.isfinite(seen), expected, seen)
+    layout = Layout((PARAMETER,), ((case.plan.total_items,),))
+    return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
+
+
+def _step_violation(instance: Instance, outcome: Outcome, runner: LoopRunner | None) -> Violation:
+    case = instance.case
+    if runner is None:
+        named = step_pattern(case.plan, outcome)
+    else:
+        named = explain_skips(case, outcome, runner) or explain_steps(instance, outcome, runner)
+        if named.name == "wrong-step-count":
+            named = other_windows(case, gradients_of_steps(outcome)) or replace(named, details=_held(case, outcome))
+    return Violation("step-count", named.name, named.sentence, case, details=named.details)
+
+
+def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
+    """Return a line for each step around the first that holds other micro-batches than its window."""
+    plan = case.plan
+    held = [held_by(plan, items) for items in gradients_of_steps(outcome)]
+    right = list(plan.windows) * plan.epochs
+    first = next((s for s, step in enumerate(held) if s >= len(right) or tuple(step) != right[s]), len(held))
+    shown = range(max(0, first - 1), min(len(held), first + MOST_STEPS - 1))
+    lines = [f"  step {step}: {ranges_text(held[step]) or 'none'}" for step in shown]
+    return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
+
+
+def _confirmed_by_repeating(
+    violation: Violation, instance: Instance, comparison: Comparison, taken: int, runner: LoopRunner | None
+) -> Violation:
+    """Return a violation with the diagnosis `not-repeatable` where the loop does not show it in each of two more runs.
+
+    Args:
+        violation: of a gradient.
+        instance: the probe.
+        comparison: of the wrong gradient.
+        taken: index of its step among those of the run.
+        runner: of the loop; None while shrinking.
+    """
+    if runner is None:
+        return violation
+
+    def gradient(outcome: Outcome) -> Vector | None:
+        steps = gradients_of_steps(outcome)
+        return steps[taken] if outcome.raised is None and taken < len(steps) else None
+
+    found = Diagnosis(violation.diagnosis, violation.explanation, violation.details, violation.weights)
+    named = confirmed_by_repeating(found, runner, instance, comparison, gradient)
+    return replace(
+        violation,
+        diagnosis=named.name,
+        explanation=named.sentence,
+        details=named.details,
+        weights=named.weights,
+    )
+
+
+def _gradient_violation(
+    case: Case, steps: list[Vector | None], step: int, comparison: Comparison, runner: LoopRunner | None
+) -> Violation:
+    epoch, window = divmod(step, len(case.plan.windows))
+    worst = comparison.worst
+    finite = np.isfinite(comparison.expected)
+    kind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
+    if PARAMETER in comparison.missing:
+        kind = "none-pattern"
+        named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
+    else:
+        named = explain_probe(case, steps, step, runner) if runner else Diagnosis("", "")
+    return Violation(
+        "none-pattern" if kind == "none-pattern" else "non-finite" if kind == "non-finite" else "gradient",
+        named.name,
+        named.sentence,
+        case,
+        parameter=PARAMETER,
+        epoch=epoch,
+        window=window,
+        error=worst.error,
+        allowed=worst.allowed,
+        details=named.details,
+        weights=named.weights,
+        evidence=comparison,
+    )
+
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""

@@ -1,28 +1,46 @@
-"""The battery of weight probes that every loop is checked on before any case is drawn, as data.
-
-Drawn cases have gradients of about 1, few micro-batches and few epochs. The battery has what they lack: gradients that
-are large, small, infinite and NaN, long windows, many micro-batches, many epochs. Most counts are powers of two, so
-that the weights of a correct loop are exact in every dtype.
-"""
+"""Plans on the weight probe, and the smallest one that shows a fault."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from gradcheck_suite.generation.problems import reductions_within
-from gradcheck_suite.generation.rank_plans import over_ranks
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import (
+import numpy as np
+
+from gradcheck_suite.core.case import Case, Plan, Reduction, probe_case, slopes_of, slopes_text
+from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
     FINITE_GRADIENTS,
     ONE_EPOCH,
     WHOLE_WINDOWS,
+    over_ranks,
 )
-from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.spec import Reduction
-from gradcheck_suite.schema.weight_probe import probe_case, slopes_text
+from gradcheck_suite.core.results import Verdict, Violation
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.strategies.cases import reductions_within
+
+# A stopwatch, such that a busy machine searches as far as an idle one.
+
+
+class Stopwatch:
+    """Measures time from when it is made."""
+
+    def __init__(self) -> None:
+        self._thread, self._clock = time.thread_time(), time.perf_counter()
+
+    def passed(self) -> float:
+        """Return the seconds that this thread computed since then, or a quarter of the clock's if that is more."""
+        return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
+
+
+# The battery of weight probes that every loop is checked on before any case is drawn, as data.
+#
+# Drawn cases have gradients of about 1, few micro-batches and few epochs. The battery has what they lack: gradients
+# that are large, small, infinite and NaN, long windows, many micro-batches, many epochs. Most counts are powers of
+# two, so that the weights of a correct loop are exact in every dtype.
 
 
 def _mixed(micro_batches: int) -> tuple[int, ...]:
@@ -106,3 +124,202 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
 
 def _of_size(exponent: int) -> tuple[float, ...]:
     return tuple(2.0 ** (exponent + within) for within in WITHIN)
+
+
+# The smallest weight probe that shows a fault: fewer windows, epochs and micro-batches, smaller K, fewer slopes.
+#
+# The numbers are bisected, so a probe of hundreds of micro-batches takes some twenty further checks. Each of them is
+# diagnosed: a smaller case counts only if its violation has the same diagnosis.
+
+
+Checked = Callable[[Case], Verdict]
+SHRINK_SECONDS = 20.0
+"""Seconds of computing after which a violated probe is not made smaller any more."""
+
+
+MOST_BELOW = 4
+"""Numbers below the least violated one among which one that holds is looked for."""
+
+
+def has_slopes(case: Case) -> bool:
+    """Return whether the losses of a probe's items have slopes of several sizes."""
+    return case.spec is not None and "slopes" in case.spec.loss.o
+
+
+def smallest_probe(checked: Checked, violation: Violation, assumes: frozenset[str]) -> Violation:
+    """Return the violation on the smallest weight probe that shows it, with the next smaller plans that hold.
+
+    Args:
+        checked: returns a loop's verdict on a case.
+        violation: of that loop, on a weight probe.
+        assumes: assumptions of the loop, which smaller plans satisfy too.
+    """
+    if violation.kind == "raised" or violation.diagnosis == "endless":
+        return violation
+    search = _Search(checked, violation, assumes)
+    if has_slopes(violation.case) and not search.attempt(_of_plan(violation.case, violation.case.plan)):
+        _shrink_slopes(search)
+        return search.best
+    before = None
+    while before is not search.best:
+        before = search.best
+        for number in NUMBERS:
+            search.bisect(number)
+        search.attempt(_of_plan(search.case, replace(search.plan, micro_batches=(1,) * len(search.plan.micro_batches))))
+    beside = [line for number in NUMBERS if (line := search.line_beside(number))]
+    return replace(search.best, details=(*search.best.details, *beside))
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of a plan that is made smaller.
+
+    Attributes:
+        text: what it counts, with `{}` for the number.
+        value: returns the plan's number.
+        plan: (plan, number) -> the plan with that number.
+    """
+
+    text: str
+    value: Callable[[Plan], int]
+    plan: Callable[[Plan, int], Plan]
+
+
+def _with_steps(plan: Plan, steps: int) -> Plan:
+    """Return the plan with another K; a plan of one window keeps one."""
+    if len(plan.windows) > 1:
+        return replace(plan, accumulation_steps=steps)
+    return replace(plan, accumulation_steps=steps, micro_batches=plan.micro_batches[:steps])
+
+
+NUMBERS = (
+    _Number("epochs = {}", lambda plan: plan.epochs, lambda plan, n: replace(plan, epochs=n)),
+    _Number(
+        "micro-batches in an epoch = {}",
+        lambda plan: len(plan.micro_batches),
+        lambda plan, n: plan.select(range(n)),
+    ),
+    _Number("accumulation_steps = {}", lambda plan: plan.accumulation_steps, _with_steps),
+)
+
+
+class _Search:
+    """The smallest violation so far.
+
+    Attributes:
+        best: it; its diagnosis never changes.
+    """
+
+    def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str]) -> None:
+        self._checked, self._assumes, self.best = checked, assumes, violation
+        self._began = Stopwatch()
+
+    @property
+    def case(self) -> Case:
+        """The smallest case so far."""
+        return self.best.case
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+        return self.case.plan
+
+    def attempt(self, case: Case | None) -> bool:
+        """Keep a case if it shows the same fault; return whether it does."""
+        if case is None or case == self.case or self._began.passed() > SHRINK_SECONDS:
+            return False
+        found = self._checked(case).violation
+        if found is None or found.diagnosis != self.best.diagnosis:
+            return False
+        self.best = found
+        return True
+
+    def bisect(self, number: _Number) -> None:
+        """Keep the least of a plan's numbers that shows the fault, if it shows from some number on."""
+        plan, low, high = self.plan, 1, number.value(self.plan)
+        while low < high:
+            middle = (low + high) // 2
+            if self.attempt(self._with_number(plan, number, middle)):
+                high = middle
+            else:
+                low = middle + 1
+
+    def line_beside(self, number: _Number) -> str | None:
+        """Return which somewhat smaller number of the plan the loop is right with, or None if there is none."""
+        value = number.value(self.plan)
+        for fewer in range(value - 1, max(0, value - 1 - MOST_BELOW), -1):
+            case = self._with_number(self.plan, number, fewer)
+            if case is None or self._began.passed() > SHRINK_SECONDS:
+                return None
+            verdict = self._checked(case)
+            if verdict.holds and not verdict.skipped:
+                return f"the loop is right with {number.text.format(number.value(case.plan))}, all else alike"
+        return None
+
+    def _with_number(self, plan: Plan, number: _Number, value: int) -> Case | None:
+        try:
+            smaller = within(number.plan(plan, value), self._assumes)
+        except UsageError:
+            return None  # the assumptions leave no micro-batch
+        return None if smaller == plan else _of_plan(self.case, smaller)
+
+
+def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
+    """Return the probe of another plan, otherwise like a case."""
+    assert case.spec is not None
+    text = slopes_text(slopes)
+    return probe_case(plan, case.spec.loss.reduction, device=case.device, dtype=case.dtype, slopes=text)
+
+
+def _shrink_slopes(search: _Search) -> None:
+    """Keep one window or two, then one item in each, then slopes as close to 1 as show the fault."""
+    start = search.case
+    for windows in _few_windows(search.best):
+        if search.attempt(_of_windows(start, windows)):
+            break
+    before, slopes = search.plan.windows, tuple(slopes_of(search.case))
+    if len(before) <= 2:
+        items = [list(search.plan.window_items(window)) for window in range(len(before))]
+        for choice in _choices(items):
+            if search.attempt(_of_plan(start, Plan((1,) * len(choice), 1), tuple(slopes[i] for i in choice))):
+                break
+    if len(search.plan.windows) == 1 and np.isfinite(slopes_of(search.case)).all():
+        _bisect_exponent(search)
+
+
+def _few_windows(violation: Violation) -> Iterator[tuple[int, ...]]:
+    """Yield the windows that may show a violation alone: the violated one, or a window before and it."""
+    case = violation.case
+    window = violation.window
+    last = len(case.plan.windows) - 1 if window is None else window
+    wanted = range(last + 1) if window is None else [last]
+    yield from ((w,) for w in wanted)
+    yield from ((w, last) for w in reversed(range(last)))
+
+
+def _of_windows(case: Case, windows: tuple[int, ...]) -> Case:
+    plan, slopes = case.plan, slopes_of(case)
+    kept = [j for w in windows for j in plan.windows[w]]
+    items = [i for j in kept for i in plan.items(j)]
+    return _of_plan(case, plan.select(kept), tuple(slopes[i] for i in items))
+
+
+def _choices(items: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    if len(items) == 1:
+        yield from ((i,) for i in items[0])
+    else:
+        yield from ((i, items[1][0]) for i in items[0])
+
+
+def _bisect_exponent(search: _Search) -> None:
+    """Bring the slopes of one window as close to 1 as show the fault, all by the same power of two."""
+    slopes, case = tuple(slopes_of(search.case)), search.case
+    largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
+    low, high = 0, abs(largest)
+    while low < high:
+        middle = (low + high) // 2
+        factor = 2.0 ** (math.copysign(middle, largest) - largest)
+        if search.attempt(_of_plan(case, case.plan, tuple(slope * factor for slope in slopes))):
+            high = middle
+        else:
+            low = middle + 1

@@ -17,16 +17,13 @@ from typing import Any
 import torch
 
 from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower, wrong_backwards
-from gradcheck_suite.execution.batches import leaves, map_leaves
-from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.loops.sound import plain
-from gradcheck_suite.numerics.comparison import Vector
-from gradcheck_suite.references.agreement import disagreement
-from gradcheck_suite.references.reference import REFERENCES, Reference
-from gradcheck_suite.references.window import Window
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Batch, Problem
-from gradcheck_suite.schema.options import SECOND_OPINION_S
+from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.comparison import Vector
+from gradcheck_suite.core.contract import SECOND_OPINION_S, Batch, Problem
+from gradcheck_suite.loops.reset_modes import plain
+from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window, disagreement
+from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.run.runner import run_loop
 
 Shapes = tuple[Any, ...]
 MOVED_EVERY = 5

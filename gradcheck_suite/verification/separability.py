@@ -1,34 +1,274 @@
-"""Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.
-
-A problem fails with every loop if its loss is not a scalar, if it draws random numbers, or if its objective is not a
-sum over items. The verdict is then on the problem, and no loop is blamed.
-"""
+"""Whether a Problem is a sum over items: found before any loop is blamed."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradcheck_suite.catalogue.description import error_text
+from gradcheck_suite.catalogue.tables import is_accumulable
+from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.contract import Batch, Problem
+from gradcheck_suite.core.results import Violation
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.execution.batches import Items, leaves
-from gradcheck_suite.execution.devices import seeded
-from gradcheck_suite.execution.instance import Instance
-from gradcheck_suite.execution.optimizers import make_optimizer
-from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.schema.contract import Batch
-from gradcheck_suite.verification.batch_dependence import AS_A_BATCH, EXACT, batch_dependence, batch_norm_refusal
-from gradcheck_suite.verification.item_weights import proportion, weights_of_items
+from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
+from gradcheck_suite.run.instance import Instance, Items, generated_instance, leaves, seeded, user_instance
+from gradcheck_suite.run.optimizers import optimizer_of
+from gradcheck_suite.run.runner import users_line
+
+# Reads the weights of items in a weighted mean from losses alone; in a mean over tokens, long rows weigh more.
+#
+# If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own losses and determines the
+# quotient of their weights. The quotients must then explain the losses of all other batches.
+
+
+ITEM_WEIGHTS_TOLERANCE = 1e-5
+"""Tolerance relative to the largest loss. A model may have float32 parts, which round at 1e-7."""
+LARGEST_COUNT = 64
+"""Largest whole number in a proportion of weights that is printed in whole numbers."""
+
+
+def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list[float] | None:
+    """Return the weights relative to the first item's, or None if the loss is no weighted mean or all are equal.
+
+    Args:
+        loss: indices of items -> the loss of their batch.
+        items: number of items; at least three are needed to recognise a loss that is no weighted mean.
+    """
+    alone = [loss([i]) for i in range(items)]
+    scale = max(map(abs, alone))
+    weights = [1.0]
+    for j in range(1, items):
+        together = loss([0, j])
+        if abs(together - alone[j]) <= ITEM_WEIGHTS_TOLERANCE * scale:
+            return None
+        weights.append((alone[0] - together) / (together - alone[j]))
+    if min(weights) <= 0 or max(weights) - min(weights) <= ITEM_WEIGHTS_TOLERANCE:
+        return None
+    for batch in [*itertools.combinations(range(items), 2), tuple(range(items))]:
+        expected = sum(weights[i] * alone[i] for i in batch) / sum(weights[i] for i in batch)
+        if not abs(loss(batch) - expected) <= ITEM_WEIGHTS_TOLERANCE * scale:
+            return None
+    return weights
+
+
+def proportion(weights: Sequence[float]) -> str:
+    """Return positive weights as `5 : 3 : 4`, in whole numbers if small ones fit."""
+    for count in range(1, LARGEST_COUNT + 1):
+        scaled = [count * weight / weights[0] for weight in weights]
+        if all(math.isclose(x, round(x), rel_tol=1e-3 / count) for x in scaled):
+            return " : ".join(str(round(x)) for x in scaled)
+    return " : ".join(f"{weight / weights[0]:.3g}" for weight in weights)
+
+
+# Finds the module, or the loss, that makes an objective not separable over samples.
+
+
+BATCH_DEPENDENCE_TOLERANCE = 1e-5
+"""Relative tolerance. Models run in float64, but may have float32 parts, which round at 1e-7."""
+AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
+FINE = 1e-9
+MOST_FIRST = 8
+"""Numbers of first items that are compared with all, beside the micro-batches."""
+EXACT = 1e-11
+"""Relative tolerance of losses in float64 that add up to rounding."""
+Values = list[torch.Tensor]
+Calls = dict[tuple[str, int], tuple[Values, Values]]
+"""Inputs and outputs by the module's name and the index of its call, inner modules before outer ones."""
+
+
+def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
+    """Return a clause that names the module or the loss in which samples interact.
+
+    Args:
+        instance: the instance of the problem.
+        model: the problem's model in float64.
+    """
+    items = instance.case.plan.total_items
+    whole = instance.batch(range(items), torch.float64)
+    if (found := _mixing_module(instance, model, whole)) is not None:
+        name, module = found
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        said = f"{where} gives an item an output that depends on the other items"
+        if isinstance(module, _BatchNorm) and module.training:
+            said += (
+                ": batch normalization in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
+                "normalization"
+            )
+        return said
+    if _losses_add_up(instance, model):
+        return (
+            "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward (a "
+            "custom autograd.Function, a hook) gives an item a gradient that depends on the other items"
+        )
+    if (constant := _constant_per_batch(instance, model)) is not None:
+        return (
+            f"every batch's loss contains {constant:.6g} once, whatever its items, as a penalty on parameters would: "
+            "multiply it by the number of items, or leave it to the optimizer"
+        )
+    twice = Items(whole).__getitems__([*range(items), *range(items)])
+    once, again = (_batch_dependence_loss(instance, model, batch) for batch in (whole, twice))
+    if instance.problem.reduction == "sum":
+        again /= 2
+    if abs(once - again) <= BATCH_DEPENDENCE_TOLERANCE * max(abs(once), abs(again)):
+        return (
+            "the model is separable over samples and the loss is not: it contains statistics of the batch (a product "
+            "of batch means, targets standardised over the batch)"
+        )
+    return (
+        "the model is separable over samples and the loss is not: it compares items with each other (in-batch "
+        "negatives, pairs, rankings)"
+    )
+
+
+def _batch_dependence_loss(instance: Instance, model: torch.nn.Module, batch: Batch) -> float:
+    return float(instance.problem.loss(model, batch).detach())
+
+
+def _micro_batches(instance: Instance) -> list[Batch]:
+    plan = instance.case.plan
+    return [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
+
+
+def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
+    """Return whether losses times counts add up to rounding, so that the forward is a sum over items."""
+    batches = [instance.batch(range(instance.case.plan.total_items), torch.float64), *_micro_batches(instance)]
+    weights = [1.0 if instance.problem.reduction == "sum" else float(instance.count(batch)) for batch in batches]
+    whole, *parts = (
+        weight * _batch_dependence_loss(instance, model, batch) if weight else 0.0
+        for weight, batch in zip(weights, batches, strict=True)
+    )
+    return abs(whole - sum(parts)) <= EXACT * max(abs(whole), sum(map(abs, parts)))
+
+
+def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | None:
+    """Return what a summed loss contains once in every batch, or None: all pairs of three items must show it."""
+    drawn = 3 if instance.users_problem else instance.case.plan.total_items
+    if instance.problem.reduction != "sum" or drawn < 3:
+        return None
+    items = Items(instance.drawn(3, torch.float64))
+
+    def loss(*indices: int) -> float:
+        return _batch_dependence_loss(instance, model, items.__getitems__(indices))
+
+    first, *others = (loss(i) + loss(j) - loss(i, j) for i, j in ((0, 1), (0, 2), (1, 2)))
+    scale = BATCH_DEPENDENCE_TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
+    return first if abs(first) > scale and all(abs(other - first) <= scale for other in others) else None
+
+
+def batch_norm_refusal(model: torch.nn.Module) -> str | None:
+    """Return a sentence about the batch normalization that rejects a micro-batch of one item, or None."""
+    if (found := _training_batch_norm(model)) is None:
+        return None
+    return (
+        f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
+        "an output that depends on the other items: batch normalization in train mode, so no plain accumulation can "
+        "equal the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or "
+        "layer normalization"
+    )
+
+
+def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
+    return next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+
+
+def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
+    """Return the first module that gives some micro-batch's items other outputs, although its inputs are the same.
+
+    All micro-batches are compared: if only few values occur, as after the layer normalization of two features, one
+    micro-batch may by chance have the statistics of the whole. Where all have them, the outputs are the same and the
+    gradients are not, so the first items are compared, too.
+    """
+    plan = instance.case.plan
+    cuts = [plan.items(j) for j in range(len(plan.micro_batches))]
+    cuts += [range(items) for items in range(1, min(plan.total_items, MOST_FIRST + 1))]
+    try:
+        # rounding in float32 parts of a model is taken for a difference only if nothing else is found
+        for tolerance in (BATCH_DEPENDENCE_TOLERANCE, FINE):
+            if found := _first_mixing(instance, model, whole, cuts, tolerance):
+                return found
+        return None
+    except (RuntimeError, ValueError, IndexError):
+        return _training_batch_norm(model)
+
+
+def _first_mixing(
+    instance: Instance, model: torch.nn.Module, whole: Batch, cuts: Sequence[range], tolerance: float
+) -> tuple[str, torch.nn.Module] | None:
+    items = instance.case.plan.total_items
+    in_whole = _calls(instance, model, whole)
+    for some in cuts:
+        in_part = _calls(instance, model, instance.batch(some, torch.float64))
+        # an expert without items is not called
+        for key in (key for key in in_whole if key in in_part):
+            inputs, outputs = (
+                [_same_items(a, b, some, items, tolerance) for a, b in zip(*values, strict=False)]
+                for values in zip(in_whole[key], in_part[key], strict=True)
+            )
+            if False in outputs and False not in inputs:
+                return key[0], model.get_submodule(key[0])
+    return None
+
+
+def _same_items(whole: torch.Tensor, part: torch.Tensor, some: range, total: int, tolerance: float) -> bool | None:
+    """Return whether a part's values are those that its items have in the whole; None where values are of no items."""
+    if not (whole.ndim and part.ndim and (len(whole), len(part)) == (total, len(some))):
+        return None
+    return None if whole.shape[1:] != part.shape[1:] else _close(whole[some.start : some.stop], part, tolerance)
+
+
+@torch.no_grad()
+def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
+    """Return the inputs and outputs of every call of a module on a batch."""
+    found: Calls = {}
+    seen: Counter[str] = Counter()
+    handles = []
+    for name, module in model.named_modules():
+
+        def note(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            found[name, seen[name]] = _copied(inputs), _copied(output)
+            seen[name] += 1
+
+        handles.append(module.register_forward_hook(note))
+    try:
+        instance.problem.loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _copied(values: Any) -> Values:
+    return [t.detach().to(torch.float64).clone() for t in leaves(values) if t.is_floating_point()]
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    scale = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0).max()) if a.numel() else 0.0
+    return bool((((a - b).abs() <= tolerance * scale) | (a.isnan() & b.isnan())).all())
+
+
+# Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.
+#
+# A problem fails with every loop if its loss is not a scalar, if it draws random numbers, or if its objective is not
+# a sum over items. The verdict is then on the problem, and no loop is blamed.
+
 
 WEIGHED_ITEMS = 4
 """Number of items from which a weighted mean is recognised: enough to contradict it if it is none."""
-TOLERANCE = 1e-5
+SEPARABILITY_TOLERANCE = 1e-5
 """Relative tolerance. Losses are computed in float64, but a model may have float32 parts, which round at 1e-7."""
 
 
 def adds_up(whole: float, parts: list[float]) -> bool:
     """Return whether parts add up to a whole, up to `TOLERANCE` times the sum of their sizes. Scripts copy this."""
-    return abs(whole - sum(parts)) <= TOLERANCE * max(sum(map(abs, parts)), abs(whole))
+    return abs(whole - sum(parts)) <= SEPARABILITY_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
 
 def objective_fault(instance: Instance) -> str | None:
@@ -51,7 +291,7 @@ def _objective_fault(instance: Instance) -> str | None:
     name, plan = _name(instance), instance.case.plan
     _expect_fresh_models(instance)
     model = instance.model(torch.float64)
-    make_optimizer(None, model)
+    optimizer_of(None, model)
     for parameter_name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(
@@ -62,7 +302,7 @@ def _objective_fault(instance: Instance) -> str | None:
     everything = instance.batch(range(plan.total_items), torch.float64)
     before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
     try:
-        whole = _loss(instance, model, everything, need_graph=True)
+        whole = _separability_loss(instance, model, everything, need_graph=True)
     except (RuntimeError, ValueError):
         said = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
         if said is None:
@@ -78,7 +318,7 @@ def _objective_fault(instance: Instance) -> str | None:
         weight = _weight(instance, batch)
         if weight:
             try:
-                terms.append(weight * _loss(instance, model, batch))
+                terms.append(weight * _separability_loss(instance, model, batch))
             except (RuntimeError, ValueError):
                 if (said := batch_norm_refusal(model)) is None:
                     raise
@@ -134,7 +374,7 @@ def _expect_stateless(
             "weight does, so the gradient of a window depends on how often the loop runs it: do so after the "
             "optimizer's step, or leave it out for the verification"
         )
-    again = _loss(instance, model, batch)
+    again = _separability_loss(instance, model, batch)
     # a buffer that has nearly converged changes the loss by less than float32 parts of a model may
     if again == loss or (adds_up(loss, [again]) and not changed) or abs(again - loss) <= EXACT * abs(loss):
         return
@@ -187,7 +427,7 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
     plan = instance.case.plan
     batches = [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
     try:
-        losses = [_loss(instance, model, batch) for batch in batches]
+        losses = [_separability_loss(instance, model, batch) for batch in batches]
     except (UsageError, RuntimeError, ValueError):
         return None  # a micro-batch without valid targets: the loss is neither a mean over all items nor a sum
     guesses: dict[str, list[float]] = {}
@@ -209,7 +449,9 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
         return None
     items = Items(instance.drawn(WEIGHED_ITEMS, torch.float64))
     try:
-        weights = weights_of_items(lambda chosen: _loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS)
+        weights = weights_of_items(
+            lambda chosen: _separability_loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS
+        )
     except (UsageError, RuntimeError, ValueError):
         return None  # a single item may have no valid targets, and batch normalization rejects it
     if weights is None:
@@ -220,7 +462,7 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     )
 
 
-def _loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
+def _separability_loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
     name = _name(instance)
     with torch.set_grad_enabled(need_graph):
         loss = instance.problem.loss(model, batch)
@@ -263,7 +505,7 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
         if _weight(instance, batch):
             continue
         try:
-            loss = _loss(instance, model, batch)
+            loss = _separability_loss(instance, model, batch)
         except (UsageError, RuntimeError, ValueError):
             loss = 0.0  # a mean of nothing is no number, and batch normalization rejects a single item
         if loss:
@@ -272,3 +514,76 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
                 "the loss divides by, which is 0 only where all targets are ignored"
             )
         raise CannotJudgeError("a window has no valid targets: Problem.count of its items is 0")
+
+
+# The reference of a case, or the violation that its problem is not accumulable, before any loop is blamed.
+
+
+def _not_accumulable(case: Case, explanation: str | None) -> Violation | None:
+    return Violation("not-accumulable", "not-accumulable", explanation, case) if explanation else None
+
+
+def gradient_fault(reference: Reference, window: Window) -> Violation | None:
+    """Return why a problem that passes the forward-only check is not accumulable, or None where it is.
+
+    The forward-only check compares one value, with a tolerance for float32 inside a model. So before a loop is blamed,
+    torch's own accumulation in float64 must give the large batch's gradient.
+    """
+    comparison = window.compare(window.accumulated())
+    difference = comparison.worst
+    if difference.ratio <= 1:
+        return None
+    parameter, _ = reference.layout.place(difference.index)
+    instance = reference.instance
+    explanation = (
+        "the objective is not a sum over items, so no plain accumulation can equal the large batch and no loop is to "
+        f"blame: {batch_dependence(instance, window.model())}. {AS_A_BATCH}. The gradients of {parameter} in window "
+        f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
+        f"{error_text(difference.error, difference.allowed)}"
+    )
+    found = Violation("not-accumulable", "not-accumulable", explanation, instance.case)
+    return replace(found, parameter=parameter, epoch=0, window=window.index, evidence=comparison)
+
+
+def _cross_sample(case: Case) -> tuple[Reference | None, Violation | None]:
+    """Return what `reference_of` does, for a generated problem with a kind that is not separable over samples."""
+    try:
+        fault = objective_fault(generated_instance(case))
+    except (RuntimeError, ValueError) as error:
+        # batch normalization refuses an epoch of one item, or one without valid targets
+        raise CannotJudgeError(f"the plain large batch fails: {error}") from error
+    if fault:
+        return None, _not_accumulable(case, fault)
+    reference = REFERENCES.get(case, None)
+    for index in range(len(case.plan.windows)):
+        if found := gradient_fault(reference, reference.window(index)):
+            return None, found
+    # on this case's items it makes no difference, and a loop can be judged
+    return reference, None
+
+
+def reference_of(case: Case, problem: Problem | None) -> tuple[Reference | None, Violation | None]:
+    """Return the case's reference, and why the problem is not accumulable, where that is so."""
+    if problem is None:
+        if case.spec is not None and not is_accumulable(case.spec):
+            return _cross_sample(case)
+        return REFERENCES.get(case, problem), None
+    try:
+        instance = user_instance(case, problem)
+        if fault := _not_accumulable(case, objective_fault(instance)):
+            return None, fault
+        reference = REFERENCES.get(case, problem)
+        for window in range(len(case.plan.windows)):
+            reference.window(window)
+    except (UsageError, CannotJudgeError):
+        raise
+    except (Exception, SystemExit) as error:
+        # a user's own code, which may raise anything
+        fewest, most = min(case.plan.micro_batches), case.plan.total_items
+        items = f"{most} item{'s' * (most > 1)}"
+        batches = f"batches of {fewest} to {items}" if fewest < most else f"one batch of {items}"
+        raise UsageError(
+            f"the problem {case.problem} failed before any loop ran, on {batches}: "
+            f"{type(error).__name__}: {error} ({users_line(error)})"
+        ) from error
+    return reference, None

@@ -15,12 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
-from gradcheck_suite.measure.compiled import EXPERTS, PARTS, forget, graphs, graphs_needed, training
-from gradcheck_suite.measure.cuda_graphs import PLACES, CapturedWindow
-from gradcheck_suite.measure.machine import cache_bytes, regime
-from gradcheck_suite.measure.profile import profiled
-from gradcheck_suite.measure.workload import Size
+from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
+from gradcheck_suite.studies.compiled_steps import (
+    EXPERTS,
+    PARTS,
+    PLACES,
+    CapturedWindow,
+    forget,
+    graphs,
+    graphs_needed,
+    training,
+)
+from gradcheck_suite.studies.step_times import cache_bytes, profiled, regime
+from gradcheck_suite.studies.workload import Size
 from properties.benchmarks.timing import time_rounds
 
 SIZE = Size(10**6, "few")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.measure.paired_steps import ITEMS, MICRO_BATCHES, PAIRS, PARAMETERS, time_paired_steps
-from gradcheck_suite.measure.workload import Size
+from gradcheck_suite.studies.step_times import ITEMS, MICRO_BATCHES, PAIRS, PARAMETERS, time_paired_steps
+from gradcheck_suite.studies.workload import Size
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.loops.modes import BENCHMARKED
-from gradcheck_suite.measure.memory import BLOCK, LARGE
-from gradcheck_suite.measure.workload import BATCH, Size
+from gradcheck_suite.loops.reset_modes import BENCHMARKED
+from gradcheck_suite.studies.memory import BLOCK, LARGE
+from gradcheck_suite.studies.workload import BATCH, Size
 
 PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**7, 10**8, 10**9)}
 MICRO_BATCHES = (1, 4)
@@ -44,7 +44,7 @@ def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[st
         "dtype": "float32",
         "device": device,
     }
-    command = [sys.executable, "-m", "gradcheck_suite.measure.memory", json.dumps(asked)]
+    command = [sys.executable, "-m", "gradcheck_suite.studies.memory", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -20,16 +20,25 @@ import jax
 import pytest
 import torch
 
-from gradcheck_suite.loops.modes import BENCHMARKED, RESET_MODES, ResetMode
-from gradcheck_suite.measure.bandwidth import copy_bandwidth, fill_bandwidth, memset_bandwidth
-from gradcheck_suite.measure.clock import quartiles, timer
-from gradcheck_suite.measure.jax_window import compiled_window, flush_caches, memory_bytes, runner
-from gradcheck_suite.measure.launches import LARGE, SMALL, fill_launches, foreach_launches
-from gradcheck_suite.measure.machine import cache_bytes, regime
-from gradcheck_suite.measure.memory import Baseline, allocator_baseline, allocator_peak, window_memory
-from gradcheck_suite.measure.profile import Profile, profiled
-from gradcheck_suite.measure.workload import Size, Workload, sized_workload
-from gradcheck_suite.schema.costs import Cost, uniform_window
+from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, Cost, ResetMode, uniform_window
+from gradcheck_suite.studies.compiled_steps import compiled_window, flush_caches, memory_bytes, runner
+from gradcheck_suite.studies.memory import Baseline, allocator_baseline, allocator_peak, window_memory
+from gradcheck_suite.studies.step_times import (
+    LARGE,
+    SMALL,
+    Profile,
+    cache_bytes,
+    copy_bandwidth,
+    fill_bandwidth,
+    fill_launches,
+    foreach_launches,
+    memset_bandwidth,
+    profiled,
+    quartiles,
+    regime,
+    timer,
+)
+from gradcheck_suite.studies.workload import Size, Workload, sized_workload
 from properties.benchmarks.timing import pedantic, time_rounds
 
 ROUNDS = {"cpu": 15, "cuda": 20}

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gradcheck_suite.evidence.zero_or_none import LAWS, rows
+from gradcheck_suite.studies.zero_or_none import rows
+from gradcheck_suite.studies.zero_or_none_laws import LAWS
 
 
 @pytest.mark.parametrize("name", LAWS)

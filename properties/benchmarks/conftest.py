@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.execution.environment import environment
-from gradcheck_suite.measure.machine import device_info
-from gradcheck_suite.measure.paired_steps import WAITING
-from gradcheck_suite.records.store import append_record
+from gradcheck_suite.core.records import append_record
+from gradcheck_suite.run.environment import environment
+from gradcheck_suite.studies.step_times import WAITING, device_info
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

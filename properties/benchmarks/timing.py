@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.measure.bandwidth import flush
-from gradcheck_suite.measure.clock import quartiles, timed, timer
-from gradcheck_suite.measure.paired_steps import ATTEMPTS, WAITING
+from gradcheck_suite.studies.step_times import ATTEMPTS, WAITING, flush, quartiles, timed, timer
 
 WARM = 3
 """Rounds that are not timed."""

@@ -12,9 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
-from gradcheck_suite.bridge.op_table import is_dynamic, lowering_of
-from gradcheck_suite.references.programs import Programs
+from gradcheck_suite.bridge.op_table import is_dynamic, jax_dtype, lowering_of, to_array
+from gradcheck_suite.reference.programs import Programs
 
 LEAVE_SOME_EMPTY = {
     "_batch_norm_with_update_functional",

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gradcheck_suite.bridge import BridgeError
-from gradcheck_suite.execution import environment
-from gradcheck_suite.records.store import append_record
+from gradcheck_suite.core.records import append_record
+from gradcheck_suite.run import environment
 from tests.bridge.agreeing import Agreement
 
 

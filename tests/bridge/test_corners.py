@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
-from gradcheck_suite.bridge.op_table import lowering_of
-from tests.bridge.comparing import Call, compare, compare_all
-from tests.bridge.test_operations import LOOSER, TOGETHER, TOLERANCE
+from gradcheck_suite.bridge.op_table import jax_dtype, lowering_of, to_array
+from tests.bridge.comparing import TOLERANCE, Call, compare, compare_all
+from tests.bridge.test_operations import LOOSER, TOGETHER
 
 aten = torch.ops.aten
 CORNERS = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 6.0, 2.0, -2.0, 0.25, 20.0, 21.0]

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.bridge import accept_backward, arguments_of, lower, wrong_backwards
-from gradcheck_suite.bridge.own_backwards import ACCEPTED
+from gradcheck_suite.bridge.exporting import ACCEPTED
 from gradcheck_suite.errors import UsageError
 from tests.bridge.agreeing import assert_agrees
 from tests.bridge.comparing import error_between

@@ -13,8 +13,7 @@ import pytest
 import torch
 from jax.scipy import special
 
-from gradcheck_suite.bridge.dtypes import absolute
-from gradcheck_suite.bridge.op_table import lowering_of
+from gradcheck_suite.bridge.op_table import absolute, lowering_of
 
 aten = torch.ops.aten
 

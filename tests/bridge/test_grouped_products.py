@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.bridge.dtypes import to_array
-from gradcheck_suite.bridge.ops.grouped import grouped_mm, grouped_mm_fallback
+from gradcheck_suite.bridge.op_table import to_array
+from gradcheck_suite.bridge.ops.linear_algebra import grouped_mm, grouped_mm_fallback
 from tests.bridge.samples import tensor
 
 ROWS, WEIGHTS = tensor(7, 3), tensor(4, 3, 5, seed=1)

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from gradcheck_suite.bridge import arguments_of, jax_gradient, lower
-from gradcheck_suite.bridge.ops.losses import ctc_loss
-from gradcheck_suite.references.programs import PROGRAMS
+from gradcheck_suite.bridge.ops.reductions import ctc_loss
+from gradcheck_suite.reference.programs import PROGRAMS
 from tests.bridge.agreeing import assert_agrees
 
 X = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(6, 4)

@@ -19,8 +19,8 @@ from gradcheck_suite.bridge import (
     register_op,
     table,
 )
+from gradcheck_suite.bridge.exporting import rewrite_of
 from gradcheck_suite.bridge.op_table import _FAMILY, _TABLE
-from gradcheck_suite.bridge.rewrites import rewrite_of
 from gradcheck_suite.errors import UsageError
 from tests.bridge.agreeing import assert_agrees
 from tests.bridge.torch_models import LossInside

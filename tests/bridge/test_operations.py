@@ -12,9 +12,7 @@ import torch
 import torch.utils._pytree
 
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.dtypes import jax_dtype, to_array
-from gradcheck_suite.bridge.errors import RandomnessError
-from gradcheck_suite.bridge.op_table import lowering_of, register_op, table
+from gradcheck_suite.bridge.op_table import RandomnessError, jax_dtype, lowering_of, register_op, table, to_array
 from tests.bridge.comparing import TOLERANCE, Call, compare, compare_all
 from tests.bridge.opinfo import direct, recorded
 from tests.bridge.samples import ALSO, HAND, THROUGH, tensor

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gradcheck_suite.catalogue import INPUTS, LAYERS, out_signal
-from gradcheck_suite.catalogue.build import Chain, extra_keys, fill
-from gradcheck_suite.catalogue.definitions import LayerDefinition
-from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.references.programs import Programs
-from gradcheck_suite.schema.spec import Layer
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal
+from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, Chain, extra_keys, fill, out_signal
+from gradcheck_suite.core.case import Layer
+from gradcheck_suite.reference.programs import Programs
 
 RELATIVE = 1e-12
 PLAIN_ITEMS = 3

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LAYERS
 from gradcheck_suite.catalogue.activations import KINDS
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.tables import LAYERS
 
 # 0.5 is both a shrinkage's edge and where softplus(beta=2, threshold=1) turns linear
 KINKS = (-6.0, -3.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 3.0, 6.0, 10.0, 20.0)

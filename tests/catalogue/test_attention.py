@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LAYERS
-from gradcheck_suite.catalogue.attention import visible_keys
-from gradcheck_suite.catalogue.build import fill
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.sequences import visible_keys
+from gradcheck_suite.catalogue.tables import LAYERS, fill
 
 PADDED = Signal("sequence", (3, 4), padded=True)
 MASK = np.arange(3) < np.array([[1], [2], [3]])

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcheck_suite.catalogue.build import build_model, draw_data
-from gradcheck_suite.references import jax_layers, jax_windows
-from gradcheck_suite.references.jax_reference import large_batch_gradient
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.catalogue.tables import build_model, draw_data
+from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.reference import jax_gradients
+from gradcheck_suite.reference.jax_gradients import large_batch_gradient
 
 VECTOR = Input("vector", size=2)
 SEQUENCE = Input("sequence", length=3, padded=True, size=2)
@@ -92,7 +92,7 @@ def _forget_the_shortcut(self, windows, saved, cotangent):
 
 def _forget_the_first_use(self, windows, saved, cotangent):
     first, second = saved
-    aside = jax_windows.Windows(windows.values, windows.batch, windows.spans)
+    aside = jax_gradients.Windows(windows.values, windows.batch, windows.spans)
     return self.inner.backward(windows, first, self.inner.backward(aside, second, cotangent))
 
 
@@ -111,5 +111,5 @@ def _forget_all_branches_but_one(self, windows, saved, cotangent):
     ],
 )
 def test_fault_in_the_chain_rule_of_a_composite_is_found(monkeypatch, node, fault, model):
-    monkeypatch.setattr(getattr(jax_layers, node), "backward", fault)
+    monkeypatch.setattr(getattr(jax_gradients, node), "backward", fault)
     assert relative_difference(mean_squared(VECTOR, model), seed=1) > 1e-3

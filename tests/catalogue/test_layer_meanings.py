@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LAYERS, out_signal
-from gradcheck_suite.catalogue.build import build_model
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.tables import LAYERS, build_model, out_signal
+from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
 
 jax.config.update("jax_enable_x64", True)
 

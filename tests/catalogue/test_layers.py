@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LAYERS, out_signal
-from gradcheck_suite.catalogue.build import extra_keys
-from gradcheck_suite.catalogue.definitions import no_extras
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.definitions import Signal, no_extras
+from gradcheck_suite.catalogue.tables import LAYERS, extra_keys, out_signal
+from gradcheck_suite.core.case import Layer
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.spec import Layer
 from tests.catalogue.one_layer import (
     KINDS,
     PLAIN_ITEMS,

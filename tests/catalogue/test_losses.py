@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LOSSES
-from gradcheck_suite.catalogue.definitions import LossDefinition
-from gradcheck_suite.catalogue.losses.classification import IGNORE_INDEX
-from gradcheck_suite.catalogue.signals import Options, Signal, vector
-from gradcheck_suite.references.jax_objective import objective
-from gradcheck_suite.references.programs import Programs
-from gradcheck_suite.schema.spec import REDUCTIONS, Loss
+from gradcheck_suite.catalogue.classification_losses import IGNORE_INDEX
+from gradcheck_suite.catalogue.definitions import LossDefinition, Options, Signal, vector
+from gradcheck_suite.catalogue.tables import LOSSES
+from gradcheck_suite.core.case import REDUCTIONS, Loss
+from gradcheck_suite.reference.jax_gradients import objective
+from gradcheck_suite.reference.programs import Programs
 
 RELATIVE = 1e-12
 SIGNALS = (

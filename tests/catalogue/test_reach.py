@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcheck_suite.catalogue import LAYERS
-from gradcheck_suite.catalogue.build import build_model
-from gradcheck_suite.catalogue.routing import THRESHOLD
-from gradcheck_suite.catalogue.signals import Signal
-from gradcheck_suite.references.jax_reference import large_batch_gradient
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.linear import THRESHOLD
+from gradcheck_suite.catalogue.tables import LAYERS, build_model
+from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.reference.jax_gradients import large_batch_gradient
 
 SOURCES = (Input("vector", size=2), Input("sequence", length=3, padded=False, size=2))
 ROUTED = (

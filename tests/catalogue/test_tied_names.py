@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, UsageError, check
-from gradcheck_suite.catalogue.build import build_model
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import jax_layers
-from gradcheck_suite.references.accumulated import whole_gradient
-from gradcheck_suite.references.jax_reference import large_batch_gradient
-from gradcheck_suite.references.window import float_values
+from gradcheck_suite.catalogue.tables import build_model
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.reference import jax_gradients
+from gradcheck_suite.reference.jax_gradients import large_batch_gradient, whole_gradient
+from gradcheck_suite.reference.large_batch import float_values
+from gradcheck_suite.run.instance import generated_instance
 
 VECTOR, TOKENS = Input("vector", size=2), Input("tokens", length=3, padded=False, vocabulary=5)
 LINEAR, TANH = Layer("linear", bias=True, features=2), Layer("tanh")
@@ -56,13 +55,13 @@ def test_tied_models_agree_in_torch_and_jax(name):
 
 
 def test_reference_that_forgets_the_second_use_is_found(monkeypatch):
-    real = jax_layers._Leaf._add
+    real = jax_gradients._Leaf._add
 
     def forget(self, into_params, windows, gradient):
         if self.path != "2":
             real(self, into_params, windows, gradient)
 
-    monkeypatch.setattr(jax_layers._Leaf, "_add", forget)
+    monkeypatch.setattr(jax_gradients._Leaf, "_add", forget)
     verdict = check(MODES["zero_"], Case(_problem("a module"), Plan((1, 2), 2), seed=7))
     assert verdict.finding is not None
 

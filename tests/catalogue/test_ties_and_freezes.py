@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue import LAYERS
-from gradcheck_suite.catalogue.build import fill
-from gradcheck_suite.catalogue.signals import Signal
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.tables import LAYERS, fill
 
 TOKENS = np.array([[1, 2, 1], [0, 4, 2]])
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.core.case import Case, Plan
 from tests.one_problem import LINEAR
 
 ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")

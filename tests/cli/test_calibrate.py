@@ -9,12 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.evidence.calibration import campaign, drawing
-from gradcheck_suite.evidence.calibration.coverage import drawn_layers
-from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.references import noise, reference, window_bounds
-from gradcheck_suite.schema.case import case_from_json
-from gradcheck_suite.schema.spec import ProblemSpec
+from gradcheck_suite.core.case import ProblemSpec, case_from_json
+from gradcheck_suite.reference import large_batch, noise
+from gradcheck_suite.strategies.cases import cases
+from gradcheck_suite.studies import calibration
+from gradcheck_suite.studies.calibration import drawn_layers
 from gradcheck_suite.verification import judge_run
 from tests.cli.conftest import files
 from tests.one_problem import LINEAR
@@ -31,8 +30,8 @@ def _only_linear(monkeypatch):
         loss = type(LINEAR.loss)("mse", reduction=reduction)
         return cases(**options, problem=st.just(ProblemSpec(LINEAR.input, LINEAR.layers, loss)))
 
-    monkeypatch.setattr(drawing, "cases", drawn)
-    monkeypatch.setattr(reference.REFERENCES, "_kept", type(reference.REFERENCES._kept)())
+    monkeypatch.setattr(calibration, "cases", drawn)
+    monkeypatch.setattr(large_batch.REFERENCES, "_kept", type(large_batch.REFERENCES._kept)())
 
 
 def _record(project):
@@ -62,7 +61,7 @@ def test_no_false_alarm_is_status_0_with_a_record_and_figures(run, project):
 def too_tight(monkeypatch):
     """Let the bound allow nothing."""
     for name in ("accumulation_bound", "coarse_bound"):
-        monkeypatch.setattr(window_bounds, name, lambda vector, *_, **__: np.zeros_like(vector))
+        monkeypatch.setattr(large_batch, name, lambda vector, *_, **__: np.zeros_like(vector))
     for name in ("likely_bound", "noise_bound"):
         monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
 
@@ -85,15 +84,15 @@ def test_a_false_alarm_is_status_1_and_its_case_is_in_the_record(run, project, m
 
 
 def test_an_interrupted_run_says_so_and_what_goes_on_later(run, project, monkeypatch):
-    interrupted = campaign.alarms_in_chunk
-    monkeypatch.setattr(campaign, "CHUNK", 20)
+    interrupted = calibration.alarms_in_chunk
+    monkeypatch.setattr(calibration, "CHUNK", 20)
 
     def stops(dtype, chunk, limit, seed, progress):
         if chunk == 1:
             raise KeyboardInterrupt
         return interrupted(dtype, chunk, limit, seed, progress)
 
-    monkeypatch.setattr(campaign, "alarms_in_chunk", stops)
+    monkeypatch.setattr(calibration, "alarms_in_chunk", stops)
     outcome = run(*SMALL)
     assert outcome.status == exit_status.INTERRUPTED
     assert "0 false alarms in 20 checks" in outcome.out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.cli import capabilities
-from gradcheck_suite.execution import environment
+from gradcheck_suite.cli import doctor
+from gradcheck_suite.run import environment
 
 
 def test_where_everything_is_there(run):
@@ -40,7 +40,7 @@ def test_where_the_main_job_fails(run, monkeypatch):
     def fails():
         raise OSError("libfoo.so: cannot open")
 
-    monkeypatch.setattr(capabilities, "_small_job", fails)
+    monkeypatch.setattr(doctor, "_small_job", fails)
     outcome = run("doctor")
     assert outcome.status == 1
     assert "no: OSError: libfoo.so: cannot open" in outcome.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 
-from gradcheck_suite.cli.interrupts import noted_interrupts
+from gradcheck_suite.cli.exit_status import noted_interrupts
 
 
 class _Finalised:

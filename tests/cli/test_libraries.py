@@ -6,9 +6,8 @@ import sys
 
 import pytest
 
-from gradcheck_suite.cli.libraries import libraries_of
-from gradcheck_suite.cli.loading import resolve_loop
-from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.cli.loading import libraries_of, resolve_loop
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 
 
 @pytest.fixture

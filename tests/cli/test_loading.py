@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from gradcheck_suite import loops
 from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
+from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.schema.contract import Problem
+from gradcheck_suite.loops import reset_modes
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def write(folder, name, text):
 
 
 def test_a_built_in_loop():
-    assert resolve_loop("zero_") is loops.BUILT_IN["zero_"]
+    assert resolve_loop("zero_") is reset_modes.BUILT_IN["zero_"]
 
 
 def test_a_function_in_a_file(folder):

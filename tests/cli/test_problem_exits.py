@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gradcheck_suite.records.files import write_json
+from gradcheck_suite.core.records import write_json
 
 PROBLEM = """
 import sys

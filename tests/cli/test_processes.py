@@ -28,7 +28,7 @@ def test_the_same_seed_draws_the_same_cases_in_every_process(project):
     """What is drawn depends on no order of a set, which differs from process to process."""
     code = """
 from gradcheck_suite import cases
-from gradcheck_suite.generation.drawing import draw_cases
+from gradcheck_suite.strategies.drawing import draw_cases
 drawn = [case.to_json() for case in draw_cases(cases(), examples=40, seed_value=5)]
 """
     there = python("-c", f"{code}print(drawn)", cwd=project)

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from gradcheck_suite.cli.loading import resolve_loop
-from gradcheck_suite.records.counterexamples import store_counterexample
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.results import Result
+from gradcheck_suite.core.case import Case, Plan
+from gradcheck_suite.core.counterexamples import store_counterexample
+from gradcheck_suite.core.results import Result
 from gradcheck_suite.verification.check import check
 from tests.one_problem import LINEAR
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradcheck_suite.records.store import read_records
+from gradcheck_suite.core.records import read_records
 from tests.cli.test_usage import assert_one_line
 
 
@@ -27,7 +27,7 @@ def test_steps_are_printed_recorded_and_written(run, tmp_path):
 
 
 def test_a_step_that_differs_is_a_finding(run, tmp_path, monkeypatch):
-    from gradcheck_suite.steps import COUNTERPARTS
+    from gradcheck_suite.studies.optimizers import COUNTERPARTS
 
     wrong = replace(
         COUNTERPARTS["sgd"],
@@ -59,5 +59,5 @@ def test_bad_arguments_are_one_line(run, arguments, says):
 def test_without_optax_the_extra_is_named_and_verify_still_runs(run, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "optax" else find(name, *rest))
-    monkeypatch.setattr("gradcheck_suite.cli.steps.find_spec", importlib.util.find_spec)
+    monkeypatch.setattr("gradcheck_suite.studies.commands.steps.find_spec", importlib.util.find_spec)
     assert_one_line(run("steps", "sgd", "--reports", tmp_path), "needs optax: pip install 'gradcheck-suite[steps]'")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.execution import devices
-from gradcheck_suite.execution.optimizers import OPTIMIZERS
-from gradcheck_suite.schema.options import OPTIMIZER_NAMES
+from gradcheck_suite.core.contract import OPTIMIZER_NAMES
+from gradcheck_suite.run import instance
+from gradcheck_suite.run.optimizers import OPTIMIZERS
 
 
 def assert_one_line(outcome, *said):
@@ -88,7 +88,7 @@ def test_a_problem_that_breaks_its_contract(run, problem, said):
 
 @pytest.mark.usefixtures("untouched")
 def test_cuda_where_there_is_none(run, monkeypatch):
-    monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(instance.torch.cuda, "is_available", lambda: False)
     assert_one_line(run("verify", "--device", "cuda"), "sees no CUDA device here: use --device cpu")
 
 
@@ -99,7 +99,7 @@ def test_reports_that_cannot_be_written(run, path):
 
 
 def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch):
-    from gradcheck_suite.execution import environment
+    from gradcheck_suite.run import environment
 
     monkeypatch.setattr(environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"])
     for arguments in (["verify"], ["verify", "--list"]):

@@ -10,13 +10,12 @@ import pytest
 
 from gradcheck_suite import case_from_json
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.loops import BUILT_IN, MODES
-from gradcheck_suite.records.store import read_records
-from gradcheck_suite.schema.plan import Plan
-from gradcheck_suite.schema.results import Result, Verdict, Violation
-from gradcheck_suite.trainers import TRAINERS
-
-from .conftest import files
+from gradcheck_suite.core.case import Plan
+from gradcheck_suite.core.records import read_records
+from gradcheck_suite.core.results import Result, Verdict, Violation
+from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
+from gradcheck_suite.loops.trainers import TRAINERS
+from tests.cli.conftest import files
 
 pytestmark = pytest.mark.usefixtures("only_linear")
 VIOLATION_KEYS = {

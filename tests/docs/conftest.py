@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcheck_suite.numerics.bounds import FEW_DRAWS
+from gradcheck_suite.core.comparison import FEW_DRAWS
 
 ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setattr(operations, name, dict(getattr(operations, name)))
     # few draws of the rounding errors, whose bound is 30 times as wide: each page's fault is thousands of times larger
     for name in ("DRAWS", "MANY_DRAWS"):
-        monkeypatch.setattr(import_module("gradcheck_suite.references.drawn_comparison"), name, FEW_DRAWS)
+        monkeypatch.setattr(import_module("gradcheck_suite.reference.noise"), name, FEW_DRAWS)
     # one window of each problem is compiled
     verify = import_module("gradcheck_suite.verification.verify")
     asked = verify.second_opinion

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.report.scripts.processes import run_script
+from gradcheck_suite.script.processes import run_script
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

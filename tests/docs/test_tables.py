@@ -14,14 +14,14 @@ import pytest
 import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, exit_status
-from gradcheck_suite.cli.options import DEFAULTS, MARKER_OPTIONS
-from gradcheck_suite.diagnosis.weight_patterns.weights import names_of
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.optimizers import NEEDS, NEEDS_CLOSURE
+from gradcheck_suite.cli.arguments import DEFAULTS, MARKER_OPTIONS
+from gradcheck_suite.core.contract import ASSUMPTIONS
+from gradcheck_suite.core.results import ViolationKind
+from gradcheck_suite.judge.weights import names_of
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
-from gradcheck_suite.schema.contract import ASSUMPTIONS
-from gradcheck_suite.schema.results import ViolationKind
-from gradcheck_suite.steps import COUNTERPARTS
+from gradcheck_suite.run.optimizers import NEEDS, NEEDS_CLOSURE
+from gradcheck_suite.studies.optimizers import COUNTERPARTS
+from gradcheck_suite.studies.zoo import BUGS
 from tests.bridge.architectures import ARCHITECTURES
 from tests.bridge.architectures.__main__ import MARK, table
 from tests.docs.pages import ROOT

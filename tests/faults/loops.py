@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gradcheck_suite import TrainingRun
-from gradcheck_suite.evidence.zoo.loops import train_with_weights
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.studies.zoo.bug import train_with_weights
 
 WANTED: dict[Any, frozenset[str]] = {}
 """Loop -> the diagnoses it may get, `kind/diagnosis`: several where a small window shows two faults alike."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
-from gradcheck_suite.schema.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS
+from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS
 
 
 def _linear(kind: str, loss: Loss, features: int = 2, **options: object) -> ProblemSpec:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, cases, check
-from gradcheck_suite.generation.drawing import draw_cases
+from gradcheck_suite.strategies.drawing import draw_cases
 
 EXAMPLES = 200
 LOSS_SCALE = 4.0

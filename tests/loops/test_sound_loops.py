@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from gradcheck_suite import training_loop, verify
-from gradcheck_suite.evidence.calibration.styles import float_shares
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.references import reference
+from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.reference import large_batch
+from gradcheck_suite.studies.calibration import float_shares
 
 MANY = 250
 LOOPS = []
@@ -21,7 +20,7 @@ LOOPS = []
 @pytest.fixture(autouse=True)
 def _keep_every_reference(monkeypatch):
     """All loops are judged on the same cases, so keep their references."""
-    monkeypatch.setattr(reference, "MAX_REFERENCES", 2 * MANY)
+    monkeypatch.setattr(large_batch, "MAX_REFERENCES", 2 * MANY)
 
 
 def sound(loop):

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.records.store import read_records
+from gradcheck_suite.core.records import read_records
 from gradcheck_suite.verification import verify as verification
 from tests.cli.conftest import ENVIRONMENT, LOOPS
 from tests.one_problem import draw_only_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 
 
 def _gradients(run):

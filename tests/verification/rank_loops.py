@@ -14,13 +14,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.loops.modes import MODES
-from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients, all_reduced
-from gradcheck_suite.loops.ranks.ddp import in_ddp
-from gradcheck_suite.loops.ranks.fsdp2 import in_fsdp2
-from gradcheck_suite.loops.ranks.tensor_parallel import as_one_rank, in_tensor_parallel, split_linear_layers
-from gradcheck_suite.loops.ranks.zero_redundancy import in_zero_redundancy
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.ranks import (
+    add_up_gradients,
+    all_reduced,
+    as_one_rank,
+    in_ddp,
+    in_fsdp2,
+    in_tensor_parallel,
+    in_zero_redundancy,
+    split_linear_layers,
+)
+from gradcheck_suite.loops.reset_modes import MODES, backward_window, part_of_window, window_count, windows
 
 
 def right(run):

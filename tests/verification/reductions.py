@@ -10,9 +10,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.evidence.zoo.rank_loops import fill_missing, train_over_ranks
-from gradcheck_suite.loops.ranks.all_reduce import add_up_gradients
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.ranks import add_up_gradients
+from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.studies.zoo.bug import fill_missing, train_over_ranks
 
 
 def _parts(gradient):

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem, check, training_loop, verify
-from gradcheck_suite.diagnosis.further_runs.loop_runner import LoopRunner
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.schema.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
-from gradcheck_suite.schema.weight_probe import read_slopes, slopes_text
-from gradcheck_suite.verification import search
-from gradcheck_suite.verification.battery import run_battery
+from gradcheck_suite.core.case import read_slopes, slopes_text
+from gradcheck_suite.core.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.studies.zoo import BUGS
+from gradcheck_suite.verification import verify as search
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
+from gradcheck_suite.verification.verify import run_battery
 from tests.one_problem import LINEAR
 from tests.verification.planted import (
     LONG,

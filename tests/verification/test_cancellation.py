@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
-from gradcheck_suite.execution.instance import user_instance
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.loops.windows import part_of_window, window_count, windows
-from gradcheck_suite.numerics.bounds import UNIT_ROUNDOFF, summation_bound
-from gradcheck_suite.numerics.comparison import Layout
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Layout, summation_bound
+from gradcheck_suite.loops.reset_modes import MODES, part_of_window, window_count, windows
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import user_instance
 
 LINEAR = Layer("linear", bias=False, features=1)
 # the softmax of one feature is 1, so the last gradient is a sum of +1/N and -1/N, which the large batch adds up to 0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
-from gradcheck_suite.execution.ranks.run import run_ranks
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, cases, check, verify
+from gradcheck_suite.core.case import probe_case
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, windows
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.ranks import run_ranks
+from gradcheck_suite.strategies.drawing import draw_cases
 from gradcheck_suite.verification.check import Terms, check_run, terms_of
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
@@ -164,3 +168,192 @@ def test_a_dropped_micro_batch_at_saturation_is_still_found():
     verdict = check(drops_the_last, SATURATED, shrinking=True)
     assert verdict.violation is not None
     assert (verdict.violation.epoch, verdict.violation.window) == (1, 3)
+
+
+# Whatever a loop is run on, probe or drawn case, is within what the loop assumes.
+
+
+def noted(facts):
+    """Return a sound loop that notes what each of its runs has."""
+
+    def loop(run):
+        batches = list(run.loader)
+        counts = [float(run.count(batch)) for batch in batches]
+        items = [len(next(iter(batch.values()))) for batch in batches]
+        fact = {"epochs": run.epochs, "reduction": run.reduction, "counts": counts, "items": items}
+        facts.append({**fact, "sparse": False, "steps": run.accumulation_steps})
+
+        def note(*_):
+            if any(p.grad is not None and p.grad.is_sparse for p in run.model.parameters()):
+                facts[-1]["sparse"] = True
+
+        handle = run.optimizer.register_step_pre_hook(note)
+        BUILT_IN["plain"](run)
+        handle.remove()
+
+    return loop
+
+
+def within(counts):
+    return max(counts) - min(counts) <= 1e-12 * max(counts)
+
+
+HOLDS = {
+    "one-epoch": lambda fact: fact["epochs"] == 1,
+    "mean-reduction": lambda fact: fact["reduction"] == "mean",
+    "sum-reduction": lambda fact: fact["reduction"] == "sum",
+    "equal-batches": lambda fact: len(set(fact["items"])) == 1 and within(fact["counts"]),
+    "plain-counts": lambda fact: within([c / n for c, n in zip(fact["counts"], fact["items"], strict=True)]),
+    "whole-windows": lambda fact: len(fact["items"]) % fact["steps"] == 0,
+    "dense-gradients": lambda fact: not fact["sparse"],
+}
+
+
+@pytest.fixture(scope="module")
+def free():
+    """The runs of a loop that assumes nothing, on drawn cases."""
+    facts = []
+    for case in draw_cases(cases(), examples=40, seed_value=0):
+        noted(facts)(generated_instance(case).run())
+    return facts
+
+
+@pytest.mark.parametrize("assumed", HOLDS)
+def test_runs_are_within_an_assumption_that_others_leave(assumed, free):
+    facts = []
+    assert verify(noted(facts), examples=8, assumes=(assumed,)).holds
+    assert all(map(HOLDS[assumed], facts))
+    assert not all(map(HOLDS[assumed], free))
+
+
+# Objectives that are a function of the whole window: loops are held to the window in one batch.
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 2)
+
+
+def pairs(items, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(items, 3, generator=generator) for name in ("query", "answer")}
+
+
+def contrast(queries, answers):
+    scores = queries @ answers.T
+    return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def contrastive(model, batch):
+    return contrast(model(batch["query"]), model(batch["answer"]))
+
+
+IN_BATCH_NEGATIVES = Problem(model, pairs, contrastive, reduction="batch")
+
+
+def grad_cache(run):
+    """Compute embeddings without a graph, the window's loss on them, and each micro-batch again with a graph."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            kept = {name: torch.cat([run.model(batch[name]) for batch in window]) for name in window[0]}
+        for embedding in kept.values():
+            embedding.requires_grad_()
+        contrast(kept["query"], kept["answer"]).backward()
+        first = 0
+        for batch in window:
+            for name, items in batch.items():
+                run.model(items).backward(kept[name].grad[first : first + len(items)])
+            first += len(batch["query"])
+        run.optimizer.step()
+
+
+def cached_negatives(run):
+    """Concatenate the embeddings of a window's micro-batches, with their graphs."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        embeddings = [[run.model(batch[name]) for batch in window] for name in ("query", "answer")]
+        contrast(*(torch.cat(parts) for parts in embeddings)).backward()
+        run.optimizer.step()
+
+
+def accumulates(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        for batch in window:
+            (run.loss(run.model, batch) / len(window)).backward()
+        run.optimizer.step()
+
+
+def doubles_the_bias(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        embeddings = [[run.model(batch[name]) for batch in window] for name in ("query", "answer")]
+        contrast(*(torch.cat(parts) for parts in embeddings)).backward()
+        run.model.bias.grad.mul_(2)
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [grad_cache, cached_negatives])
+def test_a_loop_that_computes_the_window_together_holds(loop):
+    result = verify(loop, examples=8, problem=IN_BATCH_NEGATIVES, second_opinion_s=0)
+    assert result.holds, result.violation
+    assert result.judged == 8
+
+
+@pytest.mark.parametrize(
+    ("loop", "diagnosis", "says"),
+    [
+        (accumulates, "plain-accumulation", "the mean of those of the micro-batches' own losses"),
+        (
+            MODES["set_to_none"],
+            "plain-accumulation",
+            "the mean, weighted by items, of those of the micro-batches",
+        ),
+        (doubles_the_bias, "wrong-scale", "in bias alone, while weight is right: every element is 2 times"),
+    ],
+)
+def test_a_loop_that_does_not_is_violated_and_named(loop, diagnosis, says):
+    violation = check(loop, Case("pairs.py:PAIRS", Plan((2, 3, 4), 2)), problem=IN_BATCH_NEGATIVES).violation
+    assert violation is not None
+    assert (violation.kind, violation.diagnosis) == ("gradient", diagnosis)
+    assert says in violation.explanation
+
+
+def test_the_same_objective_as_a_mean_over_items_is_not_accumulable_by_plain_accumulation():
+    problem = Problem(model, pairs, contrastive)
+    violation = check(cached_negatives, Case("pairs.py:PAIRS", Plan((2, 3), 2)), problem=problem).violation
+    assert violation is not None
+    assert violation.kind == "not-accumulable"
+    assert 'Problem(reduction="batch")' in violation.explanation
+    assert "no plain accumulation" in violation.explanation
+
+
+def test_batch_statistics_of_the_window_are_held_to_the_window():
+    """Batch normalization in train mode: a loop that concatenates the window holds, one that accumulates does not."""
+
+    def normalized(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+    problem = Problem(
+        normalized,
+        lambda items, seed: torch.randn(items, 3, generator=torch.Generator().manual_seed(seed)),
+        lambda model, x: model(x).pow(3).mean(),
+        reduction="batch",
+    )
+
+    def together(run):
+        for window in windows(run):
+            run.optimizer.zero_grad()
+            run.loss(run.model, torch.cat(window)).backward()
+            run.optimizer.step()
+
+    case = Case("norm.py:NORM", Plan((2, 3, 4), 2))
+    assert check(together, case, problem=problem).holds
+    assert not check(accumulates, case, problem=problem).holds
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(UsageError, match="reduction must be one of mean, sum, batch; got 'max'"):
+        Problem(model, pairs, contrastive, reduction="max")

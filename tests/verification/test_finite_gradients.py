@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradcheck_suite import Problem, verify
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.verification.finite_gradients import OUTSIDE
+from gradcheck_suite.loops.reset_modes import backward_window, windows
+from gradcheck_suite.verification.verify import OUTSIDE
 
 pytestmark = pytest.mark.usefixtures("without_second_opinion")
 

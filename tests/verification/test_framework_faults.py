@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.references import jax_reference, programs, reference
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
+from gradcheck_suite.catalogue import tables
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.reference import jax_gradients, large_batch, programs
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import generated_instance
 
 LINEAR = Layer("linear", bias=True, features=3)
 SPEC = ProblemSpec(Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean"))
@@ -109,21 +110,21 @@ def _nothing_is_kept(monkeypatch):
     """Compile what a test plants, and forget it afterwards."""
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
-    monkeypatch.setattr(reference.REFERENCES, "_kept", type(reference.REFERENCES._kept)())
+    monkeypatch.setattr(large_batch.REFERENCES, "_kept", type(large_batch.REFERENCES._kept)())
     _forget()
     yield
     _forget()
 
 
 def _forget():
-    for value in vars(jax_reference).values():
+    for value in vars(jax_gradients).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
 
 def _plant_in_jax(monkeypatch, fault, acts=lambda weight: True):
-    kind = dataclasses.replace(catalogue.LAYERS["linear"], jax_apply=_in_jax(fault, acts))
-    monkeypatch.setitem(catalogue.LAYERS, "linear", kind)
+    kind = dataclasses.replace(tables.LAYERS["linear"], jax_apply=_in_jax(fault, acts))
+    monkeypatch.setitem(tables.LAYERS, "linear", kind)
 
 
 def _expect_finding(case, *, by):

@@ -6,10 +6,10 @@ import pytest
 
 from gradcheck_suite import verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.generation.cases import size_of
-from gradcheck_suite.schema.options import VerifyOptions
-from gradcheck_suite.verification.search import Search
+from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.strategies.cases import size_of
+from gradcheck_suite.studies.zoo import BUGS
+from gradcheck_suite.verification.verify import Search
 
 pytestmark = pytest.mark.usefixtures("only_linear")
 LOOP = BUGS["tail-dropped"].loop
@@ -67,7 +67,7 @@ def test_a_second_interrupt_keeps_the_first_case(seen, monkeypatch):
 
 
 def test_a_time_limit_is_said(monkeypatch):
-    monkeypatch.setattr("gradcheck_suite.verification.search.SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr("gradcheck_suite.verification.verify.SHRINK_SECONDS", 0.0)
     result = verify(LOOP, examples=30)
     assert not result.interrupted
     assert last_line(result).endswith("; shrinking stopped after 0 s, so a smaller case may exist")

@@ -9,23 +9,46 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Plan, Problem, check
-from gradcheck_suite.execution.instance import generated_instance, user_instance
-from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.references.errors import CannotJudgeError
-from gradcheck_suite.references.reference import Reference
-from gradcheck_suite.references.window import Window
-from gradcheck_suite.references.window_bounds import Float64Bound
-from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
+from gradcheck_suite import Problem, verify
+from gradcheck_suite.cli.verdict_text import result_lines
+from gradcheck_suite.core.case import PARAMETER as CASE_PARAMETER
+from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
+from gradcheck_suite.core.comparison import Comparison
+from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.judge.weights import Diagnosis, missing_gradient
+from gradcheck_suite.loops.reset_modes import (
+    MODES,
+    autocast_bfloat16,
+    grad_scaler,
+    part_of_window,
+    window_count,
+    windows,
+)
+from gradcheck_suite.reference.large_batch import CannotJudgeError, Float64Bound, Reference, Window
+from gradcheck_suite.run.instance import generated_instance, user_instance
+from gradcheck_suite.run.observer import Evaluation, Observation
+from gradcheck_suite.run.runner import Outcome, run_loop
+from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import judge_run as module
-from gradcheck_suite.verification.divergence import DIVERGED
-from gradcheck_suite.verification.judge_run import NOT_FINITE, SCALER_SKIPPED, _may_skip
+from gradcheck_suite.verification.check import check
+from gradcheck_suite.verification.judge_run import (
+    DIVERGED,
+    NOT_FINITE,
+    SCALER_SKIPPED,
+    _may_skip,
+    ended_in_divergence,
+    gradient_violation,
+    is_diverged,
+    is_far,
+    is_start,
+)
+from properties.routed import routed_instance
 
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)
 """Items 1 to 4 in window 0 and 5 to 8 in window 1: their means are 2.5 and 6.5. Two epochs are four steps."""
-CASE = Case("slopes", PLAN)
-MOVING = CASE.replace(optimizer="sgd")
+JUDGE_RUN_CASE = Case("slopes", PLAN)
+MOVING = JUDGE_RUN_CASE.replace(optimizer="sgd")
 PROBE = probe_case(Plan((1, 2), 1))
 
 
@@ -44,13 +67,13 @@ def _problem(loss=_loss, **options):
     return Problem(lambda seed: _Slope(), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options)
 
 
-def _ran(loop=MODES["zero_"], case=CASE, problem=None):
+def _ran(loop=MODES["zero_"], case=JUDGE_RUN_CASE, problem=None):
     """Return what a loop does."""
     instance = generated_instance(case) if case.spec else user_instance(case, problem or _problem())
     return run_loop(loop, instance)
 
 
-def _judged(outcome, case=CASE, problem=None, **options):
+def _judged(outcome, case=JUDGE_RUN_CASE, problem=None, **options):
     """Judge a run, or a change of it, as while shrinking."""
     problem = None if case.spec else problem or _problem()
     return check(lambda run: None, case, problem=problem, outcome=outcome, **{"shrinking": True, **options})
@@ -64,7 +87,7 @@ def _with_gradient(outcome, step, value, parameter="weight"):
     return replace(outcome, observations=taken)
 
 
-@pytest.mark.parametrize("case", [CASE, MOVING])
+@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, MOVING])
 def test_a_sound_run_is_judged_at_every_step(case):
     verdict = _judged(_ran(case=case), case)
     assert verdict.holds
@@ -74,7 +97,7 @@ def test_a_sound_run_is_judged_at_every_step(case):
 
 
 @pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("case", [CASE, MOVING])
+@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, MOVING])
 def test_the_first_wrong_step_is_told(step, case):
     outcome = _ran(case=case)
     for wrong in range(step, 4):
@@ -128,7 +151,7 @@ def test_every_call_of_a_closure_is_judged():
         ({"mismatched": True}, "mismatched-collectives"),
     ],
 )
-@pytest.mark.parametrize("case", [CASE, PROBE])
+@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, PROBE])
 def test_a_loop_that_failed_is_told_with_its_trace(changes, name, case):
     outcome = replace(_ran(case=case), raised="ValueError: no", trace="first\nsecond\n\n", **changes)
     violation = _judged(outcome, case).violation
@@ -142,7 +165,7 @@ def test_a_loop_that_failed_is_not_blamed_where_the_plain_large_batch_fails():
             raise RuntimeError("not implemented for 'Half'")
         return _loss(model, batch)
 
-    problem, case = _problem(refused), CASE.replace(dtype="float16")
+    problem, case = _problem(refused), JUDGE_RUN_CASE.replace(dtype="float16")
     outcome = _ran(case=case, problem=problem)
     assert outcome.raised is not None
     verdict = _judged(outcome, case, problem)
@@ -162,7 +185,7 @@ def test_a_loop_that_failed_on_the_probe_is_asked_for_no_reference(monkeypatch):
     assert _judged(replace(_ran(case=PROBE), raised="ValueError: no"), PROBE).violation.kind == "raised"
 
 
-@pytest.mark.parametrize("case", [CASE, PROBE])
+@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, PROBE])
 def test_a_model_with_other_parameters_is_told(case):
     violation = _judged(replace(_ran(case=case), structure="weight is gone"), case).violation
     assert (violation.kind, violation.diagnosis) == ("parameters", "changed-model")
@@ -206,7 +229,7 @@ def test_a_sound_run_on_the_probe_has_as_many_windows_as_steps():
 
 @pytest.mark.parametrize("step", range(2))
 def test_a_wrong_weight_on_the_probe_is_told(step):
-    outcome = _with_gradient(_ran(case=PROBE), step, torch.full((3,), 9.0, dtype=torch.float64), PARAMETER)
+    outcome = _with_gradient(_ran(case=PROBE), step, torch.full((3,), 9.0, dtype=torch.float64), CASE_PARAMETER)
     violation = _judged(outcome, PROBE).violation
     assert (violation.kind, violation.window) == ("gradient", step)
 
@@ -214,7 +237,7 @@ def test_a_wrong_weight_on_the_probe_is_told(step):
 @pytest.mark.parametrize(("step", "place"), [(0, (0, 0)), (1, (0, 1)), (None, (None, None))])
 def test_parameters_that_change_on_the_probe_are_told(step, place):
     outcome = _ran(case=PROBE)
-    moved = {PARAMETER: outcome.start[PARAMETER] + 1}
+    moved = {CASE_PARAMETER: outcome.start[CASE_PARAMETER] + 1}
     if step is None:
         outcome = replace(outcome, parameters=moved)
     else:
@@ -225,7 +248,7 @@ def test_parameters_that_change_on_the_probe_are_told(step, place):
     violation = _judged(outcome, PROBE).violation
     assert (violation.kind, violation.parameter, (violation.epoch, violation.window)) == (
         "parameters",
-        PARAMETER,
+        CASE_PARAMETER,
         place,
     )
 
@@ -233,7 +256,7 @@ def test_parameters_that_change_on_the_probe_are_told(step, place):
 def test_what_a_step_changes_on_the_probe_is_told_at_that_step():
     outcome = _ran(case=PROBE)
     taken = [*outcome.observations]
-    taken[0] = replace(taken[0], after={PARAMETER: outcome.start[PARAMETER] + 1})
+    taken[0] = replace(taken[0], after={CASE_PARAMETER: outcome.start[CASE_PARAMETER] + 1})
     violation = _judged(replace(outcome, observations=taken), PROBE).violation
     assert (violation.kind, violation.epoch, violation.window) == ("parameters", 0, 0)
 
@@ -355,7 +378,7 @@ def test_a_reference_that_is_not_finite_is_not_judged_far_from_the_start(rate, s
 # Whom the references blame
 
 
-@pytest.mark.parametrize("case", [CASE, MOVING])
+@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, MOVING])
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_the_references_are_looked_at_where_parameters_moved_or_a_gradient_is_wrong(case, wrong, monkeypatch):
     asked = {"disagreement": [], "accumulation_fault": [], "precision_fault": []}
@@ -407,7 +430,9 @@ def test_a_fault_of_the_references_is_a_finding_and_no_violation(name, monkeypat
 
 @pytest.mark.parametrize(("reduction", "kind"), [("mean", "not-accumulable"), ("batch", "gradient")])
 def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, monkeypatch):
-    fault = check(MODES["zero_"], CASE, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)).violation
+    fault = check(
+        MODES["zero_"], JUDGE_RUN_CASE, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)
+    ).violation
     assert fault.kind == "not-accumulable"
     monkeypatch.setattr(module, "gradient_fault", lambda reference, window: fault)
     outcome = _with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64))
@@ -417,9 +442,372 @@ def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, 
 
 
 def test_losses_under_autocast_that_was_not_declared_are_named():
-    outcome = _ran(case=CASE.replace(dtype="float32"))
+    outcome = _ran(case=JUDGE_RUN_CASE.replace(dtype="float32"))
     wrong = _with_gradient(replace(outcome, compute="bfloat16"), 1, torch.tensor([6.55]))
-    names = [_judged(wrong, CASE.replace(dtype="float32"), autocast=autocast) for autocast in (None, "bfloat16")]
+    names = [
+        _judged(wrong, JUDGE_RUN_CASE.replace(dtype="float32"), autocast=autocast) for autocast in (None, "bfloat16")
+    ]
     assert names[0].violation.diagnosis == "undeclared-autocast"
     assert names[1].holds
     assert math.isclose(float(np.max(names[0].violation.evidence.observed)), 6.55, rel_tol=1e-6)
+
+
+# From where on parameters have diverged: at each limit itself, and on both sides of it.
+
+
+DIVERGENCE_CASE = Case("own", Plan((1, 1), 1), optimizer="sgd")
+"""Two steps."""
+NEAR, FAR = {"a": torch.ones(2)}, {"a": torch.tensor([1.0, math.nan])}
+
+
+def _evaluation(*values, dtype=torch.float64):
+    return Evaluation({}, {"still": torch.zeros(2), "moved": torch.tensor(values, dtype=dtype)})
+
+
+def _outcome(*after, **options):
+    """Return a run whose steps leave these parameters, and which ends at the last of them."""
+    taken = [Observation((Evaluation({}, {}),), parameters, [], []) for parameters in after]
+    return Outcome(taken, NEAR, options.pop("parameters", after[-1] if after else NEAR), **options)
+
+
+# products of four such numbers overflow
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1.157920892373162e77), (torch.float32, 4294967296.0)])
+def test_parameters_have_diverged_where_products_of_four_overflow(dtype, limit):
+    for factor, diverged in ((0.999, False), (1.001, True)):
+        assert is_diverged(_evaluation(0.5, factor * limit, dtype=dtype)) is diverged
+        assert is_diverged(_evaluation(0.5, -factor * limit, dtype=dtype)) is diverged
+    assert is_diverged(_evaluation(0.5, math.nan, dtype=dtype))
+    assert not is_diverged(_evaluation(0.5, 0.0, dtype=dtype))
+
+
+def test_the_limit_itself_has_not_diverged():
+    limit = torch.finfo(torch.float64).max ** 0.25
+    assert not is_diverged(_evaluation(limit))
+    assert is_diverged(_evaluation(math.nextafter(limit, math.inf)))
+
+
+@pytest.mark.parametrize(
+    ("after", "options", "ended"),
+    [
+        ([NEAR, FAR], {}, False),  # it took every step
+        ([NEAR, FAR, FAR], {}, False),
+        ([FAR], {}, True),
+        ([FAR, NEAR], {"raised": "the loss is NaN"}, False),
+        ([NEAR, FAR], {"raised": "the loss is NaN"}, True),
+        ([FAR], {"raised": "the loss is NaN"}, True),
+        ([NEAR], {"raised": "the loss is NaN", "parameters": FAR}, False),  # changed outside of a step
+        ([FAR], {"raised": "the loop took longer than 5 s", "timed_out": True}, False),
+        ([FAR], {"structure": "a is gone"}, False),
+        ([], {"parameters": FAR}, True),
+        ([], {"parameters": NEAR}, False),
+    ],
+)
+def test_a_loop_ended_in_divergence_where_it_stopped_early_at_its_last_steps_parameters(after, options, ended):
+    assert ended_in_divergence(DIVERGENCE_CASE, _outcome(*after, **options)) is ended
+    assert not ended_in_divergence(DIVERGENCE_CASE.replace(optimizer=None), _outcome(*after, **options))
+
+
+class _DivergenceModel(torch.nn.Module):
+    def __init__(self, *values):
+        super().__init__()
+        self.empty = torch.nn.Parameter(torch.zeros(0))
+        self.still = torch.nn.Parameter(torch.zeros(2))
+        self.moved = torch.nn.Parameter(torch.tensor(values))
+
+
+def _reference(*values):
+    problem = Problem(
+        lambda seed: _DivergenceModel(*values),
+        lambda items, seed: torch.ones(items, 1),
+        lambda model, batch: model.moved.sum(),
+    )
+    return Reference(user_instance(DIVERGENCE_CASE, problem))
+
+
+@pytest.mark.parametrize(
+    ("first", "limit"),
+    [((0.5,), 16.0), ((1.0, -0.25), 16.0), ((2.0, 0.5), 32.0), ((-2.0, 0.5), 32.0)],  # 16 times the largest, and of 1
+)
+def test_a_parameter_is_far_from_16_times_the_largest_initial_one_on(first, limit):
+    reference = _reference(*first)
+    for sign in (1, -1):
+        assert not is_far(reference, _evaluation(0.0, sign * limit))
+        assert is_far(reference, _evaluation(0.0, sign * math.nextafter(limit, math.inf)))
+
+
+def test_a_run_starts_at_the_tensors_that_it_was_given():
+    outcome = _outcome()
+    assert is_start(Evaluation({}, NEAR), outcome)
+    assert not is_start(Evaluation({}, {"a": NEAR["a"].clone()}), outcome)
+
+
+# Zeros that let an optimizer move a parameter which its window does not reach are explained; they are no violation.
+
+
+PARAMETER = "experts.1.weight"
+
+
+def explained(loop, optimizer, routes=((0, 1), (0,))):
+    """Return what is said of windows of one micro-batch, each with an item for every entry of its route."""
+    instance = routed_instance([list(route) for route in routes], 1)
+    verdict = check(MODES[loop], instance.case.replace(optimizer=optimizer), problem=instance.users_problem)
+    assert verdict.holds
+    return verdict.moved_by_zeros, instance
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "nesterov", "adam", "rmsprop", "asgd", "adamax"])
+def test_zeros_that_move_a_missed_parameter_are_explained(optimizer):
+    said, _ = explained("zero_", optimizer)
+    assert f"no item of window 1 reaches {PARAMETER}. Its gradient was zeros and not None" in said
+    assert f"With None, as after set_to_none=True, {optimizer} leaves" in said
+
+
+def test_weight_decay_is_told_from_momentum():
+    # the flat buffer has zeros from the start, so that nothing but the decay can move a parameter never reached
+    said, instance = explained("flat_buffer", "adamw", ((0,), (0,)))
+    value = instance.model().get_parameter(PARAMETER).abs().max().item()
+    decay = 0.01 * 0.1 * value
+    assert f"no item of window 0 reaches {PARAMETER}" in said
+    assert f"moved it by {decay:.2g}: {decay:.2g} by weight decay. With None" in said
+
+
+def test_momentum_is_told_from_weight_decay():
+    said, _ = explained("zero_", "nesterov")
+    assert "by weight decay" not in said
+    assert "by the rest of its rule (momentum, averages)" in said
+
+
+@pytest.mark.parametrize(
+    ("loop", "optimizer", "routes"),
+    [
+        ("set_to_none", "adamw", ((0, 1), (0,))),  # a release
+        ("grad_none", "momentum", ((0, 1), (0,))),
+        ("zero_", "sgd", ((0, 1), (0,))),  # a step on zeros changes nothing
+        ("zero_", "adagrad", ((0, 1), (0,))),  # nothing but the step count
+        ("zero_", "adamw", ((0, 1), (1, 0))),  # every window reaches the expert
+        ("zero_", "adamw", ((0,), (0,))),  # no window reaches it, so that zeroing leaves None
+        ("zero_", None, ((0, 1), (0,))),
+        ("zero_", "normalized", ((0, 1), (0,))),  # drawn by chance, where nobody asked for an optimizer
+    ],
+)
+def test_nothing_is_said_where_none_would_do_the_same(loop, optimizer, routes):
+    assert explained(loop, optimizer, routes)[0] is None
+
+
+@pytest.mark.full
+def test_a_verification_says_it_once():
+    bug = BUGS["missing-from-the-last"]
+    assert isinstance(bug.problem, Problem)
+    options = VerifyOptions(examples=20, optimizer="adamw", second_opinion_s=0)
+    result = verify(MODES["zero_"], options, problem=bug.problem)
+    assert result.holds
+    assert result.moving_cases >= 1
+    found = result.to_json()["moved_by_zeros"]
+    assert found == {"cases": result.moving_cases, "explanation": result.moved_by_zeros}
+    (line,) = [text for text in result_lines(result, None, options, 4, judged=True) if "zeros moved" in text]
+    assert result.moved_by_zeros in line
+
+
+# The precision that a loop is held to is declared by the loop or its user, never read from the run.
+
+
+UNDECLARED_AUTOCAST_SPEC = ProblemSpec(
+    Input("vector", size=8),
+    (Layer("linear", features=8, bias=True), Layer("tanh"), Layer("linear", features=3, bias=True)),
+    Loss("mse", reduction="mean"),
+)
+UNDECLARED_AUTOCAST_CASE = Case(UNDECLARED_AUTOCAST_SPEC, Plan((2, 3, 1), 2), dtype="float32", seed=3)
+
+
+def under(dtype, wrong=1.0):
+    def undeclared(run):
+        for window in windows(run):
+            total = window_count(run, window) * wrong
+            for batch in window:
+                with torch.autocast(run.device.type, dtype=dtype):
+                    loss = part_of_window(run, batch, total)
+                loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return undeclared
+
+
+@pytest.mark.parametrize("shrinking", [False, True])
+def test_undeclared_autocast_is_named(shrinking):
+    violation = check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE, shrinking=shrinking).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "undeclared-autocast")
+    assert "under torch.autocast in bfloat16 in a float32 run" in violation.explanation
+    assert "--autocast bfloat16" in violation.explanation
+
+
+def test_declared_autocast_holds():
+    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE, autocast="bfloat16").holds
+    assert check(autocast_bfloat16, UNDECLARED_AUTOCAST_CASE).holds
+    assert check(grad_scaler, UNDECLARED_AUTOCAST_CASE).holds
+
+
+def test_a_finer_declaration_does_not_cover_a_coarser_autocast():
+    assert check(under(torch.float16), UNDECLARED_AUTOCAST_CASE, autocast="bfloat16").holds
+    # the errors of bfloat16 are 8 times those of float16, and the bound is as wide: not every gradient shows it
+    violations = [
+        check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(seed=seed), autocast="float16").violation
+        for seed in range(8)
+    ]
+    assert {violation.diagnosis for violation in violations if violation} == {"undeclared-autocast"}
+
+
+def test_a_fault_under_autocast_keeps_its_own_name():
+    for autocast in (None, "bfloat16"):
+        violation = check(under(torch.bfloat16, wrong=2.0), UNDECLARED_AUTOCAST_CASE, autocast=autocast).violation
+        assert violation.diagnosis == "wrong-scale"
+
+
+def test_autocast_that_changes_nothing_needs_no_declaration():
+    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(dtype="float64")).holds
+    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(dtype="bfloat16")).holds
+
+
+# What a violation says of a wrong gradient: its kind, its place, its size, and a name where one is known.
+
+
+GRADIENT_VIOLATION_CASE = Case("own", Plan((1, 3, 2, 2), 2))
+KNOWN = Diagnosis("a-name", "a sentence", ("a detail",), (ItemWeight("0", 1, 1.0, 2.0),))
+
+
+class _GradientViolationModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.b = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+
+def _window(case=GRADIENT_VIOLATION_CASE, parameters=None):
+    """Return a window whose right gradient is the mean of its items, 5 to 8, for each element."""
+    problem = Problem(
+        lambda seed: _GradientViolationModel(),
+        lambda items, seed: torch.arange(1.0, items + 1)[:, None],
+        lambda model, batch: (model.a.sum() + model.b.sum()) * batch.mean(),
+    )
+    return Reference(user_instance(case, problem)).window(1, parameters)
+
+
+def _violation(gradients, *, window=None, known=KNOWN, alike=False):
+    window = window or _window()
+    assert window.expected.tolist() == [6.5, 6.5, 6.5]
+    seen = window.reference.flat(gradients)
+    comparison = Comparison(window.reference.layout, window.expected, seen, np.array([0.5, 0.25, 1.0]))
+    return gradient_violation(window, Evaluation(gradients, {}), comparison, 1, None, known, alike=alike), comparison
+
+
+def _gradients(a, b):
+    return {"a": None if a is None else torch.tensor(a), "b": None if b is None else torch.tensor(b)}
+
+
+def test_a_wrong_gradient_is_of_its_worst_element():
+    found, comparison = _violation(_gradients([7.5, 8.5], [9.5]))
+    assert (found.kind, found.diagnosis, found.explanation) == ("gradient", "a-name", "a sentence")
+    assert (found.case, found.parameter, found.epoch, found.window) == (GRADIENT_VIOLATION_CASE, "a", 1, 1)
+    assert (found.error, found.allowed) == (2.0, 0.25)
+    assert (found.details, found.weights) == (KNOWN.details, KNOWN.weights)
+    assert not found.moved
+    assert found.evidence.missing == frozenset()
+    assert found.evidence.observed is comparison.observed
+    found, _ = _violation(_gradients([6.5, 6.5], [9.5]))
+    assert (found.parameter, found.error, found.allowed) == ("b", 3.0, 1.0)
+
+
+def test_a_gradient_that_is_none_is_missing_whatever_is_known():
+    found, _ = _violation(_gradients(None, [9.5]))
+    missing = missing_gradient("a")
+    assert (found.kind, found.diagnosis, found.explanation) == ("none-pattern", missing.name, missing.sentence)
+    assert found.parameter == "a"
+    assert found.evidence.missing == {"a"}
+    # beside a worse one that is there, it is noted
+    found, _ = _violation(_gradients([7.5, 80.5], None))
+    assert (found.kind, found.diagnosis) == ("gradient", "a-name")
+    assert found.evidence.missing == {"b"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_alone_is_not_finite_is_a_kind_of_its_own(value):
+    found, _ = _violation(_gradients([6.5, value], [6.5]))
+    assert (found.kind, found.diagnosis) == ("non-finite", "a-name")
+    assert found.explanation == "a.grad is not finite at the step, the right gradient is; a sentence"
+    # another parameter's has no part in it
+    found, _ = _violation(_gradients([6.5, 6.5], [value]))
+    assert found.parameter == "b"
+    assert found.kind == "non-finite"
+
+
+@pytest.mark.parametrize("right", [math.nan, math.inf])
+def test_where_the_right_gradient_is_not_finite_either_it_is_a_wrong_one(right):
+    window = _window()
+    window.torch[:2] = right
+    comparison = Comparison(window.reference.layout, window.expected, np.full(3, -math.inf), np.ones(3))
+    evaluation = Evaluation(_gradients([-math.inf, -math.inf], [-math.inf]), {})
+    found = gradient_violation(window, evaluation, comparison, 0, None, KNOWN, alike=False)
+    assert found.kind == "gradient"
+    window.torch[1] = 6.5
+    assert gradient_violation(window, evaluation, comparison, 0, None, KNOWN, alike=False).kind == "gradient"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moved", "name"),
+    [("float64", False, "wrong-scale"), ("float32", False, ""), ("float64", True, "")],
+)
+def test_without_further_runs_a_name_is_read_off_a_float64_gradient_at_the_start(dtype, moved, name):
+    parameters = {"a": torch.full((2,), 2.0, dtype=torch.float64)} if moved else None
+    window = _window(GRADIENT_VIOLATION_CASE.replace(dtype=dtype), parameters)
+    found, _ = _violation(_gradients([13.0, 13.0], [13.0]), window=window, known=None)
+    assert found.diagnosis == name
+    assert bool(found.explanation) is bool(name)
+    assert found.moved is moved
+
+
+def test_what_no_weights_explain_has_no_name_without_further_runs():
+    found, _ = _violation(_gradients([7.5, 8.5], [9.5]), known=None)
+    assert (found.diagnosis, found.explanation) == ("", "")
+
+
+# A gradient scaler may skip the step of a window whose gradient overflows, and no other.
+
+
+SCALER_SKIPS_SPEC = ProblemSpec(
+    Input("sequence", length=3, padded=False, size=2),
+    (Layer("attention", causal=False, heads=1),),
+    Loss("mse", reduction="sum"),
+)
+# momentum takes the parameters where the gradient of the third window exceeds float16's largest number
+OVERFLOWS = Case(SCALER_SKIPS_SPEC, Plan((1, 1, 2, 1, 1, 1, 1, 1), 3), seed=81569260, optimizer="momentum")
+SMALL = OVERFLOWS.replace(
+    problem=ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), SCALER_SKIPS_SPEC.loss)
+)
+
+
+def _grows(run):
+    """Scale by a factor that grows after every step, until it overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=2.0**18, growth_interval=1)
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = part_of_window(run, batch, total)
+            scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_skip_at_parameters_where_the_gradient_overflows_is_right(dtype):
+    verdict = check(grad_scaler, OVERFLOWS.replace(dtype=dtype), autocast="float16")
+    assert verdict.holds
+    assert (verdict.windows, verdict.windows_skipped) == (2, {SCALER_SKIPPED: 1})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_skip_where_only_the_scale_overflows_is_found(dtype):
+    assert check(grad_scaler, SMALL.replace(dtype=dtype), autocast="float16").windows_skipped == {}
+    violation = check(_grows, SMALL.replace(dtype=dtype), autocast="float16").violation
+    assert (violation.kind, violation.diagnosis) == ("step-count", "skipped-steps")

@@ -9,10 +9,8 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.loops.windows import backward_window, windows
-from gradcheck_suite.verification.divergence import DIVERGED
-from gradcheck_suite.verification.judge_run import NOT_FINITE
+from gradcheck_suite.loops.reset_modes import MODES, backward_window, windows
+from gradcheck_suite.verification.judge_run import DIVERGED, NOT_FINITE
 
 # two windows of two micro-batches, two epochs: four steps
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)

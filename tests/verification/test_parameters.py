@@ -11,17 +11,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.loops.windows import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.schema.options import VerifyOptions
-from gradcheck_suite.verification.divergence import DIVERGED
+from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.verification.judge_run import DIVERGED
 
-SPEC = ProblemSpec(
+PARAMETERS_SPEC = ProblemSpec(
     Input("vector", size=2),
     (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
     Loss("mse", reduction="mean"),
 )
-CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
+PARAMETERS_CASE = Case(PARAMETERS_SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
 EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 
@@ -140,7 +139,7 @@ FAULTS = {
 def test_a_fault_of_parameters_or_state_is_found_and_named(name, dtype):
     loop, diagnosis, said = FAULTS[name]
     for optimizer in ("normalized", "momentum"):
-        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert violation is not None, optimizer
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis)
         assert said in violation.explanation
@@ -151,21 +150,23 @@ def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault
     for name, (loop, diagnosis, _) in FAULTS.items():
         if diagnosis != "parameter-drift" or name in ("undone", "weight decay by hand", "initial values"):
             continue
-        violation = check(loop, CASE.replace(dtype=dtype)).violation
+        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype)).violation
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
 
 
 def test_a_loss_of_nan_in_the_state_of_l_bfgs_is_no_change():
     # the loss of a micro-batch without valid targets is NaN, and its gradient is zero
     layers = (Layer("linear", bias=True, features=2),)
-    spec = ProblemSpec(SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean"))
+    spec = ProblemSpec(
+        PARAMETERS_SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean")
+    )
     case = Case(spec, Plan((1, 1, 1), 2, masked=(1,)), optimizer="lbfgs")
     assert check(BUILT_IN["closure"], case).holds
 
 
 def test_a_frozen_parameter_may_not_change_either():
     layers = (Layer("frozen_linear", features=2), Layer("linear", bias=True, features=2))
-    case = CASE.replace(problem=ProblemSpec(SPEC.input, layers, SPEC.loss))
+    case = PARAMETERS_CASE.replace(problem=ProblemSpec(PARAMETERS_SPEC.input, layers, PARAMETERS_SPEC.loss))
 
     def change_frozen(run, step):
         with torch.no_grad():
@@ -198,7 +199,7 @@ def test_steps_that_were_not_judged_are_counted_over_all_cases():
 
 @pytest.mark.parametrize(("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)])
 def test_the_window_after_the_change_is_named(name, step):
-    violation = check(FAULTS[name][0], CASE.replace(optimizer="normalized")).violation
+    violation = check(FAULTS[name][0], PARAMETERS_CASE.replace(optimizer="normalized")).violation
     assert (violation.epoch, violation.window) == divmod(step, 3)
     assert violation.parameter == "0.weight"
     assert violation.error > violation.allowed == 0
@@ -243,7 +244,7 @@ def _edited_in_a_hook_that_drops_the_closure(run):
 @EACH_DTYPE
 def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, dtype):
     for optimizer in (None, "normalized", "momentum"):
-        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
@@ -263,10 +264,10 @@ def _closure_without_reset(run):
 
 @EACH_DTYPE
 def test_every_call_of_a_closure_is_judged(dtype):
-    case = CASE.replace(dtype=dtype, optimizer="lbfgs")
+    case = PARAMETERS_CASE.replace(dtype=dtype, optimizer="lbfgs")
     verdict = check(BUILT_IN["closure"], case)
     assert verdict.holds
-    assert verdict.windows > 2 * CASE.plan.steps
+    assert verdict.windows > 2 * PARAMETERS_CASE.plan.steps
     # the first call is right, later ones add to it
     violation = check(_closure_without_reset, case).violation
     assert (violation.kind, violation.epoch, violation.window) == ("gradient", 0, 0)
@@ -289,7 +290,7 @@ def _closure_of_doubled_losses(run):
 
 
 def test_a_closure_that_resets_is_not_blamed_for_its_calls():
-    violation = check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation
+    violation = check(_closure_of_doubled_losses, PARAMETERS_CASE.replace(optimizer="lbfgs")).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
@@ -331,9 +332,9 @@ def _perturbed_while_accumulating(run):
 
 @pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
 def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
-    assert check(loop, CASE).holds
+    assert check(loop, PARAMETERS_CASE).holds
     for dtype in ("float64", "float32"):
-        violation = check(loop, CASE.replace(dtype=dtype, optimizer="normalized")).violation
+        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer="normalized")).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
         assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
 
@@ -350,7 +351,9 @@ def test_gradients_of_earlier_parameters_are_found_by_default(loop):
 
 @pytest.mark.parametrize("optimizer", [None, "normalized"])
 def test_gradients_at_parameters_that_are_put_back_are_found(optimizer):
-    assert check(_perturbed_while_accumulating, CASE.replace(optimizer=optimizer)).violation.kind == "gradient"
+    assert (
+        check(_perturbed_while_accumulating, PARAMETERS_CASE.replace(optimizer=optimizer)).violation.kind == "gradient"
+    )
 
 
 # loops that are sound
@@ -450,6 +453,128 @@ SOUND = (_scheduled, _averaged, _functional, _reloaded, _regrouped, _with_closur
 def test_a_loop_that_leaves_parameters_to_the_optimizer_holds(loop):
     for dtype in DTYPES:
         for optimizer in (None, "normalized", "momentum", "adamw"):
-            verdict = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer))
+            verdict = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer))
             assert verdict.holds, (dtype, optimizer, verdict.violation)
-            assert verdict.windows == CASE.plan.steps
+            assert verdict.windows == PARAMETERS_CASE.plan.steps
+
+
+# Loops that edit parameters on purpose: sound ones hold where they say so, and wrong gradients in them are named.
+
+
+EDITED_PARAMETERS_SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
+    Loss("mse", reduction="mean"),
+)
+EDITED_PARAMETERS_CASE = Case(EDITED_PARAMETERS_SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
+EDITS = ("edits-parameters",)
+
+
+def _copies(run):
+    return [p.detach().clone() for p in run.model.parameters()]
+
+
+def _lookahead(run, step, slow):
+    if step % 2:
+        for p, kept in zip(run.model.parameters(), slow, strict=True):
+            p.copy_(kept.lerp_(p, 0.5))
+
+
+def _clip_weights(run, step, slow):
+    for p in run.model.parameters():
+        p.clamp_(-0.1, 0.1)
+
+
+def _average(run, step, slow):
+    for p, kept in zip(run.model.parameters(), slow, strict=True):
+        kept.lerp_(p, 0.1)
+        if step == 2:
+            p.copy_(kept)
+
+
+def _shrink(run, step, slow):
+    for p in run.model.parameters():
+        p.mul_(0.9)
+
+
+EDITED = {"lookahead": _lookahead, "clipped weights": _clip_weights, "average": _average, "decay by hand": _shrink}
+
+
+def _loop(edit, wrong=lambda run, step: None, reset=True):
+    def loop(run):
+        slow = _copies(run)
+        for step, window in enumerate(windows(run)):
+            if reset or not step:
+                run.optimizer.zero_grad()
+            backward_window(run, window)
+            wrong(run, step)
+            run.optimizer.step()
+            with torch.no_grad():
+                edit(run, step, slow)
+
+    return loop
+
+
+def _twice_after_the_first(run, step):
+    for p in run.model.parameters():
+        p.grad.mul_(1 + (step > 0))
+
+
+@pytest.mark.parametrize("edit", EDITED.values(), ids=EDITED)
+@pytest.mark.parametrize("optimizer", [None, "momentum"])
+def test_an_edit_on_purpose_is_a_drift_unless_the_loop_says_so(edit, optimizer):
+    case = EDITED_PARAMETERS_CASE.replace(dtype="bfloat16", optimizer=optimizer)
+    violation = check(_loop(edit), case).violation
+    if optimizer or edit in (_clip_weights, _shrink):
+        assert violation.diagnosis == "parameter-drift"
+        assert "assume edits-parameters" in violation.explanation
+    verdict = check(_loop(edit), case, assumes=EDITS)
+    assert verdict.holds
+    assert verdict.windows == EDITED_PARAMETERS_CASE.plan.steps
+
+
+@pytest.mark.parametrize("edit", EDITED.values(), ids=EDITED)
+@pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.full), "momentum"])
+def test_a_wrong_gradient_between_edits_is_found_and_named(edit, optimizer):
+    case = EDITED_PARAMETERS_CASE.replace(optimizer=optimizer)
+    twice = check(_loop(edit, _twice_after_the_first), case, assumes=EDITS).violation
+    assert (twice.kind, twice.window) == ("gradient", 1)
+    assert twice.diagnosis == "wrong-scale"
+    leak = check(_loop(edit, reset=False), case, assumes=EDITS).violation
+    assert (leak.kind, leak.diagnosis) == ("gradient", "stale-window")
+
+
+def test_a_gradient_of_other_parameters_than_the_edited_ones_is_found():
+    def loop(run):
+        stale = copy.deepcopy(run.model)
+        for window in windows(run):
+            run.optimizer.zero_grad()
+            for batch in window:
+                (run.loss(stale, batch) * run.count(batch) / sum(map(run.count, window))).backward()
+            for p, old in zip(run.model.parameters(), stale.parameters(), strict=True):
+                p.grad, old.grad = old.grad, None
+            run.optimizer.step()
+            with torch.no_grad():
+                _shrink(run, 0, [])
+
+    violation = check(loop, EDITED_PARAMETERS_CASE, assumes=EDITS).violation
+    assert (violation.kind, violation.diagnosis, violation.window) == ("gradient", "stale-parameters", 1)
+
+
+def test_the_optimizers_step_and_state_are_judged_all_the_same():
+    def forget(run, step):
+        if step == 2:
+            run.optimizer.state.clear()
+
+    case = EDITED_PARAMETERS_CASE.replace(optimizer="momentum")
+    assert check(_loop(_shrink, forget), case, assumes=EDITS).violation.diagnosis == "optimizer-state-lost"
+
+
+@pytest.mark.usefixtures("only_linear")
+def test_the_output_says_that_parameters_were_not_judged():
+    result = verify(_loop(_shrink), examples=10, assumes=EDITS)
+    assert result.holds
+    assert result.windows >= 10
+    lines = result_lines(result, None, VerifyOptions(examples=10), 4, judged=True)
+    assert "    assumes edits-parameters: gradients were judged at the parameters that each step found" in lines
+    assert not any("nothing else was tried" in line for line in lines)

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite import Plan
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.ranks.run import run_ranks
-from gradcheck_suite.loops.modes import MODES
+from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, ProblemSpec, probe_case
 from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 from tests.verification import rank_loops

@@ -13,15 +13,13 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite import Plan, UsageError
+from gradcheck_suite.core.case import PARAMETER, probe_case
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.ranks import pool
-from gradcheck_suite.execution.ranks.messages import Request
-from gradcheck_suite.execution.ranks.pool import Pool, forget_ahead
-from gradcheck_suite.execution.ranks.run import run_ranks, run_ranks_ahead
-from gradcheck_suite.execution.ranks.sources import source_of
 from gradcheck_suite.loops.ranks import RANK_LOOPS
-from gradcheck_suite.schema.weight_probe import PARAMETER, probe_case
+from gradcheck_suite.run import ranks
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.processes import source_of
+from gradcheck_suite.run.ranks import Pool, Request, forget_ahead, run_ranks, run_ranks_ahead
 from gradcheck_suite.verification.check import check
 from tests.verification import rank_loops
 
@@ -69,12 +67,12 @@ def test_a_rank_that_exits_is_named_with_its_status_and_the_next_case_runs():
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGABRT"])
 def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch, how):
     monkeypatch.setenv("GRADCHECK_SUITE_TEST_KILLED", str(tmp_path / f"done.{how}"))
-    monkeypatch.setattr(pool, "_pools", {})  # the ranks that are running do not have that variable
+    monkeypatch.setattr(ranks, "_pools", {})  # the ranks that are running do not have that variable
     try:
         assert violation(rank_loops.killed_once) is None
         assert (tmp_path / f"done.{how}").exists()
     finally:
-        pool._pools.popitem()[1].close()
+        ranks._pools.popitem()[1].close()
 
 
 @pytest.mark.full
@@ -177,8 +175,8 @@ def test_a_loop_that_no_module_has_under_a_name_is_refused():
 PROGRAM = """
 import sys
 from gradcheck_suite import Plan, check
-from gradcheck_suite.execution.ranks.pool import kept_ranks, pool_of
-from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite.run.ranks import kept_ranks, pool_of
+from gradcheck_suite.core.case import probe_case
 from tests.verification import rank_loops
 with kept_ranks():
     check(rank_loops.right, probe_case(Plan((1, 1), 1, ranks=(1, 1))))

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from gradcheck_suite import Plan
-from gradcheck_suite.diagnosis.weight_patterns.naming import diagnose
-from gradcheck_suite.diagnosis.weight_patterns.weights import Weights
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.spec import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.schema.weight_probe import probe_case
+from gradcheck_suite.core.case import Case, Input, Layer, Loss, ProblemSpec, probe_case
+from gradcheck_suite.judge.naming import diagnose
+from gradcheck_suite.judge.weights import Weights
 from gradcheck_suite.verification.check import check
 from tests.verification import reductions
 

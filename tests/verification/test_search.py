@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite.core.case import probe_case
+from gradcheck_suite.core.comparison import Comparison, Layout
+from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.generation.drawing import RedrawError
-from gradcheck_suite.numerics.comparison import Comparison, Layout
-from gradcheck_suite.schema.results import Verdict, Violation
-from gradcheck_suite.schema.weight_probe import probe_case
-from gradcheck_suite.verification import search as module
-from gradcheck_suite.verification.battery import Battery
-from gradcheck_suite.verification.finite_gradients import OUTSIDE
+from gradcheck_suite.strategies.drawing import RedrawError
+from gradcheck_suite.verification import verify as module
 from gradcheck_suite.verification.probe_plans import slopes_case
-from gradcheck_suite.verification.search import Search, run_search
-from gradcheck_suite.verification.search_ends import EnoughError, StopError, ViolatedError
+from gradcheck_suite.verification.verify import (
+    OUTSIDE,
+    Battery,
+    EnoughError,
+    Search,
+    StopError,
+    ViolatedError,
+    run_search,
+)
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from gradcheck_suite.bridge.op_table import _TABLE
+from gradcheck_suite.core.case import Case, Plan
+from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.schema.case import Case
-from gradcheck_suite.schema.contract import Problem
-from gradcheck_suite.schema.plan import Plan
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.verification.second_opinion import second_opinion
 from gradcheck_suite.verification.verify import verify
 from tests.faults.torch_kernels import tanh_backward

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from gradcheck_suite import Case, Plan, verify
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.execution.packing import packed
-from gradcheck_suite.execution.ranks import run as ranks
-from gradcheck_suite.execution.runner import run_loop
-from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.schema.results import Result
-from gradcheck_suite.verification import ahead, search
+from gradcheck_suite.core.results import Result
+from gradcheck_suite.loops.reset_modes import BUILT_IN
+from gradcheck_suite.run import ranks
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.ranks import packed
+from gradcheck_suite.run.runner import run_loop
+from gradcheck_suite.studies.zoo import BUGS
+from gradcheck_suite.verification import ahead
+from gradcheck_suite.verification import judge_process as judges
+from gradcheck_suite.verification import verify as search
+from gradcheck_suite.verification.ahead import Run, answer_to
 from gradcheck_suite.verification.check import check, terms_of
-from gradcheck_suite.verification.second_process import judge as judges
-from gradcheck_suite.verification.second_process.judge import running_judge, second_process
-from gradcheck_suite.verification.second_process.messages import Run
-from gradcheck_suite.verification.second_process.serve import answer_to
+from gradcheck_suite.verification.judge_process import running_judge, second_process
 from tests.one_problem import LINEAR
 
 FIELDS = [field.name for field in fields(Result) if field.name != "seconds"]
@@ -245,9 +245,9 @@ def test_verification_goes_on_where_the_process_ends(monkeypatch):
 STRANGE = """
 import os, sys
 import gradcheck_suite
-from gradcheck_suite.execution import environment
+from gradcheck_suite.run import environment
 from gradcheck_suite.loops import BUILT_IN
-from gradcheck_suite.verification.second_process.judge import second_process
+from gradcheck_suite.verification.judge_process import second_process
 from gradcheck_suite.verification.verify import verify
 
 command, runs = os.getpid(), 0
@@ -327,7 +327,7 @@ def test_an_answer_on_another_case_is_none(monkeypatch, second):
 
 ABANDONED = """
 import os, sys
-from gradcheck_suite.verification.second_process.judge import second_process
+from gradcheck_suite.verification.judge_process import second_process
 with second_process() as judge:
     judge.wait()
     print(judge.pid, flush=True)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, catalogue, check, verify
-from gradcheck_suite.evidence.zoo import BUGS
-from gradcheck_suite.execution.instance import generated_instance
-from gradcheck_suite.generation.cases import cases
-from gradcheck_suite.loops import MODES
-from gradcheck_suite.numerics.bounds import DRAWS, FEW_DRAWS, MANY_DRAWS, student_factor
-from gradcheck_suite.references import jax_reference, programs, reference
-from gradcheck_suite.references.reference import Reference
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite.catalogue import tables
+from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, MANY_DRAWS, student_factor
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.reference import jax_gradients, large_batch, programs
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.strategies.cases import cases
+from gradcheck_suite.studies.zoo import BUGS
 
 LINEAR = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 CASE = Case(LINEAR, Plan((1, 3, 2, 2), 2), seed=5)
@@ -91,7 +92,7 @@ def test_a_verification_runs_the_loop_once_per_case_and_few_times_more(monkeypat
         judged.append(options.get("shrinking", False))
         return check(*args, **options)
 
-    monkeypatch.setattr("gradcheck_suite.verification.search.check", noted)
+    monkeypatch.setattr("gradcheck_suite.verification.verify.check", noted)
     assert verify(loop, examples=20).violation.diagnosis == "mean-of-means"
     named = judged.count(False)
     assert judged.count(True) > 10 * named / 3
@@ -107,8 +108,8 @@ def _no_jax(monkeypatch):
         raise AssertionError("JAX was asked")
 
     for name in ("large_batch_gradients", "StartedGradients"):
-        monkeypatch.setattr(reference, name, refuse)
-    monkeypatch.setattr(reference.REFERENCES, "_kept", type(reference.REFERENCES._kept)())
+        monkeypatch.setattr(large_batch, name, refuse)
+    monkeypatch.setattr(large_batch.REFERENCES, "_kept", type(large_batch.REFERENCES._kept)())
 
 
 def test_jax_is_not_asked_about_a_right_gradient(monkeypatch):
@@ -119,15 +120,15 @@ def test_jax_is_not_asked_about_a_right_gradient(monkeypatch):
 
 
 def test_where_torch_and_jax_differ_no_loop_is_blamed(monkeypatch):
-    kind = catalogue.LAYERS["tanh"]
+    kind = tables.LAYERS["tanh"]
     wrong = dataclasses.replace(kind, jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
-    monkeypatch.setitem(catalogue.LAYERS, "tanh", wrong)
+    monkeypatch.setitem(tables.LAYERS, "tanh", wrong)
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
-    jax_reference._walk.cache_clear()
+    jax_gradients._walk.cache_clear()
     case = CASE.replace(problem=dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers)), seed=78)
     verdict = check(BUGS["mean-of-means"].loop, case, shrinking=True)
-    jax_reference._walk.cache_clear()
+    jax_gradients._walk.cache_clear()
     assert verdict.violation is None
     assert "no loop is to blame" in verdict.finding
 

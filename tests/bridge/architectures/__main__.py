@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.records.store import read_records
-from gradcheck_suite.report.records_view import latest
+from gradcheck_suite.core.records import read_records
+from gradcheck_suite.studies.report.verdicts import latest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "architectures.md"

@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.cli import calibrate, verify, zoo
-from gradcheck_suite.cli.campaigns import pool, ray_engine
-from gradcheck_suite.cli.campaigns import shards as cutting
-from gradcheck_suite.cli.campaigns.folder import Shards
-from gradcheck_suite.cli.campaigns.outcome import merged_result
-from gradcheck_suite.cli.campaigns.pool import run_locally
-from gradcheck_suite.cli.campaigns.shards import blocks, plan
-from gradcheck_suite.cli.parsers import Parser
+from gradcheck_suite.cli import verify
+from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.evidence.zoo import BUGS
+from gradcheck_suite.studies import campaign_workers
+from gradcheck_suite.studies import campaigns as cutting
+from gradcheck_suite.studies.campaign_workers import run_locally
+from gradcheck_suite.studies.campaigns import Shards, blocks, merged_result, plan
+from gradcheck_suite.studies.commands import calibrate, zoo
+from gradcheck_suite.studies.zoo import BUGS
 
 # It ends its own process, as `kill -9` would, the first time it runs.
 KILLS_ITS_WORKER_ONCE = """
@@ -155,7 +154,7 @@ def _is_worker(pid: str) -> bool:
 
 
 def test_a_shard_that_ends_every_worker_stops_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "WORKER", "no_such_module")
+    monkeypatch.setattr(campaign_workers, "WORKER", "no_such_module")
     with pytest.raises(CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify --list"):
         run_locally([("verify", "--list")], [0], Shards(tmp_path), 1, lambda number: None)
 
@@ -330,16 +329,16 @@ def _answer_as_ssh(server: socket.socket) -> None:
 
 
 def test_an_address_that_is_silent_or_no_rays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "ANSWER_S", 0.2)
+    monkeypatch.setattr(campaign_workers, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(CannotRunHere, match=f"{address}: no Ray cluster answers there \\(timed out\\)"):
-            ray_engine.expect_answer(address)
+            campaign_workers.expect_answer(address)
         silent.accept()[0].close()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(_answer_as_ssh, silent)
             with pytest.raises(CannotRunHere, match="what listens there is something else"):
-                ray_engine.expect_answer(address)
+                campaign_workers.expect_answer(address)
 
 
 def _answer_byte_by_byte(server: socket.socket) -> None:
@@ -349,13 +348,13 @@ def _answer_byte_by_byte(server: socket.socket) -> None:
         for byte in b"\0\0\0\4":
             connection.sendall(bytes([byte]))
             time.sleep(0.02)
-        connection.recv(len(ray_engine.PREFACE))
+        connection.recv(len(campaign_workers.PREFACE))
 
 
 def test_a_server_whose_answer_comes_in_pieces_is_one_that_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(_answer_byte_by_byte, server)
-        ray_engine.expect_answer(f"127.0.0.1:{server.getsockname()[1]}")
+        campaign_workers.expect_answer(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.full
@@ -364,7 +363,7 @@ def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path
     ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         address = ray.get_runtime_context().gcs_address
-        ray_engine.expect_answer(address)
+        campaign_workers.expect_answer(address)
         command = [sys.executable, "-m", "gradcheck_suite", "campaign", "--engine", "ray", "--address", address]
         command += ["verify", "zero_", "--examples", "2"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -393,7 +392,7 @@ def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(
             (shards.partial(number) / "output.txt").write_text("gradcheck-suite verify: error: a bug\n")
             shards.finish(number, 70 if commands[number][1] == "grad_none" else 0)
 
-    monkeypatch.setattr(pool, "run_locally", crash)
+    monkeypatch.setattr(campaign_workers, "run_locally", crash)
     assert main(arguments) == 70
     said = capsys.readouterr().err
     assert "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug" in said

@@ -1,0 +1,172 @@
+"""A case, a violation and a result in words that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from gradcheck_suite.catalogue.definitions import Signal
+from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
+from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite.core.results import ItemWeight, Violation
+from gradcheck_suite.core.text import aligned, counted, weight_lines
+
+SPLIT = (*ALWAYS_WRITTEN, "ranks")
+"""The fields of a plan that its split shows."""
+MOST_SHOWN = 24
+"""Micro-batches of an epoch that are shown one by one."""
+SURE_VIOLATION = 100
+"""Error over bound from which on the digits of the bound decide nothing: one of them is printed."""
+
+
+def error_text(error: float, allowed: float) -> str:
+    """Return an error beside its bound, such as `0.205, where rounding allows 7e-15`.
+
+    The bound has three digits where the error is close to it. Far below the error it has one: its further digits are
+    rounding error themselves and differ between processors.
+
+    Args:
+        error: |observed - expected|, in the units of the gradient.
+        allowed: the largest error that rounding explains, in the same units.
+    """
+    digits = 1 if error > SURE_VIOLATION * allowed else 3
+    return f"{error:.3g}, where rounding allows {allowed:.{digits}g}"
+
+
+def split_text(plan: Plan) -> str:
+    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
+
+    `[1 3 / 2 | 1 / -]` is that of two ranks, of which the second has fewer micro-batches and at last none. In a plan
+    of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
+    """
+    shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
+    windows = [[shown[j] for j in window] for window in plan.windows]
+    if plan.ranks:
+        members = [plan.of_rank(rank) for rank in range(plan.world_size)]
+        windows = [
+            " / ".join(" ".join(shown[j] for j in window if j in own) or "-" for own in members).split(" ")
+            for window in plan.windows
+        ]
+    if len(shown) <= MOST_SHOWN:
+        return f"[{' | '.join(map(' '.join, windows))}]"
+    texts = [" ".join(_runs(window, 6)) for window in windows]
+    return f"[{' | '.join(_runs(texts, 3))}]"
+
+
+def _runs(texts: Iterable[str], least: int) -> list[str]:
+    """Return texts with equal neighbours, if there are at least so many, written once with their number."""
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return [
+        part
+        for text, times in runs
+        for part in (
+            [f"{times} x ({text})" if " " in text else f"{times} x {text}"] if times >= least else [text] * times
+        )
+    ]
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """Return the split of a run: one line for its counts and one for the meaning of `*` where it occurs.
+
+    A field of the plan that is not in the split is stated by its name where it differs from its default.
+    """
+    windows = counted(len(plan.windows), "window")
+    short = ", the last one short" if plan.has_short_window else ""
+    lines = [
+        f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
+        f"{counted(plan.epochs, 'epoch')}"
+        + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in SPLIT)
+        + (f"; {plan.world_size} ranks, between which / stands" if plan.ranks else "")
+    ]
+    if plan.masked:
+        lines.append("* a micro-batch without valid targets: all of them are ignored")
+    return lines
+
+
+def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
+    """Return a problem as (place, description) pairs, shapes for n items; places: `input`, `0`, `1.0`, `loss`."""
+    if isinstance(problem, str):
+        return [("problem", f"{problem} (a user's)")]
+    signal = input_signal(problem.input)
+    lines = [("input", f"{_signal(signal)}  {_options(problem.input.o)}".rstrip())]
+    lines += _layers(problem.layers, signal, "")
+    lines += [("tied", f"{name} is {original}") for name, original in problem.ties]
+    out = chain_signal(problem.layers, signal)
+    lines.append(("loss", _loss(problem.loss, out)))
+    return lines
+
+
+def describe_case(case: Case) -> list[str]:
+    """Return a case in words: one line per part, in two aligned columns."""
+    optimizer = "an optimizer whose step changes nothing" if case.optimizer is None else f"optimizer {case.optimizer}"
+    if case.groups > 1:
+        optimizer += f" with {case.groups} parameter groups"
+    pairs = [
+        *describe_problem(case.problem),
+        *zip(("split", ""), describe_plan(case.plan), strict=False),
+        ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
+    ]
+    return aligned(pairs)
+
+
+def violation_title(kind: str, diagnosis: str) -> str:
+    """Return `kind: diagnosis`, or the kind alone where the diagnosis says no more."""
+    return kind if kind == diagnosis else f"{kind}: {diagnosis}"
+
+
+def describe_violation(violation: Violation) -> list[str]:
+    """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, weights, case."""
+    lines = [violation_title(violation.kind, violation.diagnosis), violation.explanation]
+    pairs = []
+    if violation.window is not None:
+        members = violation.case.plan.windows[violation.window]
+        pairs.append(("window", f"{violation.window} of epoch {violation.epoch}: micro-batches {list(members)}"))
+    if violation.parameter is not None:
+        pairs.append(("parameter", violation.parameter))
+    if violation.error is not None and violation.allowed is not None:
+        pairs.append(("error", error_text(violation.error, violation.allowed)))
+    lines += aligned(pairs)
+    lines += details_of(violation)
+    return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]
+
+
+def details_of(violation: Violation) -> list[str]:
+    """Return the details of a violation and the table of its weights."""
+    return [*violation.details, *_weights(violation.weights)]
+
+
+def _weights(weights: Iterable[ItemWeight]) -> list[str]:
+    return weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in weights)
+
+
+def example_text(case: Case) -> str:
+    """Return the decorator that makes Hypothesis try this case first."""
+    return f"@example({case!r})"
+
+
+def _layers(layers: Iterable[Layer], signal: Signal, path: str, *, parallel: bool = False) -> Iterator[tuple[str, str]]:
+    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
+        shapes = f"{_shape(given)} -> {_shape(out_signal(layer, given))}"
+        options = _options(layer.o)
+        yield f"{path}{i}", f"{layer.kind:<12} {shapes}  {options}".rstrip()
+        yield from _layers(layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel)
+
+
+def _loss(loss: Loss, out: Signal) -> str:
+    options = {name: value for name, value in loss.o.items() if name != "reduction"}
+    return f"{loss.kind:<12} {_shape(out)} -> scalar, reduction {loss.reduction}  {_options(options)}".rstrip()
+
+
+def _signal(signal: Signal) -> str:
+    padded = ", padded" if signal.padded else ""
+    vocabulary = f" of {signal.vocabulary} ids" if signal.form == "tokens" else ""
+    return f"{signal.form}{vocabulary} {_shape(signal)}{padded}"
+
+
+def _shape(signal: Signal) -> str:
+    return f"({', '.join(('n', *map(str, signal.size)))})"
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())

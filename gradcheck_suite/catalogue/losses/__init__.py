@@ -1,1 +1,0 @@
-"""Losses, one file per family. Must not import a layer family."""

@@ -1,0 +1,527 @@
+"""The tables of inputs, layers and losses, and the torch model that a spec describes.
+
+To add a kind, add its record to a family's `KINDS`; to add a family, add its module to the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache, partial, reduce
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.catalogue import (
+    activations,
+    classification_losses,
+    convolution,
+    definitions,
+    linear,
+    regression_losses,
+    sequences,
+)
+from gradcheck_suite.catalogue import activations as dropout
+from gradcheck_suite.catalogue import activations as feature_activations
+from gradcheck_suite.catalogue import activations as normalization
+from gradcheck_suite.catalogue import convolution as pooling
+from gradcheck_suite.catalogue import convolution as reshaping
+from gradcheck_suite.catalogue import linear as composites
+from gradcheck_suite.catalogue import linear as embedding_bag
+from gradcheck_suite.catalogue import linear as embeddings
+from gradcheck_suite.catalogue import linear as frozen_linear
+from gradcheck_suite.catalogue import linear as routing
+from gradcheck_suite.catalogue import linear as scaling
+from gradcheck_suite.catalogue import linear as second_input
+from gradcheck_suite.catalogue import linear as tied_weights
+from gradcheck_suite.catalogue import linear as weight_norm
+from gradcheck_suite.catalogue.definitions import (
+    Arguments,
+    Arrays,
+    InputDefinition,
+    LayerDefinition,
+    LossDefinition,
+    Options,
+    Signal,
+    Tensors,
+    expect,
+    feature_axis,
+    no_extras,
+    vector,
+)
+from gradcheck_suite.core.case import REDUCTIONS, Input, Layer, Loss, ProblemSpec, read_slopes
+from gradcheck_suite.errors import UsageError
+
+# The layer and the loss of the weight probe: one parameter entry per item, whose loss is that entry.
+#
+# The gradient that a loop accumulates for this parameter is the vector of the weights that the loop gives to the
+# items. With the option `slopes` the item losses are multiples of the entries, so that gradients are large, small or
+# not finite.
+
+
+class Readout(torch.nn.Module):
+    """A parameter vector; an item's index selects one entry."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__()
+        self.items = items
+        self.weight = torch.nn.Parameter(torch.zeros(items))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight[x]
+
+
+def _one_feature(signal: Signal) -> tuple[Options, ...]:
+    return ({}, {"slopes": "1 2**10"}) if signal == vector(1) else ()
+
+
+def _index(signal: Signal) -> tuple[Options, ...]:
+    return ({},) if signal.form == "tokens" and signal.size == (1,) else ()
+
+
+def _out(signal: Signal, options: Options) -> Signal:
+    expect(signal.form == "tokens" and signal.size == (1,), "readout", "the index of an item", signal)
+    return vector(1)
+
+
+def _entry(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+    return params["weight"][x]
+
+
+def _targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: npt.NDArray[np.bool_]) -> Arrays:
+    arrays = {"target": np.ones(len(ignored))}
+    if "slopes" in options:
+        arrays["weight"] = np.array(read_slopes(options["slopes"], len(ignored)))
+    return arrays
+
+
+def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    if "slopes" in options:
+        out = out[:, 0] * batch["weight"]
+    return out.mean() if reduction == "mean" else out.sum()
+
+
+def _count(options: Options, batch: Tensors) -> torch.Tensor:
+    return batch["target"].sum()
+
+
+def _items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
+    return out[:, 0] * batch["weight"] if "slopes" in options else out[:, 0]
+
+
+def _counts(options: Options, batch: Arguments) -> jax.Array:
+    return jnp.ones_like(batch["target"])
+
+
+WEIGHT_PROBE_LAYERS = (
+    LayerDefinition("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),
+)
+WEIGHT_PROBE_LOSSES = (
+    LossDefinition("identity", _one_feature, _targets, _identity, _count, _items, _counts, drawn=False),
+)
+
+
+# The catalogue: the inputs, layers and losses of generated problems, each implemented in torch and in JAX.
+#
+# Must not run or judge a loop. To add a kind, add its record to a family's `KINDS`; to add a family, add its module
+# to the tables below.
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_KindT = TypeVar("_KindT", bound=_Named)
+
+
+def _table(*families: Iterable[_KindT]) -> Mapping[str, _KindT]:
+    return {kind.name: kind for family in families for kind in family}
+
+
+INPUTS: Mapping[str, InputDefinition] = _table(definitions.KINDS)
+LAYERS: Mapping[str, LayerDefinition] = _table(
+    linear.LINEAR_KINDS,
+    embeddings.EMBEDDINGS_KINDS,
+    activations.KINDS,
+    feature_activations.FEATURE_ACTIVATIONS_KINDS,
+    sequences.ATTENTION_KINDS,
+    sequences.TRANSFORMER_KINDS,
+    sequences.RECURRENT_KINDS,
+    tied_weights.TIED_WEIGHTS_KINDS,
+    frozen_linear.FROZEN_LINEAR_KINDS,
+    routing.ROUTING_KINDS,
+    convolution.CONVOLUTION_KINDS,
+    pooling.POOLING_KINDS,
+    sequences.SEQUENCE_POOLING_KINDS,
+    normalization.NORMALIZATION_KINDS,
+    reshaping.RESHAPING_KINDS,
+    dropout.DROPOUT_KINDS,
+    weight_norm.WEIGHT_NORM_KINDS,
+    embedding_bag.EMBEDDING_BAG_KINDS,
+    scaling.SCALING_KINDS,
+    second_input.SECOND_INPUT_KINDS,
+    composites.COMPOSITES_KINDS,
+    WEIGHT_PROBE_LAYERS,
+)
+LOSSES: Mapping[str, LossDefinition] = _table(
+    regression_losses.REGRESSION_KINDS,
+    classification_losses.CLASSIFICATION_KINDS,
+    classification_losses.BINARY_KINDS,
+    regression_losses.PROBABILISTIC_KINDS,
+    classification_losses.MARGIN_KINDS,
+    regression_losses.COMBINED_KINDS,
+    WEIGHT_PROBE_LOSSES,
+)
+
+
+CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = _table(regression_losses.LAYERS)
+CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = _table(regression_losses.LOSSES)
+"""Kinds that are not separable over samples, so that no accumulation is right; drawn only where asked for."""
+
+
+def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
+    try:
+        return table[name]
+    except KeyError:
+        raise UsageError(f"{what} kind must be one of {', '.join(sorted(table))}; got {name!r}") from None
+
+
+def input_definition(spec: Input) -> InputDefinition:
+    """Return the kind of an input; raises `UsageError` for an unknown name."""
+    return _look_up(INPUTS, "input", spec.kind)
+
+
+def layer_definition(spec: Layer) -> LayerDefinition:
+    """Return the kind of a layer; raises `UsageError` for an unknown name."""
+    return CROSS_SAMPLE_LAYERS.get(spec.kind) or _look_up(LAYERS, "layer", spec.kind)
+
+
+def loss_definition(spec: Loss) -> LossDefinition:
+    """Return the kind of a loss; raises `UsageError` for an unknown name."""
+    return CROSS_SAMPLE_LOSSES.get(spec.kind) or _look_up(LOSSES, "loss", spec.kind)
+
+
+def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
+    """Raise `UsageError` where options differ in name or type from the kind's variants, if it has any for its input."""
+    fitting = [v for v in variants if v.keys() == options.keys()]
+    if not fitting:
+        if names := [sorted(v) for v in variants]:
+            raise UsageError(f"{what}: expected options {names[0]}, got {sorted(options)}")
+        return
+    for name, value in options.items():
+        types = {type(v[name]) for v in fitting}
+        if type(value) not in types and not (type(value) is int and float in types):
+            expected = " or ".join(sorted(t.__name__ for t in types))
+            raise UsageError(f"{what}: expected option {name!r} of type {expected}, got {value!r}")
+
+
+@cache
+def out_signal(layer: Layer, signal: Signal) -> Signal:
+    """Return the output signal of a layer; raises `UsageError` where its options or its input do not fit."""
+    kind = layer_definition(layer)
+    if kind.wraps is None and layer.layers:
+        raise UsageError(f"layer {layer.kind!r}: expected no inner layers, got {len(layer.layers)}")
+    if kind.wraps is not None:
+        if not layer.layers:
+            raise UsageError(f"layer {layer.kind!r}: expected at least one inner layer, got none")
+        if kind.parallel:
+            return _joined_signal(layer, signal)
+        inner = chain_signal(layer.layers, signal)
+        if inner != signal:
+            raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
+    _check_options(f"layer {layer.kind!r}", layer.o, kind.variants(signal))
+    try:
+        out = kind.out(signal, layer.o)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
+    if out.form == "tokens":
+        raise UsageError(f"layer {layer.kind!r}: expected floating values, got {signal}: embed tokens first")
+    return out
+
+
+def _joined_signal(layer: Layer, signal: Signal) -> Signal:
+    """Return the output signal of branches that join."""
+    outs = [out_signal(branch, signal) for branch in layer.layers]
+    joined = outs[0].with_features(sum(out.features for out in outs)) if layer.kind == "concat" else outs[0]
+    for out in outs[1:]:
+        alike = outs[0].with_features(out.features) if layer.kind == "concat" else outs[0]
+        if out != alike:
+            raise UsageError(f"layer {layer.kind!r}: branches must have outputs that join, got {outs[0]} and {out}")
+    return joined
+
+
+def with_signals(layers: Iterable[Layer], signal: Signal, *, parallel: bool = False) -> Iterator[tuple[Layer, Signal]]:
+    """Yield layers with their input signals: of a chain, or of branches that all receive the first one's."""
+    for layer in layers:
+        yield layer, signal
+        if not parallel:
+            signal = out_signal(layer, signal)
+
+
+def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
+    """Return the output signal of a chain of layers."""
+    for layer in layers:
+        signal = out_signal(layer, signal)
+    return signal
+
+
+def input_signal(spec: Input) -> Signal:
+    """Return the signal that the first layer receives."""
+    kind = input_definition(spec)
+    if spec.o.keys() not in [variant.keys() for variant in kind.variants]:
+        raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
+    return kind.signal(spec.o)
+
+
+def output_signal(problem: ProblemSpec) -> Signal:
+    """Return the signal that the loss receives."""
+    return chain_signal(problem.layers, input_signal(problem.input))
+
+
+def checked_loss(problem: ProblemSpec) -> LossDefinition:
+    """Return the kind of a problem's loss; `UsageError` where it does not take the output or its options do not fit."""
+    kind, signal, options = loss_definition(problem.loss), output_signal(problem), dict(problem.loss.o)
+    reduction = options.pop("reduction", "mean")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    variants = kind.variants(signal)
+    if not variants:
+        raise UsageError(f"loss {kind.name!r} does not take {signal}: choose another loss or another last layer")
+    _check_options(f"loss {kind.name!r}", options, variants)
+    return kind
+
+
+def is_accumulable(problem: ProblemSpec) -> bool:
+    """Return whether all layers and the loss of a problem are separable over samples."""
+    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(problem.layer_kinds)
+
+
+# From a spec to a torch model and the numbers it works on, drawn by numpy so that both frameworks share them.
+
+
+_PARAMETER_STREAM, _DATA_STREAM = 0, 1
+
+
+class Chain(torch.nn.Sequential):
+    """Layers in a row; each is handed, beside its input, what it asked for of the batch."""
+
+    parallel = False
+
+    def __init__(self, layers: Iterable[Layer], signal: Signal, path: str = "") -> None:
+        super().__init__()
+        self._keys: list[dict[str, str]] = []
+        for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=self.parallel)):
+            kind, name = layer_definition(layer), f"{path}{i}"
+            if kind.wraps is not None:
+                self.append(COMPOSITES[kind.wraps](layer.layers, given, f"{name}."))
+                self._keys.append({"batch": ""})
+            else:
+                assert kind.torch_module is not None
+                self.append(kind.torch_module(given, layer.o))
+                self._keys.append(extra_keys(layer, given, name))
+
+    def forward(self, x: torch.Tensor, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+        for call in self._calls(batch):
+            x = call(x)
+        return x
+
+    def _calls(self, batch: Tensors) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        for module, keys in zip(self, self._keys, strict=True):
+            given = {name: batch[key] if key else batch for name, key in keys.items()}
+            yield partial(module, **given) if given else module
+
+
+class Residual(Chain):
+    """x + layers(x)."""
+
+    def forward(self, x: torch.Tensor, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+        return x + super().forward(x, batch)
+
+
+class Shared(Chain):
+    """layers(layers(x)): every weight is used twice."""
+
+    def forward(self, x: torch.Tensor, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(super().forward(x, batch), batch)
+
+
+class Sum(Chain):
+    """The sum of the layers' outputs for the same input."""
+
+    parallel = True
+
+    def forward(self, x: torch.Tensor, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+        return reduce(torch.add, [call(x) for call in self._calls(batch)])
+
+
+class Concat(Chain):
+    """The layers' outputs for the same input, one after the other along the features."""
+
+    parallel = True
+
+    def __init__(self, layers: Iterable[Layer], signal: Signal, path: str = "") -> None:
+        super().__init__(layers, signal, path)
+        self._axis = feature_axis(signal)
+
+    def forward(self, x: torch.Tensor, batch: Tensors) -> torch.Tensor:  # type: ignore[override]
+        return torch.cat([call(x) for call in self._calls(batch)], self._axis)
+
+
+COMPOSITES: dict[str, type[Chain]] = {"residual": Residual, "shared": Shared, "sum": Sum, "concat": Concat}
+
+
+class GeneratedModel(Chain):
+    """The model of a `ProblemSpec`: takes a batch, or its `x` if it needs nothing else; returns what the loss takes."""
+
+    def __init__(self, problem: ProblemSpec) -> None:
+        super().__init__(problem.layers, input_signal(problem.input))
+        for name, original in problem.ties:
+            _tie(self, name, original)
+
+    def forward(self, batch: Tensors | torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(batch, torch.Tensor):
+            return super().forward(batch, {})
+        return super().forward(batch["x"], batch)
+
+
+def _tie(model: torch.nn.Module, name: str, original: str) -> None:
+    """Put a module or a parameter under a second name."""
+    parent, _, last = name.rpartition(".")
+    try:
+        found, replaced = (_member(model, place) for place in (original, name))
+    except AttributeError as error:
+        raise UsageError(f"ties: the model has no module or parameter of that name: {error}") from None
+    shapes = [{key: p.shape for key, p in _named(member)} for member in (found, replaced)]
+    if type(found) is not type(replaced) or shapes[0] != shapes[1]:
+        raise UsageError(f"ties: expected two modules or two parameters of one shape, got {name!r} and {original!r}")
+    setattr(model.get_submodule(parent), last, found)
+
+
+def _member(model: torch.nn.Module, name: str) -> torch.nn.Module | torch.nn.Parameter:
+    parent, _, last = name.rpartition(".")
+    module = model.get_submodule(parent)
+    return module.get_parameter(last) if last in module._parameters else module.get_submodule(last)
+
+
+def _named(member: torch.nn.Module | torch.nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
+    return [("", member)] if isinstance(member, torch.nn.Parameter) else member.named_parameters()
+
+
+def value_names(path: str, names: Iterable[str], ties: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the model's name of each parameter and buffer of a layer, by its name within the layer.
+
+    Args:
+        path: of the layer in the model, such as `"1.0"`.
+        names: of the model's parameters and buffers, each only once.
+        ties: of the problem: pairs of a second name and the first one.
+    """
+    prefix = f"{path}."
+    for name, original in ties:
+        if prefix.startswith(f"{name}."):
+            prefix = original + prefix.removeprefix(name)
+    own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    return own | {n.removeprefix(f"{path}."): first for n, first in ties if n.startswith(f"{path}.")}
+
+
+def needs_batch(problem: ProblemSpec) -> bool:
+    """Return whether the model takes the whole batch, since a layer asks for more of it than `x`."""
+    return _asks_for_more(problem.layers, input_signal(problem.input))
+
+
+def _asks_for_more(layers: Iterable[Layer], signal: Signal, *, parallel: bool = False) -> bool:
+    for layer, given in with_signals(layers, signal, parallel=parallel):
+        kind = layer_definition(layer)
+        inside = _asks_for_more(layer.layers, given, parallel=kind.parallel)
+        if inside or (not kind.wraps and extra_keys(layer, given, "")):
+            return True
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _extra_names(layer: Layer, signal: Signal) -> tuple[str, ...]:
+    """Return the names of what a layer draws beside its input."""
+    kind = layer_definition(layer)
+    return () if kind.extras is no_extras else tuple(kind.extras(signal, layer.o, np.random.default_rng(0), 1))
+
+
+def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:
+    """Return, for each keyword the layer takes beside its input, the batch's key that holds it."""
+    kind = layer_definition(layer)
+    keys = {name: f"{path}.{name}" for name in _extra_names(layer, signal)}
+    if kind.uses_mask and signal.padded:
+        keys["mask"] = "mask"
+    return keys
+
+
+def _extras(
+    layers: Iterable[Layer],
+    signal: Signal,
+    rng: np.random.Generator,
+    items: int,
+    path: str = "",
+    *,
+    parallel: bool = False,
+) -> Iterator[Arrays]:
+    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
+        kind = layer_definition(layer)
+        if kind.wraps is not None:
+            yield from _extras(layer.layers, given, rng, items, f"{path}{i}.", parallel=kind.parallel)
+        else:
+            yield {f"{path}{i}.{name}": a for name, a in kind.extras(given, layer.o, rng, items).items()}
+
+
+def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) -> Arrays:
+    """Draw a problem's items in float64.
+
+    Args:
+        problem: what to draw for.
+        seed: of the draw.
+        masked: (items,), True for the items whose targets are all ignored.
+
+    Returns:
+        Arrays by name with leading dimension items.
+    """
+    rng = np.random.default_rng((seed, _DATA_STREAM))
+    items = len(masked)
+    arrays = dict(input_definition(problem.input).draw(problem.input.o, rng, items))
+    for extras in _extras(problem.layers, input_signal(problem.input), rng, items):
+        arrays |= extras
+    out = output_signal(problem)
+    ignored = masked
+    if out.form == "sequence":
+        ignored = np.broadcast_to(masked[:, None], (items, out.size[0]))
+        if out.padded:
+            ignored = ignored | ~arrays["mask"]
+    return arrays | loss_definition(problem.loss).targets(out, problem.loss.o, rng, ignored)
+
+
+def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Draw a parameter or buffer so that signals keep a size of about 1 and no symmetry hides an error."""
+    last = name.rpartition(".")[2]
+    if last == "running_var":
+        return rng.uniform(0.5, 1.5, shape)
+    values = rng.standard_normal(shape)
+    if len(shape) >= 2:
+        return values / np.sqrt(np.prod(shape[1:]))
+    return 1 + 0.3 * values if last == "weight" else 0.5 * values
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Fill a generated model's parameters and floating buffers in place."""
+    rng = np.random.default_rng((seed, _PARAMETER_STREAM))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.as_tensor(_value(rng, name, tuple(tensor.shape))))
+
+
+def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> GeneratedModel:
+    """Build a problem's model in train mode with drawn values, leaving torch's random state untouched."""
+    with torch.random.fork_rng(devices=[]):
+        model = GeneratedModel(problem)
+    fill(model, seed)
+    return model.to(dtype)

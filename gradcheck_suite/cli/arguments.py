@@ -1,0 +1,270 @@
+"""Options and parsers that commands share, and the paths that they write to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gradcheck_suite.core.case import DEVICES, DTYPES, MAX_SEED
+from gradcheck_suite.core.contract import (
+    ASSUMPTIONS,
+    AUTOCAST_DTYPES,
+    MAX_RANKS,
+    OPTIMIZER_NAMES,
+    VerifyOptions,
+    checked_assumptions,
+)
+from gradcheck_suite.core.records import FOLDER, expect_writable_folder
+from gradcheck_suite.core.text import aligned
+from gradcheck_suite.errors import UsageError
+
+# The argument parser, whose errors are one line, and the types of option values.
+
+
+class BadUsageError(Exception):
+    """The arguments are wrong; the message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises in place of printing its usage, and takes no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `BadUsageError`."""
+        raise BadUsageError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+
+
+def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
+    """Return the parser of what stands before a command: `--help`, `--version`, or a word that is no command."""
+    from gradcheck_suite import __version__
+
+    listed = "\n".join(f"  {line}" for line in aligned(commands.items()))
+    parser = Parser(
+        prog=program,
+        usage=f"{program} COMMAND ...",
+        description="Does this training loop hand its optimizer the gradient it should?",
+        epilog=f"commands:\n{listed}\n\n`{program} COMMAND --help` says what each takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{program} {__version__}")
+    parser.add_argument("COMMAND", nargs="?", type=one_of(commands), help=argparse.SUPPRESS)
+    return parser
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """Return the type of an option that takes one of some names."""
+    allowed = tuple(names)
+
+    def check(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(allowed)}; got {text!r}")
+        return text
+
+    return check
+
+
+def positive_integer(text: str) -> int:
+    """Return an integer of at least 1."""
+    return _integer(text, 1, None, "a positive integer")
+
+
+def natural(text: str) -> int:
+    """Return an integer of at least 0."""
+    return _integer(text, 0, None, "0 or a positive integer")
+
+
+def seed(text: str) -> int:
+    """Return a seed."""
+    return _integer(text, 0, MAX_SEED, f"an integer from 0 to {MAX_SEED}")
+
+
+def seconds(text: str) -> float:
+    """Return a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def _integer(text: str, low: int, high: int | None, expected: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low or (high is not None and value > high):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
+
+
+def add_problem(parser: Parser) -> None:
+    """Add `--problem`."""
+    parser.add_argument(
+        "--problem",
+        metavar="FILE.py:NAME",
+        help="train this gradcheck_suite.Problem in place of random models; only plans are drawn",
+    )
+
+
+# The options of a verification, declared once for the command line and for pytest.
+#
+# Each is a field of `VerifyOptions`, which has its default; the field's name is the keyword of the pytest marker.
+
+
+DEFAULTS = VerifyOptions()
+MARKER_OPTIONS = tuple(field.name for field in fields(VerifyOptions))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the command line.
+
+    Attributes:
+        field: the field of `VerifyOptions` that it sets.
+        flag: such as `"--examples"`.
+        metavar: of its value, in the help.
+        help: what it does, without its default.
+        read: text -> value; raises `argparse.ArgumentTypeError`. None for a flag, which takes no value.
+        repeatable: whether each use adds one value to a tuple.
+    """
+
+    field: str
+    flag: str
+    metavar: str
+    help: str
+    read: Callable[[str], Any] | None
+    repeatable: bool = False
+
+
+EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", positive_integer)
+SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", seed)
+TIME_LIMIT = Option(
+    "time_limit_s",
+    "--time-limit",
+    "SECONDS",
+    "how long a loop may take on one case before it counts as one that hangs",
+    seconds,
+)
+AUTOCAST = Option(
+    "autocast",
+    "--autocast",
+    "DTYPE",
+    f"the loops may compute their losses under torch.autocast in {' or '.join(AUTOCAST_DTYPES)} (default: what a loop "
+    "declares)",
+    one_of(AUTOCAST_DTYPES),
+)
+
+
+def _assumption(text: str) -> str:
+    try:
+        checked_assumptions((text,))
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+OPTIONS = (
+    EXAMPLES,
+    SEED,
+    Option("dtype", "--dtype", "DTYPE", f"of parameters and data: {', '.join(DTYPES)}", one_of(DTYPES)),
+    Option("device", "--device", "DEVICE", " or ".join(DEVICES), one_of(DEVICES)),
+    Option(
+        "ranks",
+        "--ranks",
+        "N",
+        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own micro-batches, and a "
+        "window is what all contribute",
+        positive_integer,
+    ),
+    Option(
+        "optimizer",
+        "--optimizer",
+        "NAME",
+        f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)} "
+        "(default: one whose step changes nothing, in some cases normalized)",
+        lambda name: one_of(OPTIMIZER_NAMES)(name.lower()),
+    ),
+    Option(
+        "assumes",
+        "--assume",
+        "NAME",
+        "what the loops rely on, so that only such cases are drawn; repeatable: "
+        + "; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
+        _assumption,
+        repeatable=True,
+    ),
+    AUTOCAST,
+    TIME_LIMIT,
+    Option("quiet_loop", "--quiet-loop", "", "discard what the loops print", None),
+)
+
+
+def add_option(parser: Parser, option: Option) -> None:
+    """Add one option to a command."""
+    default = getattr(DEFAULTS, option.field)
+    if option.read is None:
+        parser.add_argument(option.flag, dest=option.field, action="store_true", help=option.help)
+        return
+    shown = f"{default:g}" if isinstance(default, float) else default
+    parser.add_argument(
+        option.flag,
+        dest=option.field,
+        type=option.read,
+        metavar=option.metavar,
+        action="append" if option.repeatable else "store",
+        default=list(default) if option.repeatable else default,
+        help=option.help if default in (None, ()) else f"{option.help} (default {shown})",
+    )
+
+
+def options_of(arguments: Namespace) -> VerifyOptions:
+    """Return the options that a command line sets."""
+    return DEFAULTS.replace(**{option.field: getattr(arguments, option.field) for option in OPTIONS})
+
+
+# The paths that a command writes to, refused before its work starts where they cannot be written.
+
+
+def add_reports(parser: Parser, what: str) -> None:
+    """Add `--reports`; its help says what the command writes there."""
+    parser.add_argument(
+        "--reports", type=Path, default=Path("reports"), metavar="DIR", help=f"{what} (default %(default)s)"
+    )
+
+
+def add_rows(parser: Parser) -> None:
+    """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
+    parser.add_argument(
+        "--device", type=one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as JSON")
+    add_reports(parser, "the rows are recorded in DIR/records")
+
+
+def expect_writable(reports: Path, *folders: str, **files: Path | None) -> None:
+    """Refuse paths that cannot be written.
+
+    Args:
+        reports: the reports folder, whose records are written.
+        folders: others under it.
+        files: option without its dashes, such as `json`, -> the file that it names, or None.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.name:
+            raise UsageError(f"--{option} {path}: expected the path of a file, got a folder")
+        if not path.parent.is_dir():
+            raise UsageError(f"--{option} {path}: there is no folder {path.parent}; make it first")
+        expect_writable_folder(path.parent, f"--{option} {path}")
+    for folder in (*folders, FOLDER):
+        expect_writable_folder(reports / folder, f"--reports {reports}")

@@ -1,0 +1,253 @@
+"""Violations on disk: the case, its gradients as evidence, and the record of a verification."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
+from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
+from gradcheck_suite.core.contract import VerifyOptions, checked_assumptions
+from gradcheck_suite.core.records import append_record, write_json, write_text
+from gradcheck_suite.core.results import Result, json_number
+from gradcheck_suite.errors import UsageError
+
+# The evidence of a violation as plain data: the elements of the gradient that differ, as many as a page can show.
+
+
+SIDE = 24
+"""Rows and columns of a parameter's elements that are kept, around the worst one."""
+MOST = 4
+"""Parameters whose elements are kept: those with the largest errors over their bounds."""
+
+
+def evidence_to_json(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the wrong parameters, the worst first, with their elements seen as a matrix.
+
+    Of a parameter with more than two dimensions the last ones are joined. `rows` and `columns` say which elements are
+    kept: from the first index up to, without, the second.
+    """
+    layout = comparison.layout
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = elementwise_error(comparison.observed.copy(), comparison.expected)
+        ratio: Vector = np.divide(error, comparison.allowed, out=np.zeros_like(error), where=error > 0)
+    worst = {name: float(part.max()) for name in layout.names if (part := ratio[layout.elements(name)]).size}
+    wrong = sorted((name for name, value in worst.items() if value > 1), key=lambda name: -worst[name])
+    return [_parameter(comparison, name, layout.part(ratio, name)) for name in wrong[:MOST]]
+
+
+def _parameter(comparison: Comparison, name: str, ratio: Vector) -> dict[str, Any]:
+    layout = comparison.layout
+    shape = layout.shapes[layout.names.index(name)]
+    matrix = ratio.reshape(shape[0] if len(shape) > 1 else 1, -1)
+    row, column = np.unravel_index(int(np.argmax(matrix)), matrix.shape)
+    rows, columns = _around(int(row), matrix.shape[0]), _around(int(column), matrix.shape[1])
+
+    def kept(vector: Vector) -> list[list[float | str | None]]:
+        part = layout.part(vector, name).reshape(matrix.shape)[rows, columns]
+        return [[json_number(float(value)) for value in line] for line in part]
+
+    return {
+        "parameter": name,
+        "shape": list(shape),
+        "missing": name in comparison.missing,
+        "wrong": int(np.count_nonzero(ratio > 1)),
+        "rows": [rows.start, rows.stop],
+        "columns": [columns.start, columns.stop],
+        "expected": kept(comparison.expected),
+        "observed": kept(comparison.observed),
+        "allowed": kept(comparison.allowed),
+    }
+
+
+def _around(index: int, size: int) -> slice:
+    """Return at most `SIDE` indices around one, all of them where they are no more."""
+    start = max(0, min(index - SIDE // 2, size - SIDE))
+    return slice(start, min(size, start + SIDE))
+
+
+# Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script beside it.
+
+
+FOLDER = "counterexamples"
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class StoredCase:
+    """The content of a case's file.
+
+    Attributes:
+        case: to run again.
+        loop: that it violated, as the user named it; None for a bare case.
+        assumes: what the loop was said to assume.
+    """
+
+    case: Case
+    loop: str | None
+    assumes: tuple[str, ...] = ()
+
+
+def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
+    """Return where a loop's counterexample belongs: `reports/counterexamples/<loop>-<digest>.json`."""
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", loop)[-_LONGEST_NAME:].lstrip("-.") or "loop"
+    return reports / FOLDER / f"{name}-{case.digest}.json"
+
+
+def store_counterexample(reports: Path, result: Result, environment: Mapping[str, Any]) -> Path:
+    """Write a result's violation, whole or not at all, and return where.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    violation = result.violation
+    assert violation is not None, "only violations are stored"
+    about = violation.to_json(result.found_after)
+    case = about.pop("case")
+    path = counterexample_path(reports, result.loop, violation.case)
+    document = {
+        "schema": SCHEMA,
+        "loop": result.loop,
+        "assumes": list(result.assumes),
+        "case": case,
+        "violation": {**about, "details": list(violation.details)},
+        "evidence": [] if violation.evidence is None else evidence_to_json(violation.evidence),
+        "environment": dict(environment),
+    }
+    write_json(path, document)
+    return path
+
+
+def read_case_file(path: Path) -> StoredCase:
+    """Read a stored counterexample, a bare case, or a `--json` result that holds exactly one violation.
+
+    Raises:
+        UsageError: there is no such file, it is truncated or foreign, or the case was edited.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: expected the JSON file of one case")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; `verify` prints where it stores a counterexample") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise UsageError(f"{path} is not valid JSON ({where}): it is truncated or no case file") from None
+    try:
+        return _stored(data)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})") from None
+
+
+def _stored(data: Any) -> StoredCase:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"expected a JSON object that holds a case, got {type(data).__name__}")
+    if "results" in data:
+        return _only_violation(data)
+    if "case" not in data:
+        return StoredCase(case_from_json(data), None)
+    if data.get("schema") != SCHEMA:
+        raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
+    return StoredCase(case_from_json(data["case"]), _loop_name(data.get("loop")), _assumptions(data))
+
+
+def _only_violation(data: Mapping[str, Any]) -> StoredCase:
+    if data.get("schema") != SCHEMA or not isinstance(data["results"], list):
+        raise UsageError(f"expected the results of schema {SCHEMA}, got schema {data.get('schema')!r}")
+    violated = [r for r in data["results"] if isinstance(r, Mapping) and isinstance(r.get("violation"), Mapping)]
+    if len(violated) != 1:
+        raise UsageError(
+            f"expected the results of exactly one violated loop, got {len(violated)}: "
+            f"pass one of the files under {FOLDER}/ of the reports folder"
+        )
+    (found,) = violated
+    return StoredCase(
+        case_from_json(found["violation"].get("case")), _loop_name(found.get("loop")), _assumptions(found)
+    )
+
+
+def _assumptions(data: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(checked_assumptions(data.get("assumes", ()))))
+
+
+def _loop_name(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise UsageError(f"loop must be a string, got {name!r}")
+    return name
+
+
+# Record one verification: a line for the report, and for a violation its case and its script.
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The files of one stored violation.
+
+    Attributes:
+        case: the JSON file that `gradcheck-suite replay` takes.
+        script: the stand-alone script, None where none was written.
+        unrepeatable: why the script, run in a process of its own, does not show the fault; None where it does.
+    """
+
+    case: Path
+    script: Path | None
+    unrepeatable: str | None = None
+
+
+def record_verification(
+    reports: Path,
+    result: Result,
+    options: VerifyOptions,
+    *,
+    problem: str | None,
+    reached: Mapping[str, Mapping[str, int]],
+    environment: Mapping[str, Any],
+    script: Callable[[], str] | None,
+    run_script: Callable[[Path], str | None],
+) -> Counterexample | None:
+    """Append the record of one verification, and store the counterexample of a violation.
+
+    Args:
+        reports: the folder of records and counterexamples.
+        result: of the verification.
+        options: that it ran with.
+        problem: the name of the user's problem; None for generated ones.
+        reached: how many judged cases had each layer, loss and kind of split.
+        environment: of the run, as `environment.environment()` returns it.
+        script: returns the text of the script of a violation; None where no script can name the loop.
+        run_script: runs a script and returns why it does not show the fault, or None.
+
+    Returns:
+        The files of the counterexample, None where the loop holds.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    stored = None
+    if result.violation is not None:
+        case = store_counterexample(reports, result, environment)
+        stored = Counterexample(case, None)
+        if script is not None:
+            path = case.with_suffix(".py")
+            write_text(path, script())
+            stored = Counterexample(case, path, run_script(path))
+    data = {
+        **asdict(options),
+        **result.to_json(),
+        "problem": problem,
+        "reached": reached,
+        "stored": None if stored is None else stored.case.name,
+        "unrepeatable": None if stored is None else stored.unrepeatable,
+    }
+    append_record(reports, "verify", data, environment=environment)
+    return stored

@@ -1,0 +1,408 @@
+"""Records of results on disk: their store, and the digests of the code that made them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.errors import UsageError
+
+# Files that are written whole or not at all, and files of JSON lines that survive a run that is killed.
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document as `write_text` does.
+
+    Args:
+        path: of the file; its folders are made where missing.
+        document: JSON-ready data; NaN and infinities must be strings already.
+
+    Raises:
+        UsageError: the file cannot be written; nothing of it remains.
+    """
+    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write_document(path: Path | None, environment: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Write what a command found, under the environment that it comes from; nothing where there is no path."""
+    if path is not None:
+        write_json(path, {"schema": 1, "environment": environment, **data})
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text to a temporary file beside `path`, then rename it into place; write to a pipe or a device directly.
+
+    Args:
+        path: of the file, or of a link to it; its folders are made where missing.
+        text: all of it.
+
+    Raises:
+        UsageError: the file cannot be written; nothing of it remains.
+    """
+    temporary: str | None = None
+    try:
+        if path.exists() and not path.is_file():
+            # a pipe or a device, such as /dev/stdout: renaming a file over it would replace it
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:40]}-", suffix=".tmp", delete=False
+        ) as file:
+            temporary = file.name
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def append_line(path: Path, document: Any) -> None:
+    """Append one line of JSON by one `write` call, flushed to disk: a run that is killed loses at most this line.
+
+    Args:
+        path: of the file; its folders are made where missing.
+        document: JSON-ready data; NaN and infinities must be strings already.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    line = json.dumps(document, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            # a torn line at the end, left by a run that was killed, must not swallow this one
+            torn = file.tell() > 0 and not _ends_with_newline(path)
+            file.write((("\n" if torn else "") + line).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line and its JSON value, None for a damaged line; nothing where there is no file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
+
+
+def expect_writable_folder(folder: Path, what: str) -> None:
+    """Raise `UsageError` where files could not be written into a folder, which may not exist yet; leaves no trace.
+
+    Args:
+        folder: to be written into, made with its parents when that happens.
+        what: how the message calls it, such as `"--reports reports"`.
+    """
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UsageError(f"{what}: {existing} is not a folder, so nothing can be written there; choose another path")
+    try:
+        # permission bits do not tell: root passes them all, a read-only file system fails them all
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{what}: cannot write into {existing} ({error.strerror or error}); choose another path"
+        ) from None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Digests of the suite's sources, by which a record is known to come from another version of the code that judges.
+
+
+JUDGING = (
+    "bridge",
+    "catalogue",
+    "diagnosis",
+    "execution",
+    "generation",
+    "numerics",
+    "references",
+    "schema",
+    "verification",
+)
+"""The packages that decide a verdict and its name."""
+
+MEASURING = ("loops", "measure")
+"""The packages that decide what is measured."""
+_SPEAKS_OF = {
+    "atlas": (*JUDGING, "studies"),
+    "audit": (*JUDGING, "live"),
+    "benchmark": MEASURING,
+    "calibration": (*JUDGING, "studies"),
+    "claim": (*JUDGING, *MEASURING, "studies"),
+    "memory": MEASURING,
+    "step": ("steps",),
+    "traffic": MEASURING,
+    "trainer": (*JUDGING, "trainers"),
+    "verify": (*JUDGING, "loops"),
+    "zero-or-none": ("studies",),
+    "zoo": (*JUDGING, "studies/zoo"),
+}
+"""Kind of record -> the packages whose change makes its figures old, where they are not those that judge alone."""
+
+
+@cache
+def judge_digest() -> str:
+    """Return the digest of the code that judges."""
+    return sources_digest(JUDGING)
+
+
+@cache
+def code_digest(kind: str) -> str:
+    """Return the digest of the code that records of a kind speak of."""
+    return sources_digest(_SPEAKS_OF[kind]) if kind in _SPEAKS_OF else judge_digest()
+
+
+def sources_digest(names: Iterable[str]) -> str:
+    """Return a digest of some modules and packages of the suite.
+
+    Comments, docstrings, annotations of arguments, imports and layout do not change the digest.
+
+    Args:
+        names: paths in the package, such as `"numerics"` or `"execution/runner.py"`.
+    """
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for name in names:
+        paths = sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]
+        for path in paths:
+            digest.update(_essence(path.read_text()).encode())
+    return digest.hexdigest()[:16]
+
+
+def _essence(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [n for n in node.body if not _is_text(n)]
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+# Records: append-only JSON lines, one file per kind, that the report is built from.
+#
+# A run that is killed loses at most the record it was writing. The reader skips a damaged or foreign line and reports
+# it.
+
+
+SCHEMA = 1
+FOLDER = "records"
+KINDS = (
+    "verify",
+    "benchmark",
+    "memory",
+    "claim",
+    "zoo",
+    "calibration",
+    "bridge",
+    "trainer",
+    "audit",
+    "atlas",
+    "zero-or-none",
+    "step",
+    "traffic",
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a records file.
+
+    Attributes:
+        kind: one of `KINDS`; each kind has a file of its own, `records/<kind>.jsonl`.
+        data: the result, JSON-ready; NaN and infinities are strings.
+        environment: of the run, as `environment.environment()` returns it.
+        command: the command that made the record.
+        time: of writing, ISO 8601 in UTC.
+        commit: of the repository in the working directory; empty where there is none.
+        clean: whether that repository had no uncommitted change outside of the reports folder; None if unknown.
+        judge: digest of the code that the record speaks of, as `code_digest(kind)` returns it; empty where it is
+            unknown.
+    """
+
+    kind: str
+    data: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    time: str = ""
+    commit: str = ""
+    clean: bool | None = None
+    judge: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON-ready data."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "time": self.time,
+            "command": self.command,
+            "commit": self.commit,
+            "clean": self.clean,
+            "judge": self.judge,
+            "environment": dict(self.environment),
+            "data": dict(self.data),
+        }
+
+
+def records_path(reports: Path, kind: str) -> Path:
+    """Return where a kind's records are kept."""
+    if kind not in KINDS:
+        raise UsageError(f"record kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    return reports / FOLDER / f"{kind}.jsonl"
+
+
+def append_record(
+    reports: Path, kind: str, data: Mapping[str, Any], *, environment: Mapping[str, Any], command: str | None = None
+) -> Path:
+    """Append one record and return the file.
+
+    Args:
+        reports: the folder of all records.
+        kind: one of `KINDS`.
+        data: the result, JSON-ready.
+        environment: of the run.
+        command: that made it; the command of this process if None.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = records_path(reports, kind)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = Record(
+        kind,
+        data,
+        environment,
+        this_command() if command is None else command,
+        now,
+        this_commit(),
+        is_clean(reports),
+        code_digest(kind),
+    )
+    append_line(path, record.to_json())
+    return path
+
+
+def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
+    """Return a kind's records, oldest first, and what could not be read, one line each; nothing where there is no file.
+
+    Raises:
+        UsageError: the file cannot be opened.
+    """
+    path = records_path(reports, kind)
+    records: list[Record] = []
+    problems: list[str] = []
+    for number, found in read_lines(path):
+        where = f"{path.name}, line {number}"
+        if found is None:
+            problems.append(f"{where}: damaged; left out")
+        elif not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind:
+            problems.append(f"{where}: not a record of kind {kind!r}; left out")
+        elif found.get("schema") != SCHEMA:
+            problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
+        else:
+            environment = found.get("environment")
+            records.append(
+                Record(
+                    kind,
+                    found["data"],
+                    environment if isinstance(environment, dict) else {},
+                    str(found.get("command", "")),
+                    str(found.get("time", "")),
+                    str(found.get("commit", "")),
+                    found.get("clean"),
+                    str(found.get("judge", "")),
+                )
+            )
+    return records, problems
+
+
+def this_command() -> str:
+    """Return the command of this process without its program's folder, so that a record has no path of the machine."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = f"python -m {Path(sys.argv[0]).parent.name}"
+    return " ".join([program, *sys.argv[1:]])
+
+
+@cache
+def this_commit() -> str:
+    """Return the commit of the repository in the working directory at the first call, empty where there is none."""
+    return _git("rev-parse", "HEAD") or ""
+
+
+@cache
+def is_clean(reports: Path) -> bool | None:
+    """Return whether the repository had no uncommitted change at the first call; None where there is none.
+
+    Args:
+        reports: the folder of all records, whose changes do not count.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None:
+        return None
+    folder = reports.resolve()
+    others = [f":(exclude,top){folder.relative_to(top)}"] if folder.is_relative_to(top) and folder != Path(top) else []
+    changes = _git("status", "--porcelain", "--", ":/", *others)
+    return None if changes is None else not changes
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints in the working directory, None where it fails."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

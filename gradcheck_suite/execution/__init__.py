@@ -1,4 +1,0 @@
-"""Runs a loop on a case: model, data, loader, optimizer, observer, time limit.
-
-Judges nothing. Must not import `references`, `diagnosis` or `verification`.
-"""

@@ -1,0 +1,775 @@
+"""What the elements of a wrong gradient show: a scale, lost or moved elements, number formats, sizes.
+
+Must not run a loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.core.case import SMALL_SCALE
+from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.judge.naming import constant_meaning
+from gradcheck_suite.judge.patterns import FORMATS
+from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed
+from gradcheck_suite.reference.large_batch import Window, gradients_of
+
+# Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
+
+
+Array = npt.NDArray[np.float64]
+
+
+def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt.NDArray[np.bool_]]:
+    """Return expected, observed, allowed, and which elements are wrong, of one parameter."""
+    layout = comparison.layout
+    expected, observed, allowed = (
+        layout.part(vector, name) for vector in (comparison.expected, comparison.observed, comparison.allowed)
+    )
+    return expected, observed, allowed, ~(np.abs(observed - expected) <= allowed)
+
+
+def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector | None) -> dict[str, str]:
+    """Return for each wrong parameter which part of its gradient has been subtracted, where all are like that."""
+    found: dict[str, str] = {}
+    zero: list[str] = []
+    for name in wrong:
+        expected, observed, allowed, _ = part_of(comparison, name)
+        values = None if parameters is None else comparison.layout.part(parameters, name)
+        if what := projection(expected, observed, 8 * float(allowed.max()), values):
+            found[name] = f"{what} has been subtracted from it, and nothing else is wrong"
+        elif what := _averaged(expected, observed, 8 * float(allowed.max())):
+            found[name] = f"each of its elements is {what} of the right gradient"
+        elif (np.abs(observed) <= allowed).all():
+            zero.append(name)
+    if not found or len(found) + len(zero) < len(wrong):
+        return {}
+    # a single element is its own mean
+    said = next(iter(found.values()))
+    return {name: found.get(name, f"{said}, which leaves 0") for name in wrong}
+
+
+def projection(expected: Array, observed: Array, allowed: float, parameter: Array | None = None) -> str | None:
+    """Return which part of a gradient has been subtracted from it: a mean, or what lies along the parameter."""
+    if expected.size < 2 or np.abs(observed - expected).max() <= allowed:
+        return None
+
+    def lacks(part: Array) -> bool:
+        return bool((np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any())
+
+    if lacks(np.full_like(expected, expected.mean())):
+        return "the mean of all its elements"
+    if expected.ndim > 1:
+        inner = tuple(range(1, expected.ndim))
+        for axes, which in ((inner, "row"), ((0,), "column")):
+            length = np.prod([expected.shape[axis] for axis in axes])
+            if length > 1 and lacks(np.broadcast_to(expected.mean(axis=axes, keepdims=True), expected.shape)):
+                return f"the mean of each {which}"
+    size = 0.0 if parameter is None else float((parameter**2).sum())
+    if parameter is not None and size and lacks(parameter * (float((parameter * expected).sum()) / size)):
+        return "what lies along the parameter itself"
+    return None
+
+
+def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
+    """Return the mean that every element of a gradient is: of all elements, of its row or of its column."""
+    if not (np.abs(observed) > allowed).any():
+        return None
+    axes: list[tuple[tuple[int, ...], str]] = [(tuple(range(expected.ndim)), "the mean of all elements")]
+    if expected.ndim > 1:
+        axes += [(tuple(range(1, expected.ndim)), "the mean of its row"), ((0,), "the mean of its column")]
+    for over, which in axes:
+        mean = np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape)
+        if (np.abs(mean - expected) > allowed).any() and (np.abs(observed - mean) <= allowed).all():
+            return which
+    return None
+
+
+def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
+    """Return the diagnosis of gradients whose elements have moved to other parameters, or that are mixed; or None."""
+    parts = {name: tuple(part.reshape(-1) for part in part_of(comparison, name)) for name in wrong}
+    if len(wrong) < 2:
+        return None
+    expected, observed, allowed, _ = (np.concatenate([parts[name][i] for name in wrong]) for i in range(4))
+    if (np.abs(np.sort(observed) - np.sort(expected)) <= allowed.max()).all():
+        return Diagnosis(
+            "permuted-gradient",
+            f"the gradients of {listed(wrong)} together have the right elements, at other places: they are flattened "
+            "in one order and taken apart in another; match parameters by name",
+        )
+    for what in ("mean", "sum"):
+        if all(_is_of_all(comparison, name, what) for name in wrong):
+            return Diagnosis(
+                "mixed-gradients",
+                f"each of {listed(wrong)} has the {what} of the gradients of all parameters of its shape: match "
+                "parameters by name, not by shape",
+            )
+    return None
+
+
+def _is_of_all(comparison: Comparison, name: str, what: str) -> bool:
+    """Whether a parameter has the mean or the sum of the gradients of all of its shape, of which there are several."""
+    own, seen, allowed, _ = part_of(comparison, name)
+    parts = [part_of(comparison, other)[0] for other in comparison.layout.names]
+    alike = np.stack([part for part in parts if part.shape == own.shape])
+    of_all = alike.mean(0) if what == "mean" else alike.sum(0)
+    return len(alike) > 1 and bool((np.abs(seen - of_all) <= len(alike) * allowed.max()).all())
+
+
+# Which narrow format, or how many levels, the elements of a gradient were rounded to.
+
+
+LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
+"""Largest whole numbers of the formats that gradients are quantised to."""
+
+
+def levels_of(expected: Array, observed: Array) -> int | None:
+    """Return the number of steps from 0 to the largest element that all elements lie on, where they are near enough."""
+    largest = np.abs(observed).max()
+    if np.count_nonzero(observed) < 3 or len(np.unique(np.abs(observed))) < 2:
+        return None
+    for levels in LEVELS:
+        steps = observed / largest * levels
+        if (np.abs(steps - np.round(steps)) < 1e-9 * levels).all():
+            return levels if (np.abs(observed - expected) <= largest / levels).all() else None
+    return None
+
+
+def relative_error(expected: Array, observed: Array) -> float:
+    """Return the largest error over the largest expected element."""
+    size = np.abs(expected).max()
+    return float(np.abs(observed - expected).max() / size) if size else float("inf")
+
+
+def format_of(expected: Array, observed: Array) -> str | None:
+    """Return the narrow format that all elements are numbers of, where the gradient is right to its precision."""
+    for form, digits in FORMATS.items():
+        mantissa, _ = np.frexp(observed)
+        scaled = mantissa * 2.0**digits
+        if (scaled == np.round(scaled)).all() and relative_error(expected, observed) <= 8 * 2.0**-digits:
+            return form
+    return None
+
+
+# Naming the fault of some parameters or elements, by comparing the wrong gradient with the right one.
+
+
+def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
+    """Return the parameters with a wrong element, and those whose elements are all right; not those with no gradient.
+
+    A parameter whose gradient is 0 throughout is right whatever scales or drops gradients.
+    """
+    wrong, right = [], []
+    for name in comparison.layout.names:
+        expected, *_, off = part_of(comparison, name)
+        if off.any():
+            wrong.append(name)
+        elif expected.any():
+            right.append(name)
+    return wrong, right
+
+
+def where_alone(comparison: Comparison) -> str:
+    """Return which parameters are wrong while others are right, as the beginning of a sentence."""
+    wrong, right = wrong_and_right(comparison)
+    where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
+    return f"{where}{_kind_of(comparison, wrong, right)}: "
+
+
+def diagnose_elements(
+    comparison: Comparison,
+    by_weights: Mapping[str, Diagnosis | None],
+    *,
+    some_unread: bool = False,
+    parameters: Vector | None = None,
+) -> Diagnosis | None:
+    """Name the fault that all wrong parameters have in common, or None.
+
+    Args:
+        comparison: of the wrong gradient with the right one.
+        by_weights: wrong parameter -> what the weights of its micro-batches say, if they say anything.
+        some_unread: whether the window has a micro-batch with a gradient of 0, which may be there or not.
+        parameters: (P,): the values of the parameters, where they are known.
+    """
+    wrong, right = wrong_and_right(comparison)
+    faults = {name: dict(_faults(comparison, name, by_weights.get(name))) for name in wrong}
+    for name, lost in projected(comparison, wrong, parameters).items():
+        faults[name]["projected-gradient"] = lost
+    for found in faults.values() if some_unread else ():
+        if "no-gradient" in found:
+            found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
+    common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
+    where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
+    if not common:
+        return mixed(comparison, wrong) or _by_one_factor(comparison, wrong, where)
+    said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
+    if len(set(said.values())) > 1:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return Diagnosis(
+            " or ".join(common), where + "; ".join(f"in {name}, {said[name]}" for name in wrong[:3]) + more
+        )
+    return Diagnosis(" or ".join(common), where + said[wrong[0]])
+
+
+def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> Diagnosis | None:
+    """Return the diagnosis of elements of several parameters that are all wrong by one factor, such as 0, or None."""
+    expected, observed, allowed = comparison.expected, comparison.observed, comparison.allowed
+    off, there = ~(np.abs(observed - expected) <= allowed), np.abs(expected) > allowed
+    if len(wrong) < 2 or not (there & ~off).any() or not there[off].all():
+        return None
+    factor = 0.0 if (np.abs(observed[off]) <= allowed[off]).all() else float(np.median(observed[off] / expected[off]))
+    if (np.abs(observed - factor * expected)[off] > (1 + abs(factor)) * allowed[off]).any():
+        return None
+    whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
+    if whole and factor:
+        return Diagnosis("wrong-scale", f"{where}every element is {_times(factor)} what it should be")
+    what = "0" if not factor else f"{_times(factor)} what they should be"
+    return Diagnosis(
+        "partial-gradient",
+        f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
+        "are right: look for a mask, a slice or a dropout of gradients",
+    )
+
+
+def _kind_of(comparison: Comparison, wrong: Sequence[str], right: Sequence[str]) -> str:
+    """Return how many dimensions all wrong parameters have and no right one, as the end of a clause, or nothing."""
+    dimensions = {name: part_of(comparison, name)[0].ndim for name in (*wrong, *right)}
+    if len(dimensions) < 3:
+        return ""
+    for low in (True, False):
+        if all((dimensions[name] < 2) == ((name in wrong) == low) for name in dimensions):
+            return f" (all parameters with {'fewer than two' if low else 'two or more'} dimensions are wrong)"
+    return ""
+
+
+def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that a narrow format represents exactly, as it does not the right one.
+
+    The weight probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
+    """
+    expected, observed = comparison.expected, comparison.observed
+    form = format_of(expected, observed)
+    if form is None or format_of(expected, expected) is not None:
+        return None
+    return Diagnosis(
+        "rounded-gradient",
+        f"the gradient has a relative error of {relative_error(expected, observed):.1g}, and all its elements are "
+        f"exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+    )
+
+
+def place_of_the_fault(comparison: Comparison) -> str:
+    """Return which parameters are wrong and which right, and of which elements, as a clause."""
+    wrong, right = wrong_and_right(comparison)
+    counts = []
+    for name in wrong[:3]:
+        *_, off = part_of(comparison, name)
+        counts.append(f"{name} ({np.count_nonzero(off)} of {off.size} elements)")
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    no_other = "no parameter is right" if len(wrong) == len(comparison.layout.names) else "no other has a gradient"
+    ending = f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right" if right else f"; {no_other}"
+    return f"wrong in {', '.join(counts)}{more}{ending}"
+
+
+def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[tuple[str, str]]:
+    """Yield the faults that fit one parameter. An element that rounding may hide is no evidence."""
+    expected, observed, allowed, off = part_of(comparison, name)
+    seen, there = np.abs(observed) > allowed, np.abs(expected) > allowed
+    if not seen.any() and weights is not None and weights.name != "no-gradient":
+        yield weights.name, weights.sentence
+        return
+    if not seen.any():
+        why = "it was reset before the step, never computed, or set to 0 because of its values"
+        yield "no-gradient", f"the gradient of {name} is 0: {why}"
+        return
+    other = _other_parameter(comparison, name)
+    if weights is not None and not (other and weights.name == "wrong-scale"):
+        yield weights.name, weights.sentence
+    elif not other and (scale := _factor(expected, observed, allowed)) is not None:
+        yield "wrong-scale", scale
+    how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
+    if how:
+        yield "permuted-gradient", f"the gradient of {name} has the right elements at other places: {how}"
+    if other:
+        yield (
+            "swapped-gradients",
+            f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
+        )
+    if weights is None and (levels := levels_of(expected, observed)):
+        yield (
+            "rounded-gradient",
+            f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised; "
+            "hand the optimizer the gradient itself",
+        )
+    elif weights is None and not how and not other and (there & ~off).any():
+        yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
+    elif weights is None and (form := format_of(expected, observed)):
+        yield (
+            "rounded-gradient",
+            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
+            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+        )
+
+
+def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
+    pivot = np.unravel_index(np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape)
+    if not expected[pivot]:
+        return None
+    factor = float(observed[pivot] / expected[pivot])
+    if (np.abs(observed - factor * expected) > (1 + abs(factor)) * allowed).any():
+        return None
+    if abs(observed[pivot] - expected[pivot]) <= 2 * (1 + abs(factor)) * allowed[pivot]:
+        return None  # rounding may be all of it
+    meaning, remedy = constant_meaning(round(factor) if abs(factor - round(factor)) < 1e-9 else factor)
+    single = np.count_nonzero(np.abs(expected) > allowed) < 2
+    if single and not meaning and abs(factor - round(factor)) > 1e-9:
+        return None
+    said = f"every element is {_times(factor)} what it should be"
+    return f"{said}: {meaning}; {remedy}" if meaning else said
+
+
+def _times(factor: float) -> str:
+    off = factor - 1
+    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
+
+
+def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
+    tolerance = allowed.max()
+    if np.ptp(expected) <= 2 * tolerance:
+        return None
+    if (np.abs(np.sort(observed, axis=None) - np.sort(expected, axis=None)) > tolerance).any():
+        return None
+
+    def same(values: Array) -> bool:
+        return values.shape == observed.shape and bool((np.abs(values - observed) <= tolerance).all())
+
+    if expected.ndim == 2 and same(expected.T):
+        return "it is transposed"
+    for axis in range(expected.ndim):
+        if same(np.flip(expected, axis)):
+            return f"it is flipped along dimension {axis}"
+        for by in range(1, min(expected.shape[axis], 64)):
+            if same(np.roll(expected, by, axis)):
+                return f"it is rotated by {by} along dimension {axis}"
+    if expected.ndim > 1 and same(expected.reshape(-1, order="F").reshape(expected.shape)):
+        return "its elements are in another memory order"
+    return "look for an index, a gather or a reshape"
+
+
+def _other_parameter(comparison: Comparison, name: str) -> str | None:
+    _, observed, allowed, _ = (part.reshape(-1) for part in part_of(comparison, name))
+    for other in comparison.layout.names:
+        expected, _, others, _ = (part.reshape(-1) for part in part_of(comparison, other))
+        bound = allowed + others if other != name and expected.shape == observed.shape else None
+        if bound is not None and (np.abs(observed - expected) <= bound).all() and (np.abs(expected) > bound).any():
+            return other
+    return None
+
+
+def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> str:
+    where = f"at {[tuple(map(int, index)) for index in np.argwhere(off)[:3]]}"
+    for axis in reversed(range(off.ndim if off.ndim > 1 else 0)):
+        wrong, there = (np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0))
+        rows = np.asarray(wrong.any(axis=1))
+        if bool((wrong | ~there)[rows].all()):
+            what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
+            where = f"in {what} {listed(np.flatnonzero(rows).tolist())}"
+    ratio = observed[off] / np.where(expected[off] == 0, np.nan, expected[off])
+    what = "other values than they should be"
+    if not np.any(np.abs(observed[off]) > allowed[off]):
+        what = "0"
+    elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
+        what = f"{_times(float(ratio.flat[0]))} what they should be"
+    more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
+    return (
+        f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
+        f"others are right: look for {_cause(expected, allowed, off, are_zero=what == '0')}"
+    )
+
+
+def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_zero: bool) -> str:
+    """Return what to look for where some elements are wrong: signs or sizes alone only where it is no coincidence."""
+    evident, sizes = np.abs(expected) > allowed, np.abs(expected)
+    wrong, right = sizes[off], sizes[evident & ~off]
+    found = []
+    for sign, which in ((1, "positive"), (-1, "negative")):
+        alike = evident & (np.sign(expected) == sign)
+        if (off == alike).all() and (evident & ~alike).any():
+            cause = f"looks at the sign, since all {which} elements are wrong and no others (abs, clamp, relu)"
+            found.append((cause, bool(np.count_nonzero(evident) > 4)))
+    choices = math.comb(np.count_nonzero(evident), np.count_nonzero(off & evident))
+    if are_zero and wrong.max() < right.min():
+        found.append(("drops small elements, since all others are larger (a threshold, sparsification)", choices > 64))
+    elif not are_zero and wrong.min() > right.max():
+        found.append(("changes large elements, since all others are smaller (clipping by value)", choices > 64))
+    causes = [] if any(sure for _, sure in found) else ["a slice, a mask or a shard"]
+    return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
+
+
+# Naming a gradient each element of which is combined from those of the micro-batches otherwise than by their sum.
+#
+# On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
+# and a median or an agreement of signs looks like a missing gradient.
+
+
+Rows = npt.NDArray[np.float64]
+
+
+def _where(parts: Rows, chosen: npt.NDArray[np.intp]) -> Vector:
+    found: Vector = np.take_along_axis(parts, chosen[None], axis=0)[0]
+    return found
+
+
+def _agreeing(parts: Rows) -> Vector:
+    total: Vector = parts.sum(axis=0)
+    return np.where(np.abs(np.sign(parts).sum(axis=0)) == len(parts), total, 0.0)
+
+
+def _over_those_reached(parts: Rows) -> Vector:
+    found: Vector = parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
+    return found
+
+
+def _signal_to_noise(parts: Rows) -> Vector:
+    squares = (parts**2).sum(axis=0)
+    found: Vector = parts.sum(axis=0) ** 3 / np.where(squares, squares, 1.0)
+    return found
+
+
+COMBINATIONS: dict[str, Callable[[Rows], Vector]] = {
+    "the largest of those of the micro-batches": lambda parts: parts.max(axis=0),
+    "the smallest of those of the micro-batches": lambda parts: parts.min(axis=0),
+    "that of the micro-batch in which it is largest in absolute value": lambda parts: _where(
+        parts, np.abs(parts).argmax(axis=0)
+    ),
+    "that of the micro-batch in which it is smallest in absolute value": lambda parts: _where(
+        parts, np.abs(parts).argmin(axis=0)
+    ),
+    "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
+    "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[(len(parts) - 1) // 2],
+    "the root of the sum of the squares of those of the micro-batches": lambda parts: np.sqrt((parts**2).sum(axis=0)),
+    "the micro-batches' sum where their signs agree, and 0 elsewhere": _agreeing,
+    "the micro-batches' sum over the number of those in which it is not 0": _over_those_reached,
+    "the micro-batches' sum times its square over the sum of their squares": _signal_to_noise,
+}
+"""What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
+
+
+def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of elements that are another function of the micro-batches' than their sum, or None.
+
+    Args:
+        window: whose gradient is wrong.
+        comparison: of that gradient with the right one.
+    """
+    instance, count = window.reference.instance, len(window.members)
+    if count < 2 or window.moved or instance.case.dtype != "float64" or instance.problem.reduction == "batch":
+        return None
+    parts = np.stack(window.float64_bound.contributions)
+    if not np.isfinite(parts).all() or not np.isfinite(comparison.observed).all():
+        return None
+    # parts of which rounding decides the sign are no evidence
+    noise = 64 * np.finfo(np.float64).eps * np.abs(parts).max(axis=0)
+    parts = np.where(np.abs(parts) <= noise, 0.0, parts)
+    allowed = 8 * (comparison.allowed + count * noise)
+    for said, combine in COMBINATIONS.items():
+        found = combine(parts)
+        for factor, times in ((1.0, ""), (count, f", times their number, {count}"), (1 / count, ", over their number")):
+            if found.any() and (np.abs(factor * found - comparison.observed) <= allowed).all():
+                return Diagnosis(
+                    "not-summed",
+                    f"each element of the gradient is {said}{times}: add up the micro-batches' gradients, since any "
+                    "other function of them is not the gradient of the large batch",
+                )
+    return None
+
+
+# Telling what, in place of a sum of the same elements, a reduction over ranks made of their gradients.
+
+
+OPERATIONS = (
+    ("MAX", "the largest", lambda rows: rows.max(axis=0)),
+    ("MIN", "the smallest", lambda rows: rows.min(axis=0)),
+    ("PRODUCT", "the product", lambda rows: rows.prod(axis=0)),
+)
+
+
+def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike: bool) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is another combination of the ranks' own, or None.
+
+    The gradient of one rank alone is none: elements of another one must be in it.
+
+    Args:
+        window: whose gradient is wrong.
+        comparison: of that gradient with the right one.
+        rank: whose gradient it is.
+        alike: whether all ranks have it.
+    """
+    owners = window.reference.instance.case.plan.owners
+    gradients = np.stack(window.sums()) / window.divisor
+    if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
+        return None
+    ranks = np.array([owners[j] for j in window.members])
+    own = np.stack([gradients[ranks == r].sum(axis=0) for r in range(max(owners) + 1)])
+    allowed = 4 * comparison.allowed
+
+    def is_seen(candidate: Vector) -> bool:
+        return bool((np.abs(candidate - comparison.observed) <= allowed).all())
+
+    if any(map(is_seen, own)):
+        return None
+    for name, what, combined in OPERATIONS if alike else ():
+        if is_seen(combined(own)):
+            return Diagnosis(
+                "wrong-operation",
+                f"each element is {what} of those of the ranks' own gradients, not their sum: the all-reduce is called "
+                f"with ReduceOp.{name}; use ReduceOp.SUM",
+            )
+    others = own.sum(axis=0) - own[rank]
+    got = np.sort(comparison.observed - own[rank]) - np.sort(others)
+    if not alike and np.any(np.abs(others) > allowed) and (np.abs(got) <= allowed.max()).all():
+        return Diagnosis(
+            "permuted-gradient",
+            "the other ranks' elements are added to other elements of this one: ranks lay out their gradients, or call "
+            "their all-reduces, in different orders, or leave out parameters without a gradient; go through the "
+            "parameters in the same order on every rank, all of them",
+        )
+    return None
+
+
+# Parameters under several names that are wrong: done once per name, or with only one of their uses in the gradient.
+
+
+def with_second_names(
+    found: Diagnosis | None, window: Window, comparison: Comparison, wrong: Sequence[str]
+) -> Diagnosis | None:
+    """Return a diagnosis that says so where parameters under several names are wrong, and they alone.
+
+    Args:
+        found: the diagnosis, if there is one.
+        window: whose gradient is wrong.
+        comparison: of that gradient with the right one.
+        wrong: names of the wrong parameters.
+    """
+    names: dict[int, list[str]] = {}
+    for name, p in window.model().named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    several = [own for own in names.values() if len(own) > 1]
+    if not wrong or any(not any(name in own for own in several) for name in wrong):
+        return found
+    own = next(own for own in several if wrong[0] in own)
+    if lost := _lost_use(window, comparison, [own for own in several if own[0] in wrong]):
+        untying = (
+            f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient: look for a copy or "
+            "a functional call in which they are two"
+        )
+        if found is None or found.name != "no-gradient":
+            return Diagnosis("untied-weights", untying)
+        # the other use has a gradient of 0
+        return Diagnosis(f"{found.name} or untied-weights", f"{found.sentence}; or: {untying}")
+    if found is None:
+        return None
+    said = (
+        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
+        "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
+    )
+    return replace(found, sentence=found.sentence + said)
+
+
+def untied(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model in which every name has a parameter of its own."""
+    model = copy.deepcopy(model)
+    seen: set[int] = set()
+    for name, module in [*model.named_modules(remove_duplicate=False)]:
+        if id(module) in seen:
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, copy.deepcopy(module))
+        seen.add(id(module))
+    for name, p in [*model.named_parameters(remove_duplicate=False)]:
+        if id(p) in seen:
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, torch.nn.Parameter(p.detach().clone()))
+        seen.add(id(p))
+    return model
+
+
+def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[str]]) -> str | None:
+    """Return the name as which parameters are used without a share in their gradients, or None."""
+    instance, model = window.reference.instance, untied(window.model())
+    items = [instance.case.plan.items(j) for j in window.members]
+    rows = [gradients_of(instance, model, part, summed=True, dtype=torch.float64) for part in items]
+    summed = instance.problem.reduction == "sum"
+    right = 1.0 if summed else 1.0 / sum(float(instance.count(instance.batch(part))) for part in items)
+    lost: set[int] = set()
+    for own in tied:
+        _, observed, allowed, _ = part_of(comparison, own[0])
+        found = [[g.numpy() for row in rows if (g := row.get(name)) is not None] for name in own]
+        uses = [right * np.sum(parts, axis=0) for parts in found if parts]
+        if len(uses) != 2:
+            continue
+        kept = [i for i, use in enumerate(uses) if (np.abs(use - observed) <= 8 * allowed).all()]
+        if len(kept) != 1:
+            return None
+        lost.add(1 - kept[0])
+    return tied[0][lost.pop()] if len(lost) == 1 else None
+
+
+# What a gradient that does not grow with the loss shows: a threshold, a normalization, or a term that is added.
+#
+# The same loop runs with the loss 2**-20 times as large. What it does to the gradient of that is compared with what
+# it does to the gradient itself.
+
+
+EXACT = 1e-9
+"""Share of the largest element up to which two gradients are taken for equal."""
+SECOND_ORDER = 1e-3
+"""Share of an error 2**-20 times as large that rounding of the gradient itself may change."""
+ONCE = "once, after the window's last backward, and switch that off for the verification"
+
+
+def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXACT) -> bool:
+    """Return whether the gradient with the small loss is the gradient, as much smaller as the loss."""
+    return _near(with_small_loss / SMALL_SCALE, observed, max(tolerance, EXACT))
+
+
+def _of_second_order(expected: Vector, observed: Vector, with_small_loss: Vector) -> Diagnosis | None:
+    """Name a term that grows with the square of the loss, which a relative tolerance takes for none, or None."""
+    extra = observed - expected
+    if extra.any() and _near(with_small_loss / SMALL_SCALE - expected, SMALL_SCALE * extra, SECOND_ORDER):
+        return Diagnosis(
+            "added-term",
+            "a term that grows with the square of the loss is added to the gradient (up to "
+            f"{np.abs(extra).max():.3g}): a penalty on gradients that is no part of the objective, or a loss times "
+            "itself",
+        )
+    return None
+
+
+def explain_size(
+    expected: Vector,
+    observed: Vector,
+    with_small_loss: Vector,
+    parameters: Vector | None = None,
+    tolerance: float = EXACT,
+) -> Diagnosis | None:
+    """Name a fault that depends on the gradient's size, or None.
+
+    Args:
+        expected: (P,) the right gradient.
+        observed: (P,) the loop's.
+        with_small_loss: (P,) the loop's with a loss 2**-20 times as large.
+        parameters: (P,) the parameters' values, where they are not all 0.
+        tolerance: relative error of the gradients that rounding explains.
+    """
+    exact = max(tolerance, EXACT)
+    if not all(np.isfinite(values).all() for values in (expected, observed, with_small_loss)):
+        return None
+    if found := _of_second_order(expected, observed, with_small_loss):
+        return found
+    if _near(with_small_loss / SMALL_SCALE, expected, exact):
+        return _of_large_gradients(expected, observed, exact)
+    if _near(with_small_loss, observed, exact):
+        sizes, what = np.abs(observed[observed != 0]), _norm(observed)
+        if len(sizes) > 1 and _is_one_size(sizes):
+            # where all right elements have one size, a division by it leaves signs, too
+            only_signs = "" if _is_one_size(np.abs(expected[observed != 0])) else ": only signs are left"
+            what = f"every element is {sizes[0]:.3g}, 0 or -{sizes[0]:.3g}{only_signs}"
+        return Diagnosis(
+            "normalised",
+            "a loss 2**-20 times as large gives the same gradient, so it is divided by its own size or reduced to its "
+            f"signs ({what}): do so {ONCE}",
+        )
+    extra, small_extra = observed - expected, with_small_loss - SMALL_SCALE * expected
+    if extra.any() and _near(extra, small_extra, exact):
+        return Diagnosis("added-term", _added_text(extra, parameters))
+    lost = (observed == 0) & (expected != 0)
+    rest = ~lost
+    if lost.any() and _near(observed[rest], expected[rest], exact) and not with_small_loss[lost].any():
+        largest = np.abs(expected[lost]).max()
+        return Diagnosis(
+            "flushed-to-zero",
+            f"small elements are 0 ({np.count_nonzero(lost)} of {len(lost)}, the largest of them {largest:.3g}), and "
+            "with a loss 2**-20 times as large more of them are: look for a threshold, a sparse communication or a "
+            "format with a narrow exponent",
+        )
+    return None
+
+
+def _of_large_gradients(expected: Vector, observed: Vector, exact: float) -> Diagnosis:
+    """Name what is wrong with large gradients alone."""
+    if np.linalg.norm(observed) > np.linalg.norm(expected):
+        return Diagnosis(
+            "not-linear",
+            "large gradients alone are wrong, and too large, since with a loss 2**-20 times as large the gradient "
+            "is right: look for what depends on the gradient's size",
+        )
+    if not observed.any():
+        return Diagnosis(
+            "skipped-by-size",
+            "the gradient is 0, and with a loss 2**-20 times as large it is right: what leaves out a loss or a "
+            "gradient above some size must be switched off for the verification",
+        )
+    off = ~np.isclose(observed, expected, rtol=exact, atol=exact * np.abs(expected).max())
+    if not observed[off].any():
+        return Diagnosis(
+            "skipped-by-size",
+            f"{np.count_nonzero(off)} of {len(off)} elements are 0, and with a loss 2**-20 times as large they are "
+            "right: something sets large gradients to 0, or some gradients by chance",
+        )
+    return Diagnosis(
+        "clipped",
+        "large gradients alone are wrong, since with a loss 2**-20 times as large the gradient is right: "
+        f"{_threshold(expected, observed)}; clip {ONCE}",
+    )
+
+
+def _near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT) -> bool:
+    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0.0)))
+
+
+def _is_one_size(sizes: Vector) -> bool:
+    return _near(sizes, np.full_like(sizes, sizes[0]))
+
+
+def _norm(gradient: Vector) -> str:
+    return f"its norm is {np.linalg.norm(gradient):.4g}"
+
+
+def _threshold(expected: Vector, observed: Vector) -> str:
+    pivot = int(np.argmax(np.abs(expected)))
+    factor = observed[pivot] / expected[pivot]
+    if _near(observed, factor * expected):
+        cut = observed[observed != 0]
+        how = "by norm or by value" if _is_one_size(np.abs(cut)) else "by norm"
+        return f"the whole gradient is {factor:.3g} times the right one, and {_norm(observed)}, as after clipping {how}"
+    off = np.abs(observed - expected) > EXACT * np.abs(expected).max()
+    sizes = np.abs(observed[off])
+    if _is_one_size(sizes) and (np.abs(expected[off]) > sizes).all():
+        return f"{np.count_nonzero(off)} of {len(off)} elements are cut at {sizes[0]:.3g}, as after clipping by value"
+    return "contributions or parameters are clipped each by itself, or the sum before it is complete"
+
+
+def _added_text(extra: Vector, parameters: Vector | None) -> str:
+    if parameters is not None and parameters.any():
+        noise = EXACT * np.abs(extra).max()
+        there = (np.abs(extra) > noise) & (parameters != 0)
+        if there.any():
+            factor = float(np.median(extra[there] / parameters[there]))
+            # one element is a multiple of any other: it shows decay by a round factor alone
+            telling = np.count_nonzero(there) > 1 or np.isclose(factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0)
+            if telling and _near(extra[there], factor * parameters[there]) and (np.abs(extra[~there]) <= noise).all():
+                return (
+                    f"{factor:.3g} times the parameter is added to the gradient, whatever the loss: weight decay or "
+                    "the gradient of a penalty; leave it to the optimizer, or make it part of the objective"
+                )
+    return (
+        f"a term that does not depend on the loss is added to the gradient (up to {np.abs(extra).max():.3g}): noise, a "
+        "penalty that is no part of the objective, or what was in .grad before"
+    )

@@ -1,0 +1,477 @@
+"""Fitting weights to a wrong gradient: least squares on the gradients of the case's own micro-batches.
+
+The weight probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
+model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the weights are fitted
+to the case itself, to all elements and then parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
+from gradcheck_suite.judge.naming import MOST_NAMES, constant_meaning, diagnose, fitting_factors, names_nothing
+from gradcheck_suite.judge.weights import Diagnosis, Weights, trial_weights
+from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
+from gradcheck_suite.run.instance import Instance, seeded
+
+# Solving for the weights of micro-batches: observed = sum over j of weight[j] * gradient[j].
+
+
+CONDITION = 1e-7
+"""Singular values below this share of the largest are left out: with them the weights would have fewer than half of
+the digits of float64."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The least-squares weights and their residual.
+
+    Attributes:
+        weights: (B,) float64: the weight of each micro-batch.
+        determined: whether the solution is unique.
+        exact: whether rounding explains the residual of every element.
+        residual: the largest |observed - fit|.
+    """
+
+    weights: npt.NDArray[np.float64]
+    determined: bool
+    exact: bool
+    residual: float
+
+
+def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> Fit:
+    """Fit weights by least squares.
+
+    Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a small one.
+
+    Args:
+        observed: (P,) finite: the observed gradient.
+        gradients: (B, P) finite: each micro-batch's gradient.
+        allowed: (P,): the largest error of `observed` that rounding explains.
+    """
+    sizes = np.linalg.norm(gradients, axis=1)
+    present = sizes > 0
+    weights = np.zeros(len(gradients))
+    if not present.any():
+        residual = np.abs(observed)
+        return Fit(weights, False, bool((residual <= allowed).all()), float(residual.max(initial=0.0)))
+    columns = (gradients[present] / sizes[present, None]).T
+    left, values, right = np.linalg.svd(columns, full_matrices=False)
+    kept = values > CONDITION * values[0]
+    solution = right[kept].T @ ((left[:, kept].T @ observed) / values[kept])
+    weights[present] = solution / sizes[present]
+    residual = np.abs(observed - weights @ gradients)
+    # the fit itself has rounding errors, which appear in the residual
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0) / values[kept].min()
+    return Fit(
+        weights,
+        determined=bool(kept.sum() == present.sum()),
+        exact=bool((residual <= allowed + rounding).all()),
+        residual=float(residual.max()),
+    )
+
+
+# Finding gradients that share memory with something else, which makes the reset mode change the gradient.
+#
+# With `.grad` None, autograd does not copy the first gradient of a window: it takes the tensor that backward
+# returned. A backward that returns a view of a buffer which it will use again (a static buffer of a CUDA graph, a
+# workspace of a hand-written `autograd.Function`) thereby gives that buffer away, and the next backward overwrites
+# the running sum. After a reset to zeros the same backward is added into memory of its own, and all is well.
+
+
+Parameters = dict[str, torch.nn.Parameter]
+Backwards = Sequence[Callable[[], torch.Tensor]]
+
+_SENTINEL = 0.8125
+"""What a gradient is filled with to see who writes into it: exact in every floating dtype."""
+
+
+@dataclass(frozen=True)
+class StolenBuffer:
+    """A parameter whose gradient shares memory with something else.
+
+    Attributes:
+        kind: `"rewritten"` where a later backward writes into the gradient by itself, `"shared"` where two parameters'
+            gradients overlap in memory.
+        parameter: whose gradient.
+        other: for `"shared"`, the other parameter.
+        error: largest difference between the sums after a reset to None and after a reset to zeros.
+        explanation: what happens and what to do, in a sentence or two.
+    """
+
+    kind: Literal["rewritten", "shared"]
+    parameter: str
+    other: str | None
+    error: float
+    explanation: str
+
+
+def find_stolen_buffers(
+    model: torch.nn.Module, loss: Callable[[torch.nn.Module, Any], torch.Tensor], batches: Sequence[Any]
+) -> tuple[StolenBuffer, ...]:
+    """Look for gradients that share memory with each other or with what backward writes into.
+
+    Parameters and their `.grad` are left as they were; buffers that a forward updates are not.
+
+    Args:
+        model: whose trainable parameters are looked at.
+        loss: (model, batch) -> the scalar loss of a micro-batch.
+        batches: micro-batches, at least two.
+
+    Raises:
+        UsageError: fewer than two micro-batches, or no trainable parameter.
+    """
+    if len(batches) < 2:
+        raise UsageError(f"find_stolen_buffers: expected at least 2 micro-batches, got {len(batches)}: pass more")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise UsageError("find_stolen_buffers: the model has no parameter with requires_grad=True")
+    with _gradients_kept(parameters), torch.enable_grad():
+        losses = [lambda batch=batch: loss(model, batch) for batch in batches]
+        error = _modes_apart(parameters, losses)
+        rewritten = _rewritten(parameters, losses)
+        shared = _shared(parameters, losses[0])
+    found = [
+        StolenBuffer("rewritten", name, None, error[name], _rewritten_text(name, error[name], len(batches)))
+        for name in rewritten
+    ]
+    found += [StolenBuffer("shared", a, b, max(error[a], error[b]), _shared_text(a, b)) for a, b in shared]
+    return tuple(found)
+
+
+@contextmanager
+def _gradients_kept(parameters: Parameters) -> Iterator[None]:
+    kept = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    try:
+        yield
+    finally:
+        for name, p in parameters.items():
+            p.grad = kept[name]
+
+
+def _backward(loss: Callable[[], torch.Tensor]) -> None:
+    value = loss()
+    if value.requires_grad:
+        value.backward()
+
+
+def _sums(parameters: Parameters, losses: Backwards, *, zeros: bool) -> dict[str, torch.Tensor]:
+    """Accumulate all micro-batches from zeros or from None; return dense copies."""
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p) if zeros else None
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    with seeded(0, device):
+        for loss in losses:
+            _backward(loss)
+    return {name: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for name, p in parameters.items()}
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense().clone() if gradient.is_sparse else gradient.detach().clone()
+
+
+def _modes_apart(parameters: Parameters, losses: Backwards) -> dict[str, float]:
+    released, zeroed = (_sums(parameters, losses, zeros=zeros) for zeros in (False, True))
+    return {
+        name: float((released[name] - zeroed[name]).abs().max()) if p.numel() else 0.0 for name, p in parameters.items()
+    }
+
+
+def _rewritten(parameters: Parameters, losses: Backwards) -> list[str]:
+    """Return the parameters whose gradient changes in a backward that accumulates nothing."""
+    for p in parameters.values():
+        p.grad = None
+    _backward(losses[0])
+    watched = {name: p.grad for name, p in parameters.items() if p.grad is not None and not p.grad.is_sparse}
+    for gradient in watched.values():
+        gradient.fill_(_SENTINEL)
+    for loss in losses[1:]:
+        value = loss()
+        if value.requires_grad:
+            # autograd.grad hands gradients back and leaves every `.grad` alone, unless their memory is shared
+            torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return [name for name, gradient in watched.items() if not bool((gradient == _SENTINEL).all())]
+
+
+def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tuple[str, str]]:
+    """Return the pairs of parameters whose gradients overlap in memory after a reset to None."""
+    for p in parameters.values():
+        p.grad = None
+    _backward(loss)
+    places = sorted((*_extent(p.grad), name) for name, p in parameters.items() if _is_dense(p.grad))
+    return [
+        (name, other) for i, (_, end, name) in enumerate(places) for start, _, other in places[i + 1 :] if start < end
+    ]
+
+
+def _is_dense(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and not gradient.is_sparse and gradient.numel() > 0
+
+
+def _extent(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Return the first byte's address and the one after the last byte's."""
+    assert gradient is not None
+    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    return gradient.data_ptr(), gradient.data_ptr() + (last + 1) * gradient.element_size()
+
+
+def _rewritten_text(name: str, error: float, micro_batches: int) -> str:
+    return (
+        f"{name}.grad shares its storage with a buffer that the next backward writes: with .grad None, autograd takes "
+        f"the tensor that backward returned instead of copying it, and the sum of the earlier micro-batches is lost. "
+        f"Over {micro_batches} micro-batches set_to_none and zero_ differ by {error:.3g}. "
+        "Return a fresh tensor (buffer.clone()) from that backward, or allocate p.grad as zeros before the first "
+        "backward and reset with zero_"
+    )
+
+
+def _shared_text(name: str, other: str) -> str:
+    return (
+        f"{name}.grad and {other}.grad overlap in memory, so what is added to one changes the other: "
+        "return a tensor of its own for each from their backward"
+    )
+
+
+Rows = npt.NDArray[np.float64]
+_LEAST_TOLERANCE = 1e-12
+_PARALLEL = 1e-12
+"""1 - |cosine| of the angle between two elements' gradients, over micro-batches, that are multiples of each other."""
+
+
+def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis | None:
+    """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
+
+    Args:
+        window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
+        comparison: of that gradient with the right one.
+        epoch: of the step. The steps before it are right.
+        alike: whether all of several ranks have that gradient.
+    """
+    if not np.isfinite(comparison.observed).all():
+        return None
+    gradients = _summed_gradients(window)
+    if not np.isfinite(gradients).all():
+        return None
+
+    def diagnosed(part: slice) -> Diagnosis | None:
+        return _diagnosed(window, epoch, gradients, comparison, part, alike=alike)
+
+    if whole := diagnosed(slice(0, len(comparison.observed))):
+        return whole
+    elements = {name: comparison.layout.elements(name) for name in wrong_and_right(comparison)[0]}
+    by_weights = {name: diagnosed(part) for name, part in elements.items()}
+    unread = not all(gradients[j].any() for j in window.members)
+    values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
+    found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
+    return with_second_names(found, window, comparison, list(elements))
+
+
+def is_explained(window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()) -> bool:
+    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told.
+
+    Args:
+        window: whose gradient it is.
+        comparison: of the gradient with the right one.
+        weights: of the micro-batches.
+        only: the parameters that are looked at, all if empty.
+    """
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return True
+    gradients = _summed_gradients(window)
+    if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
+        return True
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    off = np.abs(weights @ gradients - comparison.observed)
+    near = off <= 2 * comparison.allowed + rounding
+    return all(near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names)
+
+
+def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:
+    """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch alone, or None.
+
+    Args:
+        found: the diagnosis, which may be right as well where few elements tell.
+        window: whose gradient is wrong.
+        comparison: of that gradient with the right one.
+    """
+    if window.moved or window.reference.instance.case.dtype != "float64":
+        return None
+    wrong, _ = wrong_and_right(comparison)
+    elements = np.concatenate([np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)])
+    gradients = _summed_gradients(window)[list(window.members)][:, elements]
+    right, total = comparison.expected[elements], gradients.sum(axis=0)
+    pivot = int(np.argmax(np.abs(total)))
+    if not total[pivot] or not np.isfinite(total).all():
+        return None
+    scale = right[pivot] / total[pivot]
+    observed, allowed = comparison.observed[elements], comparison.allowed[elements]
+    for sign, which in ((1, "positive"), (-1, "negative")):
+        kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
+        if (np.abs(kept - observed) <= 8 * allowed).all():
+            sentence = (
+                f"of each micro-batch's gradient only the {which} elements are in the step's: look for a clamp, an abs "
+                "or a relu of gradients"
+            )
+            if np.count_nonzero(np.abs(right) > allowed) > 2:
+                return Diagnosis("partial-gradient", sentence)
+            # so few elements may have one sign by chance
+            return Diagnosis(f"{found.name} or partial-gradient", f"{found.sentence}; or: {sentence}")
+    return None
+
+
+def stolen_buffer(instance: Instance) -> Diagnosis | None:
+    """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
+    batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]
+    try:
+        found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
+    except RuntimeError:
+        return None
+    return Diagnosis("stolen-buffer", found[0].explanation) if found else None
+
+
+def _summed_gradients(window: Window) -> Rows:
+    """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
+    instance, model = window.reference.instance, window.model()
+    rows = [
+        window.reference.flat(
+            gradients_of(instance, model, instance.case.plan.items(j), summed=True, dtype=torch.float64)
+        )
+        for j in range(len(instance.case.plan.micro_batches))
+    ]
+    return np.stack(rows)
+
+
+def _diagnosed(
+    window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice, *, alike: bool
+) -> Diagnosis | None:
+    """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
+    instance = window.reference.instance
+    plan = instance.case.plan
+    observed, allowed = comparison.observed[part], comparison.allowed[part]
+    inside, everything = list(window.members), list(range(len(plan.micro_batches)))
+    counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
+    right = 1.0 if instance.problem.reduction == "sum" else 1.0 / sum(counts[j] for j in inside)
+    # elements that rounding may hide are no evidence
+    evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (np.abs(observed) > allowed)
+    gradients, observed, allowed = gradients[:, part][:, evident], observed[evident], allowed[evident]
+    template = Weights(
+        observed=np.zeros(len(everything)),
+        counts=tuple(counts),
+        window=tuple(inside),
+        accumulation_steps=plan.accumulation_steps,
+        epoch=epoch,
+        reduction=instance.problem.reduction,
+        items=plan.micro_batches,
+        unread=frozenset(j for j in everything if not gradients[j].any()),
+        windows=plan.windows,
+        owners=plan.owners if plan.ranks else (),
+        alike=alike,
+    )
+    for members in (inside, everything):
+        fit = fit_weights(observed, gradients[members], allowed)
+        if not (fit.exact and fit.determined):
+            continue
+        values, errors = np.zeros(len(everything)), np.zeros(len(everything))
+        values[members], errors[members] = fit.weights, _errors(gradients[members], observed, allowed)
+        weights = replace(
+            template,
+            observed=np.where(np.abs(values) <= errors, 0.0, values),
+            tolerance=max(_LEAST_TOLERANCE, float(errors.max() / right)),
+        )
+        if weights.is_right:
+            return None
+        diagnosis = diagnose(weights, _before(weights))
+        read = [j for j in members if j not in template.unread]
+        wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
+        told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
+        spare = _has_more_elements(gradients[members][:, wrong], told_by_wrong)
+        # two of the window's weights that fit one pattern are no coincidence; one number may be anything, and so may
+        # the weights of other windows
+        telling = spare or (members is inside and (len(read) > 1 or _is_named(weights, read)))
+        if telling and not names_nothing(diagnosis):
+            return diagnosis
+        break
+    return _by_trial(template, gradients, observed, allowed)
+
+
+def _rank(gradients: Rows) -> int:
+    """Return how many elements of (B, P) micro-batches' gradients are no combinations of others, as sums are."""
+    sizes = np.linalg.norm(gradients, axis=0)
+    return int(np.linalg.matrix_rank(gradients[:, sizes > 0] / sizes[sizes > 0], _PARALLEL))
+
+
+def _has_more_elements(gradients: Rows, count: int) -> bool:
+    """Return whether more than so many elements of the gradient are no multiples of each other.
+
+    A multiple is no evidence: whatever rounds x to y rounds -x to -y and 2x to 2y.
+    """
+    rest = gradients[:, gradients.any(axis=0)]
+    rest = rest / np.linalg.norm(rest, axis=0)
+    for _ in range(count + 1):
+        if not rest.size:
+            return False
+        rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _PARALLEL]
+    return True
+
+
+def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
+    """Name the faults whose weights give this gradient, where there are too few elements to solve for the weights.
+
+    The faults tried have no free number, so one element that agrees to rounding is no coincidence.
+    """
+    found: dict[str, Diagnosis] = {}
+    for values in trial_weights(template):
+        # each product rounds, as do those of the gradient itself
+        rounding = 64 * np.finfo(np.float64).eps * np.abs(values[:, None] * gradients).sum(axis=0)
+        if (np.abs(values @ gradients - observed) <= 2 * allowed + rounding).all():
+            weights = replace(template, observed=values)
+            diagnosis = diagnose(weights, _before(weights))
+            found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
+    if not found or not len(observed):
+        return None
+    names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
+    sentences = dict.fromkeys(diagnosis.sentence for diagnosis in found.values())
+    return Diagnosis(" or ".join(names), "; or: ".join(sentences)) if len(names) <= MOST_NAMES else None
+
+
+def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:
+    """Return (B,): how far rounding may take each fitted weight."""
+    inverse = np.abs(np.linalg.pinv(gradients.T))
+    eps = float(np.finfo(np.float64).eps)
+    errors: Vector = 4 * inverse @ (allowed + eps * np.abs(observed))
+    return errors
+
+
+def _before(weights: Weights) -> list[Weights]:
+    """Return the steps before one, which were judged right."""
+    found = []
+    for epoch in range(weights.epoch + 1):
+        for window in weights.windows:
+            if epoch == weights.epoch and window == weights.window:
+                break
+            right = replace(weights, window=window, epoch=epoch)
+            if not right.inside:
+                continue
+            values = np.zeros(len(weights.counts))
+            values[right.inside] = right.expected
+            found.append(replace(right, observed=values))
+    return found
+
+
+def _is_named(weights: Weights, read: Sequence[int]) -> bool:
+    """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
+    (only,) = read
+    factor = float(weights.observed[only] / weights.expected)
+    return any(fitting_factors([weights], [factor])) or any(constant_meaning(factor))

@@ -1,0 +1,519 @@
+"""Naming the fault that a loop shows on a weight probe, by at most four further runs of the loop.
+
+The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with all
+slopes 1 tells faults of the weights from faults that depend on the size of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcheck_suite.core.case import PARAMETER, SMALL_SCALE, Case, probe_case, slopes_of
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Vector
+from gradcheck_suite.judge.elements import explain_size, is_linear, projection
+from gradcheck_suite.judge.naming import diagnose, names_nothing
+from gradcheck_suite.judge.probe import (
+    WeightProbe,
+    expected_gradients,
+    fitting_faults,
+    flat_on_probe,
+    gradients_of_steps,
+    held_by,
+    held_by_steps,
+    item_weights,
+    may_be_non_finite,
+    per_micro_batch,
+    ranges_text,
+    reading,
+    readings,
+    separating_probe,
+)
+from gradcheck_suite.judge.reruns import NOT_REPEATABLE, LoopRunner, LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.judge.weights import Diagnosis, Weights
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.run.runner import Outcome
+
+# Naming a fault from the weights that a loop gives to the items of a weight probe.
+
+
+SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
+
+OF_OTHER_WINDOWS = frozenset(("stale-window", "later-window", "other-window"))
+"""Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
+
+
+def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of the weights of a step, by at most two further runs of the loop.
+
+    Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
+
+    Args:
+        probe: that the weights were read on.
+        steps: for each step the weight of each item, (total items,).
+        step: index of the step, whose weights are wrong and finite.
+        runner: of the loop.
+    """
+    items, window = steps[step], step % len(probe.plan.windows)
+    observed = per_micro_batch(probe, items)
+    table = () if observed is None else item_weights(probe, observed, window)
+    weights = None if observed is None else reading(probe, step, observed, alike=runner.alike)
+    separated, elsewhere = None, list[Weights]()
+    projected = _lost_part(probe, items, window)
+    if projected and (items.any() or weights is None):
+        return projected
+    if weights is not None:
+        named = diagnose(weights, _others(readings(probe, steps, alike=runner.alike), step))
+        # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
+        known = not names_nothing(named) and "wrong-scale" not in named.names
+        if known or runner.runs_left > 1:
+            separated, elsewhere = _separated(runner, probe, weights, steps)
+            if separated and separated.names & OF_OTHER_WINDOWS:
+                # the small loss tells other windows from a number that is added, by a fourth run if need be
+                runner.runs_left = max(runner.runs_left, 1)
+            elif separated:
+                return replace(separated, weights=table)
+        if projected and not separated:
+            # items that weigh the same leave nothing of a gradient without its mean, and other items something
+            return Diagnosis(f"{named.name} or {projected.name}", f"{named.sentence}; or: {projected.sentence}")
+        if known and not runner.runs_left:
+            return replace(named, weights=table)
+    recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    if outcome is None or step >= len(outcome.observations):
+        return separated or not_linear(
+            "on the weight probe the items' weights are wrong, and the loop stops if the loss is small"
+        )
+    small_step = gradients_of_steps(outcome)[step]
+    if not is_linear(items, small_step, probe.tolerance):
+        found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
+        if found is None or found.name == "added-term":
+            # a power of the loss adds a term as well
+            found = _by_loss(probe, recorder, step, items, small_step) or found or separated
+        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
+    if separated:
+        return replace(separated, weights=table)
+    if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
+        return found
+    if weights is None:
+        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+    # the gradient grows with the loss, so a factor that is none of the run's is one all the same
+    both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
+    if names_nothing(both) and not elsewhere:
+        return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
+    # a name of the first run alone is refuted by the other one
+    return replace(both, weights=table)
+
+
+def _by_loss(
+    probe: WeightProbe, recorder: LossRecorder, step: int, items: Vector, small_step: Vector
+) -> Diagnosis | None:
+    """Return the diagnosis of weights that the losses' values decide, or None.
+
+    What backward hands to the losses is then all that is wrong: nothing is done to the gradient after it.
+    """
+    members = probe.plan.windows[step % len(probe.plan.windows)]
+    calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
+    if len(calls) != len(members):
+        return None
+    handed = np.zeros(len(small_step))
+    for j, call in zip(members, calls, strict=True):
+        assert call.cotangent is not None
+        share = probe.counts[j] if probe.reduction == "mean" else 1.0
+        handed[probe.plan.items(j).start : probe.plan.items(j).stop] = SMALL_SCALE * float(call.cotangent) / share
+    if not np.allclose(handed, small_step, rtol=1e-9, atol=0):
+        return None
+    first = probe.plan.items(members[0]).start
+    return Diagnosis(
+        "weighted-by-loss",
+        "a micro-batch's weight depends on the value of its loss: that of the window's first is "
+        f"{items[first]:.6g}, and {small_step[first] / SMALL_SCALE:.6g} with a loss 2**-20 times as large: look for a "
+        "power or a logarithm of the loss, a focal weight, or a scale that is computed from the loss",
+    )
+
+
+def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:
+    """Return the diagnosis of a probe's gradient that is right for other batches than the loader's, or None."""
+    empty = torch.zeros(len(seen))
+    return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
+
+
+def not_linear(why: str) -> Diagnosis:
+    """Return the diagnosis of a gradient that no known fault explains."""
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
+def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
+    """Return the diagnosis of a window's right gradient without one of its parts, or None."""
+    right = probe.right_weights(window)
+    what = projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe))
+    return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient") if what else None
+
+
+def _parameters_of(probe: WeightProbe) -> Vector:
+    model = generated_instance(probe_case(probe.plan, probe.reduction, dtype=probe.dtype)).model()
+    values: Vector = model.get_parameter(PARAMETER).detach().double().numpy()
+    return values
+
+
+def _separated(
+    runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]
+) -> tuple[Diagnosis | None, list[Weights]]:
+    """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
+
+    The weights of the other run come with it, where it took all its steps.
+    """
+    separating = separating_probe(probe, runner.assumes)
+    seen = separating.observed_weights(runner, scale=SMALL_SCALE)
+    if seen is None or not np.isfinite(seen).all():
+        return None, []
+    miscounted = len(seen) != separating.plan.steps
+    other = (_whole_windows if miscounted else readings)(separating, seen, alike=runner.alike)
+    named, wrong = None, bool(other) and not all(w.is_right for w in other or ())
+    if other and wrong:
+        step = weights.epoch * len(weights.windows) + (weights.index or 0)
+        named = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *other], known_only=True)
+    if named is not None and not names_nothing(named):
+        return named, []
+    if miscounted:
+        return _by_steps(separating, seen), []
+    return None, other or []
+
+
+def _whole_windows(probe: WeightProbe, seen: list[Vector], *, alike: bool) -> list[Weights]:
+    """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
+
+    A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
+    there.
+    """
+    found: list[Weights] = []
+    for step, items in enumerate(seen[: len(probe.plan.windows)]):
+        observed = per_micro_batch(probe, items)
+        if observed is None or tuple(np.flatnonzero(observed)) != tuple(probe.plan.windows[step]):
+            break
+        found.append(reading(probe, step, observed, alike=alike))
+    return found
+
+
+def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
+    """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
+    faults = fitting_faults(probe.plan, held_by_steps(probe.plan, seen))
+    for name, account in faults.items():
+        if name != "never-stepped":
+            said = f"under another plan the loop takes {len(seen)} steps in place of {probe.plan.steps}"
+            return Diagnosis(name, f"{said}{account}")
+    return None
+
+
+def _others(run: list[Weights] | None, step: int) -> list[Weights]:
+    """Return the weights of the other steps of a run, where they are finite."""
+    return [] if run is None else [w for i, w in enumerate(run) if i != step and np.isfinite(w.observed).all()]
+
+
+# Whether a gradient on a weight probe is clipped, and how: by value, by norm, each micro-batch by itself.
+
+
+FURTHER = 4.0
+"""Factor of a large gradient that shows whether the observed one stays where it is."""
+
+
+def clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRunner) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is cut to some size, which a larger one would be cut to as well."""
+    items = np.flatnonzero(right)
+    if not (np.abs(seen[items]) <= 1.01 * np.abs(right[items])).all() or not seen[items].any():
+        return None
+    assert case.spec is not None
+    slopes = [slope * FURTHER if abs(slope) > 1 else slope for slope in slopes_of(case)]
+    louder = WeightProbe(case.plan, case.spec.loss.reduction, dtype=case.dtype).observed_weights(runner, slopes=slopes)
+    if louder is None or step >= len(louder):
+        return None
+    cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
+    if not cut.any() or not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
+        return None
+    return Diagnosis("clipped", f"{_cut(case, seen, right, items)}: the contract asks for the gradient itself")
+
+
+def _cut(case: Case, seen: Vector, right: Vector, items: npt.NDArray[np.intp]) -> str:
+    """Return which clipping explains a gradient: by value, by norm, by the norm of each micro-batch."""
+    share = seen[items] / right[items]
+    size = f"a gradient of norm {np.linalg.norm(right):.4g}"
+    largest, norm = np.abs(seen[items]).max(), np.linalg.norm(seen[items])
+    if len(items) == 1:
+        return f"{size} is clipped to {norm:.4g}, by norm or by value"
+    if np.ptp(share) <= 1e-2 * share.max():
+        return f"{size} is clipped to norm {norm:.4g}"
+    cut = np.abs(share - 1) > 1e-2
+    if np.ptp(np.abs(seen[items][cut])) <= 1e-2 * largest:
+        return f"{size} is clipped by value to {largest:.4g}"
+    return f"{size} is clipped, in parts: its micro-batches' parts have norms {_norms(case, seen)}"
+
+
+def _norms(case: Case, seen: Vector) -> str:
+    plan = case.plan
+    norms = [np.linalg.norm(seen[plan.items(j).start : plan.items(j).stop]) for j in range(len(plan.micro_batches))]
+    return " and ".join(f"{norm:.4g}" for norm in norms if norm)
+
+
+SKIPPED = (
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
+    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
+    "finite-gradients"
+)
+NOT_IN_GRADIENT = Diagnosis(
+    "skipped-non-finite",
+    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
+    "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
+)
+Steps = Sequence[Vector | None]
+NO_LOSS = (
+    "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a pull towards other "
+    "parameters, noise, or the rounding error of a larger number"
+)
+COARSE = ("bfloat16", "float16")
+"""Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
+POISONED = (
+    "the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: it "
+    "scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN"
+)
+
+
+def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a wrong gradient on a weight probe.
+
+    Args:
+        case: the probe.
+        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    seen = steps[step]
+    assert seen is not None, "a skipped step is not compared"
+    if case.spec is not None and "slopes" not in case.spec.loss.o:
+        return other_windows(case, steps) or _of_weights(case, steps, step, runner)
+    plain = _without_slopes(case, runner)
+    if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
+        return _of_weights(case, plain, step, runner)
+    return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
+
+
+def other_windows(case: Case, steps: Steps) -> Diagnosis | None:
+    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
+    plan = case.plan
+    held = [held_by(plan, items) for items in steps if items is not None]
+    right = list(plan.windows) * plan.epochs
+    if [j for step in held for j in step] != [j for window in right for j in window]:
+        return None
+    first = next((s for s, seen in enumerate(held) if s >= len(right) or tuple(seen) != right[s]), None)
+    if first is None:
+        return None
+    near = slice(max(0, first - 1), first + 2)
+    shown, due = (" | ".join(ranges_text(window) for window in windows[near]) for windows in (held, right))
+    return Diagnosis(
+        "wrong-windows",
+        f"the loop steps at other places: from step {near.start} on its windows are micro-batches {shown}, where "
+        f"{due} are right (accumulation_steps = {plan.accumulation_steps}, anew in every epoch)",
+    )
+
+
+def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
+    """Name a fault that depends on the size of the gradient, in a loop whose weights are wrong anyway; None without.
+
+    The loop is held to the weights that it gives on the same plan where all slopes are 1.
+
+    Args:
+        case: a probe with slopes.
+        runner: of the loop.
+    """
+    slopes = np.array(slopes_of(case))
+    plain, sized = _without_slopes(case, runner), _probe(case, case.dtype).run(runner, slopes=slopes.tolist())
+    if plain is None or sized is None or sized.skipped:
+        return None
+    steps = gradients_of_steps(sized)
+    if len(steps) != len(plain):
+        return _skips(case, steps) if len(steps) < len(plain) else None
+    # what other windows leave behind may be no multiple of their slopes, and is named already
+    own = [np.isin(np.arange(len(slopes)), case.plan.window_items(w)) for w in range(len(case.plan.windows))]
+    expected = []
+    for step, weights in enumerate(plain):
+        inside = own[step % len(own)] & (weights != 0)
+        expected.append(np.multiply(weights, slopes, out=np.zeros_like(slopes), where=inside))
+        steps[step] = np.where(own[step % len(own)] | ~np.isfinite(steps[step]), steps[step], 0.0)
+    close = 64 * UNIT_ROUNDOFF[case.dtype]
+    for step, (right, seen) in enumerate(zip(expected, steps, strict=True)):
+        diverged = may_be_non_finite(right) & ~np.isfinite(seen)
+        if not (diverged | np.isclose(seen, right, rtol=close, atol=0)).all():
+            return _size_fault(case, expected, steps, step, runner)
+    return None
+
+
+def explain_skips(case: Case, outcome: Outcome, runner: LoopRunner) -> Diagnosis | None:
+    """Name the fault of a loop that takes fewer steps because of the size of gradients; None where that is not why."""
+    if set(slopes_of(case)) == {1.0} or len(outcome.observations) >= case.plan.steps:
+        return None
+    plain = _without_slopes(case, runner)
+    if plain is None or len(plain) != case.plan.steps:
+        return None
+    return _skips(case, gradients_of_steps(outcome))
+
+
+def _skips(case: Case, steps: Sequence[Vector]) -> Diagnosis:
+    """Return the diagnosis of skipped windows, from the gradients of the steps that were taken."""
+    expected, taken = expected_gradients(case), {tuple(held_by(case.plan, seen)) for seen in steps}
+    skipped = [right for window, right in zip(case.plan.windows, expected, strict=True) if window not in taken]
+    finite = [right for right in skipped if np.isfinite(right).all()]
+    if not finite:
+        return Diagnosis("skipped-non-finite", SKIPPED)
+    norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
+    return Diagnosis(
+        "skipped-by-size",
+        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
+        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
+    )
+
+
+def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
+    return _probe(case, case.dtype).observed_weights(runner)
+
+
+def _probe(case: Case, dtype: str) -> WeightProbe:
+    assert case.spec is not None
+    return WeightProbe(case.plan, case.spec.loss.reduction, dtype=dtype)
+
+
+def _is_right(observed: Vector, case: Case, step: int) -> bool:
+    right = _probe(case, case.dtype).right_weights(step % len(case.plan.windows))
+    unit = UNIT_ROUNDOFF[case.dtype]
+    # traces below the rounding of the weights show as themselves where gradients are tiny
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
+
+
+def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
+    dtype = "float64" if case.dtype in COARSE else case.dtype
+    probe = _probe(case, dtype)
+    windows = len(case.plan.windows)
+    # a step that a gradient scaler skipped says nothing of the weights
+    seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
+    if dtype != case.dtype:
+        finer = probe.observed_weights(runner)
+        right = probe.right_weights(step % windows)
+        if finer is None:
+            return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
+        if step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
+            return Diagnosis(
+                "low-precision",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
+                "compute counts and their quotients in float32, and accumulate gradients in float32",
+            )
+        seen = finer
+    if not np.isfinite(seen[step]).all():
+        return not_linear("on the weight probe, whose gradients are finite, it is not even finite")
+    return explain_weights(probe, seen, step, runner)
+
+
+# Faults that depend on the size of the gradient
+
+
+def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
+
+    Args:
+        case: the probe, with slopes.
+        expected: the right gradient of every step.
+        steps: as in `explain_probe`.
+        step: index of the first wrong one.
+        runner: of the loop.
+    """
+    window = step % len(case.plan.windows)
+    items = list(case.plan.window_items(window))
+    right, seen = expected[step], steps[step]
+    assert seen is not None
+    if not np.isfinite(right).all():
+        return _of_non_finite(case, right, seen, window)
+    poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
+    if poison and not np.isfinite(seen).all():
+        source = poison[-1] % len(case.plan.windows)
+        return Diagnosis("poisoned-by-earlier-window", POISONED.format(window=source))
+    if runner.runs_left > 1:
+        # one is kept for a larger gradient
+        recorder, outcome = run_recorded(runner, generated_instance(case))
+        again = gradients_of_steps(outcome) if outcome else []
+        if step < len(again) and not np.array_equal(again[step], seen, equal_nan=True):
+            return NOT_REPEATABLE
+        if found := probe_inputs(recorder, case.plan.windows[window], seen, step):
+            return found
+    wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
+    if not wrong and np.abs(right[items]).max() < 1:
+        off = np.abs(seen - right).max()
+        return Diagnosis("added-term", f"an error of {off:.2g} is small beside weights of about 1, {NO_LOSS}")
+    wrong = wrong or items
+    if not np.isfinite(seen).all():
+        return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
+    if np.abs(right[items]).max() < 1 and not seen[wrong].any():
+        return Diagnosis(
+            "flushed-to-zero",
+            f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
+            "right: small values are set to zero, or they are lost in a coarser dtype",
+        )
+    if np.abs(right[items]).max() > 1 and not seen[wrong].any():
+        return Diagnosis(
+            "skipped-by-size",
+            f"a gradient of {_size(right[wrong])} is not in the step's, while one of about 1 is: a loss or a gradient "
+            "above some size is left out; switch that off for the verification",
+        )
+    if clipped := clipping(case, seen, right, step, runner):
+        return clipped
+    with np.errstate(divide="ignore"):
+        larger = seen[wrong] / right[wrong]
+    if np.abs(right[items]).max() < 1 and (np.abs(larger) > 1).all() and np.ptp(larger) > 1e-2 * np.abs(larger).max():
+        return Diagnosis(
+            "added-term",
+            f"a gradient of {_size(right[wrong])} comes out as one of {_size(seen[wrong])}, {NO_LOSS}",
+        )
+    return not_linear(
+        f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
+        "something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
+    )
+
+
+def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diagnosis:
+    """Name the fault of a window whose right gradient is infinite or NaN in some elements."""
+    poisoned = ~np.isfinite(right)
+    what = "NaN" if np.isnan(right[poisoned]).any() else "infinite"
+    plan = case.plan
+    beside = [
+        i
+        for j in plan.windows[window]
+        if poisoned[plan.items(j).start : plan.items(j).stop].any()
+        for i in plan.items(j)
+        if not poisoned[i]
+    ]
+    if not seen[poisoned].any() and not (beside and seen[beside].any()):
+        return NOT_IN_GRADIENT
+    if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
+        return Diagnosis(
+            "clipped",
+            f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
+            "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
+        )
+    values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
+    if not values:
+        return not_linear(
+            f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "
+            "come out wrong: something depends on the loss's value or on the largest element (a comparison, a "
+            "threshold, a norm)"
+        )
+    return Diagnosis(
+        "replaced-non-finite",
+        f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
+        "finite, such as nan_to_num or a clamp, and hides that the run diverged",
+    )
+
+
+def _size(elements: Vector) -> str:
+    sizes = np.abs(elements)
+    low, high = f"{sizes.min():.3g}", f"{sizes.max():.3g}"
+    return high if low == high else f"{low} to {high}"

@@ -1,0 +1,433 @@
+"""Running a loop a few more times to name its fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of
+from gradcheck_suite.judge.weights import Diagnosis, listed
+from gradcheck_suite.reference.large_batch import Gradients, parameter_gradients
+from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves
+from gradcheck_suite.run.ranks import run_ranks
+from gradcheck_suite.run.runner import Outcome
+
+MAX_RUNS = 3
+"""Runs that one diagnosis may take beside that which showed the violation; `judge.gradient` may allow one more."""
+
+
+class LoopRunner:
+    """Runs one loop, up to a number of times.
+
+    Attributes:
+        runs_left: number of runs that may still be asked for.
+        assumes: what the loop assumes, names from `ASSUMPTIONS`.
+        rank: the rank whose outcome is looked at.
+        alike: whether all ranks had the same gradients at each step, in every run so far.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+        max_runs: int = MAX_RUNS,
+        assumes: Iterable[str] = (),
+        rank: int = 0,
+        alike: bool = False,
+    ) -> None:
+        self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
+        self.rank, self.alike = rank, alike
+        self.assumes = frozenset(assumes) | assumptions_of(loop)
+
+    def run(self, instance: Instance) -> Outcome | None:
+        """Return what the loop does with an instance, or None where no run is left."""
+        if not self.runs_left:
+            return None
+        self.runs_left -= 1
+        outcomes = run_ranks(self._loop, instance, time_limit_s=self._time_limit_s)
+        failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
+        if failed is None:
+            self.alike &= outcomes[self.rank].alike
+        return failed or outcomes[self.rank]
+
+    def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
+        """Yield what the loop does with the very instance that showed the violation, while runs are left."""
+        for _ in range(times):
+            outcome = self.run(instance)
+            if outcome is None:
+                return
+            yield outcome
+
+
+# What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
+#
+# The losses are computed again from what they were called with. Where that gives the observed gradient, and the right
+# inputs do not, the inputs are the fault.
+
+
+Flat = Callable[[Gradients], Vector]
+CLOSE = 1e-9
+"""Share of the largest element up to which a gradient that is computed again is the same."""
+
+
+@dataclass
+class LossCall:
+    """A call of the loss.
+
+    Attributes:
+        step: number of optimizer steps before it.
+        batch: a copy of the batch.
+        parameters: name -> a copy of the value, of the model that it was called with; none where it was called with
+            the output of one, as `run.criterion` does. The batch is without what the model reads then.
+        training: name of each module -> its mode.
+        cotangent: what backward handed to the loss; None where the loss was not sent backward.
+    """
+
+    step: int
+    batch: Batch
+    parameters: dict[str, torch.Tensor]
+    training: dict[str, bool]
+    cotangent: torch.Tensor | None = None
+
+    def note(self, cotangent: torch.Tensor) -> None:
+        """Add what a backward hands to the loss."""
+        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+
+
+class LossRecorder:
+    """Records the calls of a loss.
+
+    Attributes:
+        calls: those with gradients, in order.
+        called: whether the loop calls the loss to train, which a look under `no_grad` is not.
+        original: the instance whose loss is recorded.
+        instance: the instance that records.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self.calls: list[LossCall] = []
+        self.called = False
+        self.original = instance
+        self._loss, self._steps = instance.problem.loss, 0
+        self.instance = replace(instance, problem=replace(instance.problem, loss=self._recorded))
+
+    def note_step(self, *_: Any) -> None:
+        """Count an optimizer's step."""
+        self._steps += 1
+
+    def _recorded(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        self.called |= torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return self._loss(model, batch)
+        read = model if isinstance(model, torch.nn.Module) else torch.nn.ParameterDict()
+        call = LossCall(
+            self._steps,
+            map_leaves(lambda t: t.detach().clone(), batch),
+            {name: p.detach().clone() for name, p in read.named_parameters()},
+            _modes(read),
+        )
+        loss = self._loss(model, batch)
+        if loss.requires_grad:
+            self.calls.append(call)
+            loss.register_hook(call.note)
+        return loss
+
+
+def _modes(model: torch.nn.Module) -> dict[str, bool]:
+    """Return whether each module is in train mode, by name."""
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
+    """Run a loop and record its losses; the outcome is None where it raised or no run is left."""
+    recorder = LossRecorder(instance)
+    if instance.case.plan.ranks:
+        # the losses are called in the ranks' own processes, where nobody records them
+        recorder.called = True
+        outcome = runner.run(instance)
+        return recorder, None if outcome is None or outcome.raised is not None else outcome
+    handle = register_optimizer_step_post_hook(recorder.note_step)
+    try:
+        outcome = runner.run(recorder.instance)
+    finally:
+        handle.remove()
+    return recorder, None if outcome is None or outcome.raised is not None else outcome
+
+
+def explain_inputs(
+    recorder: LossRecorder,
+    flat: Flat,
+    members: Sequence[int],
+    observed: Vector,
+    step: int,
+    parameters: dict[str, torch.Tensor] | None = None,
+) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
+
+    Args:
+        recorder: of the run.
+        flat: returns gradients by name as one vector, (P,).
+        members: indices of the micro-batches of the step's window.
+        observed: (P,): the wrong gradient.
+        step: index of the step.
+        parameters: those that the step changes; None for the initial ones.
+    """
+    sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
+    instance, right = recorder.original, recorder.original.model()
+    if parameters is not None:
+        right.load_state_dict(parameters, strict=False)
+    sent = [_completed(instance, right, members, *numbered) for numbered in enumerate(sent)]
+    times, rest = divmod(len(sent), len(members))
+    passes = [sent]
+    if times > 1 or rest:
+        # what an earlier pass over the window computed may have been cleared
+        passes.append(sent[-len(members) :])
+    if times > 1 and not rest:
+        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial training
+        passes.append(sent[times - 1 :: times])
+    for calls in passes:
+        if not calls or not _gives(instance, flat, calls, observed):
+            continue
+        found = {}
+        for name, sentence, corrected in _differences(instance, right, members, calls):
+            if corrected is None or not _gives(instance, flat, corrected, observed):
+                found[name] = sentence
+        if found:
+            return Diagnosis(" or ".join(found), "; or: ".join(found.values()))
+    return None
+
+
+def _gives(instance: Instance, flat: Flat, calls: Sequence[LossCall], observed: Vector) -> bool:
+    """Whether the losses, computed again as they were called, have a gradient."""
+    total = np.zeros_like(observed)
+    for call in calls:
+        model = instance.model()
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        if modules.keys() != call.training.keys() or parameters.keys() != call.parameters.keys():
+            return False
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(call.parameters[name])
+        for name, module in modules.items():
+            module.training = call.training[name]
+        assert call.cotangent is not None
+        loss = instance.problem.loss(model, map_leaves(torch.clone, call.batch))
+        total += flat(parameter_gradients(loss * call.cotangent, model))
+    return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
+
+
+def _completed(
+    instance: Instance, right: torch.nn.Module, members: Sequence[int], place: int, call: LossCall
+) -> LossCall:
+    """Return a call that was given the output of a model, with the model and the input that the contract has there."""
+    if call.parameters:
+        return call
+    given = dict(named_leaves(call.batch))
+    own = instance.batch(instance.case.plan.items(members[place % len(members)]))
+    names = iter([name for name, _ in named_leaves(own)])
+    return replace(
+        call,
+        batch=map_leaves(lambda t: given.get(next(names), t), own),
+        parameters={name: p.detach() for name, p in right.named_parameters()},
+        training=_modes(right),
+    )
+
+
+def _differences(
+    instance: Instance, model: torch.nn.Module, members: Sequence[int], calls: Sequence[LossCall]
+) -> Iterator[tuple[str, str, list[LossCall] | None]]:
+    """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
+    right = _modes(model)
+    if any(call.training != right for call in calls):
+        yield "wrong-mode", _mode_text(right, calls), [replace(call, training=right) for call in calls]
+    start = {name: p.detach() for name, p in model.named_parameters()}
+    if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
+        yield "other-parameters", _moved_text(start, calls), [replace(call, parameters=start) for call in calls]
+    if (whole := _split_text(instance, members, calls)) is not None:
+        yield *whole, None
+    elif changed := _changed_text(instance, members, calls):
+        yield "changed-batch", changed, None
+
+
+def _mode_text(right: dict[str, bool], calls: Sequence[LossCall]) -> str:
+    off = [[name for name, training in call.training.items() if training != right[name]] for call in calls]
+    number = sum(map(bool, off))
+    which = "the window's losses" if number == len(calls) else f"{number} of the window's {len(calls)} losses"
+    names = list(dict.fromkeys(name for call in off for name in call))
+    where = "" if "" in names else f" in {listed(names)}"
+    mode = "train" if calls[0].training.get(names[0]) and number == len(calls) else "eval"
+    return (
+        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in {mode} mode{where}, while the run hands "
+        "the model over in train mode: call model.train() after an evaluation"
+    )
+
+
+def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> str:
+    values = [(name, value) for call in calls for name, value in call.parameters.items()]
+    moved = [(name, value) for name, value in values if not torch.equal(value, start[name])]
+    name, value = moved[0]
+    own, at = start[name].flatten(), int((value - start[name]).abs().argmax())
+    names = list(dict.fromkeys(name for name, _ in moved))
+    return (
+        f"the losses are computed at other values of {listed(names)} than those that the step changes ({name} has "
+        f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there: look for a "
+        "copy or an average of the model, and for parameters that are perturbed or rounded and restored before the step"
+    )
+
+
+def _split_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> tuple[str, str] | None:
+    """Return name and sentence of wrong weights where the batches are parts of the window's micro-batches, or None.
+
+    Items whose count is 0 may be left out.
+    """
+    owners: list[int] = []
+    due = [(j, i) for j in members for i in range(instance.case.plan.micro_batches[j])]
+    batches = {j: instance.batch(instance.case.plan.items(j)) for j in members}
+    at = 0
+
+    def part(j: int, first: int, items: int) -> Batch:
+        return map_leaves(lambda t: t[first : first + items], batches[j])
+
+    for call in calls:
+        given, items = dict(named_leaves(call.batch)), len(next(leaves(call.batch), ()))
+        while at < len(due) and not _equal(given, dict(named_leaves(part(*due[at], items)))):
+            if instance.count(part(*due[at], 1)):
+                return None
+            at += 1
+        if at == len(due) or not items:
+            return None
+        owners.append(due[at][0])
+        at += items
+    if len(set(owners)) == len(calls) or any(instance.count(part(*one, 1)) for one in due[at:]):
+        return None
+    weights = [float(call.cotangent) for call in calls if call.cotangent is not None]
+    split = f"micro-batches are split, into {len(calls)} parts here, and the "
+    for j in set(owners):
+        own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
+        if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
+            return "unequal-items", f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}: {_BY_COUNT}"
+    return "mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count: {_BY_COUNT}"
+
+
+_BY_COUNT = "divide each part's summed loss by the window's count"
+
+
+def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
+    """Return how a batch of the window is none that the loader yields, or None."""
+    plan = instance.case.plan
+    yielded = [dict(named_leaves(instance.batch(plan.items(j)))) for j in range(len(plan.micro_batches))]
+    for place, call in enumerate(calls):
+        given = dict(named_leaves(call.batch))
+        if any(_equal(given, own) for own in yielded):
+            continue
+        index = members[min(place, len(members) - 1)]
+        own = yielded[index]
+        items, due = len(next(leaves(call.batch), ())), plan.micro_batches[index]
+        what = f"{items} items in place of {due}"
+        if items == due:
+            off = [name for name in own if name not in given or not _equal({"": given[name]}, {"": own[name]})]
+            what = f"other values in {listed(off)}"
+        return (
+            f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
+            f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
+            "the loss (a normalization in place, augmentation, truncation, padding, targets shifted against "
+            "inputs)"
+        )
+    return None
+
+
+def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
+    return given.keys() == own.keys() and all(
+        t.shape == own[name].shape and t.dtype == own[name].dtype and bool(((t == own[name]) | (t != t)).all())
+        for name, t in given.items()
+    )
+
+
+# Whether a loop leaves micro-batches out because their loss is NaN or infinite.
+#
+# The loss of a micro-batch whose targets are all ignored is NaN, and its gradient 0. A loop that skips it may lose
+# more than that. The loop runs again with such losses replaced by finite ones of the same gradient.
+
+
+SKIPPED = Diagnosis(
+    "skipped-non-finite",
+    "the loss of a micro-batch without valid targets is NaN, its gradient is 0, and with finite losses in place "
+    "of such ones the loop is right: it skips, resets or ends the window where a loss is not finite; leave out that "
+    "micro-batch alone, or add it",
+)
+
+
+def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | None:
+    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left.
+
+    Ranks compute the losses of their own case, so there it is None too.
+    """
+    plan, model = instance.case.plan, instance.model()
+    if plan.ranks:
+        return None
+    batches = [instance.batch(plan.items(j)) for j in range(len(plan.micro_batches))]
+    with torch.no_grad():
+        uncounted = [batch for batch in batches if not instance.count(batch)]
+        if all(instance.problem.loss(model, batch).isfinite() for batch in uncounted):
+            return None
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        value = instance.problem.loss(model, batch)
+        # backward gives 0 where the value was not finite, which is the gradient of such a loss
+        return value if value.isfinite() else value.nan_to_num()
+
+    return runner.run(replace(instance, problem=replace(instance.problem, loss=loss)))
+
+
+# Whether a loop hands its step the same gradient when it runs again on the same case.
+#
+# A fault that is gone in the next run also seems to depend on the gradient's size: the run with a small loss lacks
+# it.
+
+
+NOT_REPEATABLE = Diagnosis(
+    "not-repeatable",
+    "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next (a "
+    "global counter, a cache, an iterator), or draws from a generator that torch's seed does not set; start anew in "
+    "every run",
+)
+
+
+def confirmed_by_repeating(
+    found: Diagnosis,
+    runner: LoopRunner,
+    instance: Instance,
+    comparison: Comparison,
+    step: Callable[[Outcome], Vector | None],
+) -> Diagnosis:
+    """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient.
+
+    Args:
+        found: the diagnosis.
+        runner: of the loop.
+        instance: the case.
+        comparison: of the wrong gradient with the right one.
+        step: returns the gradient of the step in question of a run, (P,); None where the run has no such step.
+    """
+    for outcome in runner.repeat(instance):
+        if outcome.skipped:
+            return found  # a gradient scaler took fewer steps than there are windows
+        again = step(outcome)
+        if again is None or not is_same(again, comparison):
+            return NOT_REPEATABLE
+    return found
+
+
+def is_same(again: Vector, comparison: Comparison) -> bool:
+    """Return whether a run again gives the observed gradient, but for rounding."""
+    seen = comparison.observed
+    with np.errstate(invalid="ignore"):
+        near = np.abs(again - seen) <= comparison.allowed
+    return bool((near | (again == seen) | (~np.isfinite(again) & ~np.isfinite(seen))).all())

@@ -1,0 +1,348 @@
+"""The weight that each micro-batch has in the gradient of a step, and what is right of it.
+
+Accumulation is linear: observed = sum over micro-batches j of weight[j] * S[j], with S[j] the gradient of micro-batch
+j's summed loss. The weights are read off exactly by the weight probe, or solved for by least squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcheck_suite.core.results import ItemWeight
+
+ALONE = " alone, while "
+"""In an explanation between the parameters that are wrong and those that are right."""
+Array = npt.NDArray[np.float64]
+TOLERANCE = 1e-9
+"""Relative tolerance of weights, where it is not known better; weights are read in float64, which rounds at 1e-16."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What one step gave each micro-batch of an epoch.
+
+    Attributes:
+        observed: (B,), weight of each micro-batch's summed loss; exactly 0 where nothing of it is in the gradient.
+        counts: (B,), what each micro-batch's mean divides by.
+        window: indices of the micro-batches that this step should have.
+        accumulation_steps: K.
+        epoch: of the step, from 0.
+        reduction: `"mean"` or `"sum"`.
+        items: in each micro-batch, which need not be what is counted; empty where they are not known.
+        unread: micro-batches whose weights cannot be read, since nothing that is looked at depends on them.
+        windows: the windows of an epoch; empty where only this one is known.
+        tolerance: relative error of the weights that rounding explains.
+        owners: the rank that has each micro-batch; empty for one rank.
+        alike: whether all of several ranks have these weights.
+    """
+
+    observed: Array
+    counts: tuple[float, ...]
+    window: tuple[int, ...]
+    accumulation_steps: int
+    epoch: int
+    reduction: str
+    items: tuple[int, ...] = ()
+    unread: frozenset[int] = frozenset()
+    windows: tuple[tuple[int, ...], ...] = ()
+    tolerance: float = TOLERANCE
+    owners: tuple[int, ...] = ()
+    alike: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(set(self.owners)) or 1
+
+    def count_of_rank(self, rank: int) -> float:
+        """Return what a rank's micro-batches of the window count together."""
+        return self.count_of([j for j in self.window if self.owners[j] == rank])
+
+    @property
+    def window_count(self) -> float:
+        """What the window's mean divides by."""
+        return self.count_of(self.window)
+
+    @property
+    def expected(self) -> float:
+        """The weight that each micro-batch of the window should have."""
+        return 1.0 if self.reduction == "sum" else 1.0 / self.window_count
+
+    @property
+    def inside(self) -> list[int]:
+        """The window's micro-batches whose weights can be read: those that count something."""
+        return [j for j in self.window if self.counts[j] and j not in self.unread]
+
+    @property
+    def foreign(self) -> list[int]:
+        """Micro-batches of other windows that are in the gradient."""
+        readable = [j for j, n in enumerate(self.counts) if n and j not in self.unread]
+        return [j for j in readable if j not in self.window and self.observed[j]]
+
+    @property
+    def ratio(self) -> Array:
+        """Observed over right weight of the micro-batches inside."""
+        return self.observed[self.inside] / self.expected
+
+    @property
+    def per_mean(self) -> Array:
+        """The weight of the means of the micro-batches inside: that of their sums times their counts."""
+        return self.observed[self.inside] * np.array([self.counts[j] for j in self.inside])
+
+    @property
+    def index(self) -> int | None:
+        """Which of the windows this is, or None where the others are not known."""
+        return self.windows.index(self.window) if self.windows else None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the step has what it should."""
+        return not self.foreign and self.close(self.ratio, 1.0)
+
+    def count_of(self, micro_batches: Sequence[int]) -> float:
+        """Return what these micro-batches count together."""
+        return sum(self.counts[j] for j in micro_batches)
+
+    def close(self, a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
+        """Return whether weights are equal but for rounding."""
+        return bool(np.allclose(a, b, rtol=self.tolerance, atol=0.0))
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A named fault.
+
+    Attributes:
+        name: such as `mean-of-means`, or `a or b` where the evidence fits both.
+        sentence: what the loop did and what to do.
+        details: lines for a reader: the numbers that the diagnosis rests on.
+        weights: what the step gave each item, by micro-batch, where the diagnosis rests on that.
+    """
+
+    name: str
+    sentence: str
+    details: tuple[str, ...] = ()
+    weights: tuple[ItemWeight, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The faults that it may be."""
+        return names_of(self.name)
+
+
+def names_of(diagnosis: str) -> frozenset[str]:
+    """Return the faults that a diagnosis of the form `a or b` leaves open."""
+    return frozenset(diagnosis.split(" or "))
+
+
+def missing_gradient(parameter: str) -> Diagnosis:
+    """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
+    return Diagnosis(
+        "missing-gradient",
+        f"{parameter}.grad is None at the step, but the window's items reach {parameter}: look for a loss that is not "
+        "sent backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step",
+    )
+
+
+def listed(names: Sequence[object], shown: int = 3) -> str:
+    """Return a list in words, cut after a few."""
+    text = ", ".join(str(name) for name in names[:shown])
+    return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+# Which micro-batches of the window are in the gradient, and how often: none, one, some, or some several times.
+
+
+Steps = Sequence[Weights]
+
+MOST_TIMES = 64
+"""How often a micro-batch may be there to be called repeated."""
+
+
+def more_than_two(w: Weights) -> bool:
+    """Whether more than two of the window's micro-batches can be read."""
+    return len(w.inside) > 2
+
+
+def more_than_one(w: Weights) -> bool:
+    """Whether more than one of the window's micro-batches can be read."""
+    return len(w.inside) > 1
+
+
+def alone(place: int) -> Callable[[Weights], bool]:
+    """Whether the window's first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
+
+    def fits(w: Weights) -> bool:
+        ratio = w.ratio
+        if w.foreign or not len(ratio) or not ratio[place] or np.count_nonzero(ratio) != 1:
+            return False
+        mean = w.per_mean[place]
+        return any(w.close(*pair) for pair in ((ratio[place], 1), (mean, 1 / w.accumulation_steps), (mean, 1))) or (
+            w.close(mean, 1 / len(w.window))
+        )
+
+    return fits
+
+
+def alone_for_all(place: int) -> Callable[[Weights], bool]:
+    """Whether the window's first or last micro-batch stands for all of them."""
+
+    def fits(w: Weights) -> bool:
+        ratio = w.ratio
+        return bool(
+            not w.foreign
+            and len(ratio) > 1
+            and bool(ratio[place])
+            and np.count_nonzero(ratio) == 1
+            and w.close(ratio[place], len(ratio))
+        )
+
+    return fits
+
+
+def some_dropped(w: Weights) -> bool:
+    """Whether some micro-batches are missing, and the others have one weight, by sums or by means."""
+    for values in (w.ratio, w.per_mean):
+        kept = values[values != 0]
+        if not w.foreign and len(kept) < len(values) and (not len(kept) or w.close(kept, kept[0])):
+            return True
+    return False
+
+
+def some_missing(w: Weights) -> bool:
+    """Whether some micro-batches are missing and some are there, with any weights."""
+    return not w.foreign and bool(0 < np.count_nonzero(w.ratio) < len(w.ratio))
+
+
+def repeated(w: Weights) -> bool:
+    """Whether some micro-batches are there several times, or a second time by their means, and others perhaps not."""
+    if w.foreign:
+        return False
+    ratio = w.ratio
+    if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
+        return bool((ratio > 1.5).any() and (ratio <= MOST_TIMES).all())
+    extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
+    more = ~np.isclose(ratio, 1, rtol=w.tolerance, atol=0)
+    return bool(more.any()) and any(
+        w.close(extra[more], share) for share in (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
+    )
+
+
+def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
+    """Return which of the window's micro-batches have a ratio that is chosen, by their place in the window."""
+    return tuple(w.window.index(j) for j, ratio in zip(w.inside, w.ratio, strict=True) if chosen(float(ratio)))
+
+
+def dropped_text(w: Weights, wrong: Steps) -> str:
+    """Return which micro-batches are missing, and what usually drops these."""
+    gone = {places(v, lambda ratio: ratio == 0) for v in wrong}
+    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
+    said = f"micro-batches {missing} of the window are not in the gradient"
+    last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
+    several = any(more_than_two(v) for v in wrong)
+    if any((v.ratio > 1 + v.tolerance).any() and not some_dropped(v) for v in wrong):
+        more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
+        return f"{said}, {more}, or that stand in for others"
+    if several and gone == {(0,)}:
+        why = "look for a reset after its backward, or for what takes it away before the loop"
+        return f"{said}, in every wrong window the first: {why}"
+    if several and all(places(v, lambda ratio: ratio == 0) == (len(v.window) - 1,) for v in wrong) and last:
+        return f"{said}, in every wrong window the last: look for a loop that ends one early"
+    if several and all(places(v, lambda ratio: ratio == 0) == tuple(range(1, len(v.window), 2)) for v in wrong):
+        return f"{said}, in every wrong window each second one: the iterator is advanced twice"
+    if several and all(_has_twin(v) for v in wrong):
+        return f"{said}, and each has the count of another in its window: look for what is kept by size or by value"
+    return f"{said}{_in_common(wrong)}: look for a `continue`, a `break` or a reset between them"
+
+
+def _has_twin(w: Weights) -> bool:
+    kept = {w.counts[j] for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio}
+    return all(w.counts[j] in kept for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio)
+
+
+def repeated_text(w: Weights, wrong: Steps) -> str:
+    """Return which micro-batches are there several times, how often, and which are missing."""
+    twice = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)]
+    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
+    times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
+    said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
+    said = said.replace(" 2 times", " twice")
+    said += f"{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
+    if any(more_than_one(v) for v in wrong) and all(_weighs_its_number(v) for v in wrong):
+        return (
+            f"{said}, as often as the window has micro-batches: multiply no loss by them, and send each backward once"
+        )
+    return f"{said}: send each loss backward once, and multiply none"
+
+
+def _weighs_its_number(w: Weights) -> bool:
+    more = w.ratio[w.ratio > 1.5]
+    return any(w.close(more, float(number)) for number in (len(w.window), w.accumulation_steps))
+
+
+def _in_common(wrong: Steps) -> str:
+    """Return the size that all wrong micro-batches of several steps have and no right one, as a part of a sentence."""
+    sizes: dict[bool, set[int]] = {True: set(), False: set()}
+    for w in wrong if all(w.items for w in wrong) else ():
+        for j, ratio in zip(w.inside, w.ratio, strict=True):
+            sizes[w.close(ratio, 1.0)].add(w.items[j])
+    if len(wrong) < 2 or len(sizes[False]) != 1 or sizes[False] & sizes[True] or not sizes[True]:
+        return ""
+    (size,) = sizes[False]
+    return f"; in {len(wrong)} wrong steps they all have {size} item{'s' if size > 1 else ''}, and no right one has"
+
+
+# The weights that known faults without a free number give, to be tried on a gradient.
+
+
+def trial_weights(w: Weights) -> Iterator[Array]:
+    """Yield (B,) weights of micro-batches that a known fault gives in a step, `w` being of that step."""
+    right = {i: _of_window(w, i) for i in range(len(w.windows))}
+    index = w.index or 0
+    own = right[index]
+    for i, other in right.items():
+        if i != index:
+            yield other
+    # left over from the step before, from all before, or from the next
+    steps = [right[i] for _ in range(w.epoch) for i in right] + [right[i] for i in range(index)]
+    if steps:
+        yield own + steps[-1]
+        yield own + np.sum(steps, axis=0)
+    yield own + right[(index + 1) % len(right)]
+    k, size = w.accumulation_steps, len(w.window)
+    for factor in {float(n) for n in (k, size, w.window_count, w.world_size)} - {1.0}:
+        yield own * factor
+        yield own / factor
+    yield -own
+    counts = np.array([n or 1.0 for n in w.counts])
+    means = np.where(own != 0, 1 / counts, 0.0)
+    for base in (own, *(share * means for share in {1.0, 1 / k, 1 / size})):
+        if base is not own:
+            yield base
+        for j in w.inside if size > 1 else ():
+            alone = np.zeros_like(base)
+            alone[j] = base[j]
+            yield alone
+            yield base - alone
+    for rank in set(w.owners):
+        yield np.where(np.array(w.owners) == rank, own, 0.0)
+    if w.owners and w.reduction == "mean":
+        of_ranks = np.array([w.count_of_rank(rank) or 1.0 for rank in w.owners])
+        yield np.where(own != 0, 1 / of_ranks, 0.0)
+        yield np.where(own != 0, 1 / of_ranks, 0.0) / w.world_size
+    for j in w.inside if size > 1 else ():
+        alone = np.zeros_like(own)
+        alone[j] = own[j]
+        yield own + alone
+        yield size * alone
+
+
+def _of_window(w: Weights, window: int) -> Array:
+    members = [j for j in w.windows[window] if w.counts[j]]
+    values = np.zeros(len(w.counts))
+    values[members] = 1.0 if w.reduction == "sum" else 1.0 / w.count_of(members)
+    return values

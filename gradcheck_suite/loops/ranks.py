@@ -1,0 +1,480 @@
+"""Correct loops for several ranks: every reset mode in each way of adding up gradients over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcheck_suite.core.contract import (
+    BUSY_RANKS,
+    DENSE_GRADIENTS,
+    EVEN_RANKS,
+    NO_LAYER,
+    Batch,
+    Loop,
+    TrainingRun,
+    assumptions_of,
+    training_loop,
+)
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.loops.reset_modes import MODES
+
+# The laws of the wrappers: which collectives a window takes, worked out from sizes alone.
+#
+# The laws assume a small dense model whose gradients fit into one bucket. `run.ranks` counts the same.
+
+
+OF_ACTIVATIONS = "all-reduce of activations"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
+Kinds = dict[str, tuple[float, float]]
+"""Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
+INTEGER, FLAG = 8, 4
+"""Bytes of the number of micro-batches that are left, and of whether a parameter is used."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks share in a window.
+
+    Attributes:
+        shapes: of the trainable parameters, none of them scalar.
+        itemsize: bytes of an element.
+        ranks: number of ranks.
+        accumulation_steps: micro-batches of each rank.
+        items: of each micro-batch.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    itemsize: int
+    ranks: int
+    accumulation_steps: int
+    items: int
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients."""
+        return self._bytes(1)
+
+    @property
+    def shard(self) -> int:
+        """Bytes of a rank's part of all parameters: rows are dealt out evenly, and padded."""
+        return self._bytes(self.ranks)
+
+    def _bytes(self, parts: int) -> int:
+        total = 0
+        for rows, *others in self.shapes:
+            size = ceil(rows / parts)
+            for other in others:
+                size *= other
+            total += size * self.itemsize
+        return total
+
+
+Law = Callable[[Sharing], Kinds]
+
+
+def _reduced_at_once(s: Sharing) -> Kinds:
+    return {ALL_REDUCE: (1, s.gradients)}
+
+
+def _reduced_with_flags(s: Sharing) -> Kinds:
+    return {ALL_REDUCE: (2, s.gradients + FLAG * len(s.shapes))}
+
+
+def _gathered(times: int) -> Law:
+    def law(s: Sharing) -> Kinds:
+        gathers = times * s.accumulation_steps
+        return {ALL_GATHER: (gathers, gathers * s.shard), REDUCE_SCATTER: (1, s.ranks * s.shard)}
+
+    return law
+
+
+def _sent_after_the_step(s: Sharing) -> Kinds:
+    return {**_reduced_with_flags(s), BROADCAST: (len(s.shapes), s.gradients)}
+
+
+def _added_up_activations(s: Sharing) -> Kinds:
+    """Return what one linear layer takes, split by columns: each rank has a part of every output, a sum over inputs."""
+    outputs, inputs = s.shapes[0]
+    if inputs % s.ranks:
+        return {}
+    micro_batches = s.ranks * s.accumulation_steps
+    return {OF_ACTIVATIONS: (micro_batches, micro_batches * s.items * outputs * s.itemsize)}
+
+
+LAWS: dict[str, Law] = {
+    "all_reduce": _reduced_at_once,
+    "ddp": _reduced_with_flags,
+    "ddp_all_used": _reduced_at_once,
+    "ddp_bucket_view": _reduced_with_flags,
+    "ddp_static_graph": _reduced_at_once,
+    "fsdp2": _gathered(1),
+    "fsdp2_bfloat16": _gathered(1),
+    "fsdp2_resharded": _gathered(2),
+    "tensor_parallel": _added_up_activations,
+    "zero_redundancy": _sent_after_the_step,
+}
+"""Wrapper -> what it communicates in a window."""
+
+
+def predicted(wrapper: str, sharing: Sharing) -> Kinds:
+    """Return what a window of a built-in loop takes: the wrapper's, and two all-reduces of the loop's own.
+
+    The loop adds up whether micro-batches are left, and the counts. Under tensor parallelism each rank has them all.
+    """
+    if wrapper == "tensor_parallel":
+        return LAWS[wrapper](sharing)
+    found = Counter({ALL_REDUCE: 2}), Counter({ALL_REDUCE: INTEGER + sharing.itemsize})
+    for kind, amounts in LAWS[wrapper](sharing).items():
+        for total, amount in zip(found, amounts, strict=True):
+            total[kind] += amount  # type: ignore[assignment]
+    return {kind: (found[0][kind], found[1][kind]) for kind in found[0]}
+
+
+# Collectives that are no part of a loop's communication: those of the suite, and those that hand out items.
+
+
+_SUSPENDED = [False]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave the collectives of the block out of the count."""
+    before, _SUSPENDED[0] = _SUSPENDED[0], True
+    try:
+        yield
+    finally:
+        _SUSPENDED[0] = before
+
+
+def is_counted() -> bool:
+    """Return whether collectives are the loop's."""
+    return not _SUSPENDED[0]
+
+
+# Gradients added up over ranks by one all-reduce per window, just before the step.
+
+
+def add_up_gradients(run: TrainingRun) -> None:
+    """Give every rank the sum of all ranks' gradients; a parameter that no rank reaches gets zeros.
+
+    The sum replaces each gradient in place, so that views of a buffer stay views.
+    """
+    trainable = [p for p in run.model.parameters() if p.requires_grad]
+    for p in trainable:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        elif p.grad.layout is not torch.strided:
+            # ranks may reach other rows, so they add up dense gradients
+            p.grad = p.grad.to_dense()
+    gradients = [p.grad for p in trainable if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def all_reduced(loop: Loop) -> Loop:
+    """Return a loop whose every step begins with an all-reduce of the gradients."""
+
+    @functools.wraps(loop)
+    def trained(run: TrainingRun) -> None:
+        def add_up(*_: Any) -> None:
+            add_up_gradients(run)
+
+        run.optimizer.register_step_pre_hook(add_up)
+        loop(run)
+
+    trained.__doc__ = f"{_first_line(loop)} One all-reduce per window."
+    return trained
+
+
+def _first_line(loop: Loop) -> str:
+    return (loop.__doc__ or "").strip().split("\n")[0]
+
+
+# Gradients averaged over ranks by `DistributedDataParallel`, in the last backward of each window.
+
+
+def is_last_of_window(run: TrainingRun, call: int) -> bool:
+    """Return whether a rank's n-th micro-batch of the run, from 0, is the last one of its window."""
+    place = call % len(run.loader) + 1
+    return place % run.accumulation_steps == 0 or place == len(run.loader)
+
+
+def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
+    """Return a loop that trains the model in `DistributedDataParallel`.
+
+    The wrapper averages over ranks, so each loss is multiplied by their number. All micro-batches of a window but the
+    last one run under `no_sync`. With `static_graph` the first of the run does not, where torch would fail an assertion
+    (pytorch#143580): the part that is reduced twice stays what it is. A rank without a micro-batch in a window would
+    leave the others waiting.
+
+    Args:
+        loop: that accumulates each micro-batch's part of the window's loss.
+        assumes: what the loop assumes besides, as some options do.
+        options: of `DistributedDataParallel`. Random models have parameters that a micro-batch does not reach, so
+            `find_unused_parameters` is on if nothing else is said.
+    """
+    settings = {"find_unused_parameters": True, **options}
+    assumed = (*assumptions_of(loop), BUSY_RANKS, DENSE_GRADIENTS, *assumes)
+
+    @training_loop(assumes=assumed)
+    @functools.wraps(loop)
+    def trained(run: TrainingRun) -> None:
+        wrapped, calls = DistributedDataParallel(run.model, **settings), count()
+
+        def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+            own: AbstractContextManager[None] = nullcontext()
+            call = next(calls)
+            if not is_last_of_window(run, call) and (call or not settings.get("static_graph")):
+                own = wrapped.no_sync()
+            with own:
+                return run.loss(wrapped, batch) * run.world_size
+
+        loop(replace(run, loss=loss))
+
+    first = (loop.__doc__ or "").strip().split("\n")[0]
+    told = "".join(f", {name}={value}" for name, value in options.items())
+    trained.__doc__ = f"{first} In DistributedDataParallel{told}."
+    return trained
+
+
+# Parameters and gradients sharded over ranks by `fully_shard` (FSDP2).
+
+
+SAME_PARAMETERS = (f"{NO_LAYER}branch", f"{NO_LAYER}mixture")
+"""What a loop assumes whose ranks must reach the same parameters: no layers that choose parameters by their input."""
+FLOAT32_BUFFERS = tuple(f"{NO_LAYER}batch_norm{n}d" for n in (1, 2))
+"""What a loop assumes whose mixed precision policy casts parameters and no buffers, which batch norm refuses."""
+NO_SCALARS = (f"{NO_LAYER}scale",)
+"""What a loop assumes since `fully_shard` refuses scalar parameters: no layer that has one."""
+FSDP2_UNFIT = ("flat_buffer", "zero_between")
+"""The reset modes that `fully_shard` rules out.
+
+A view of a buffer of whole gradients is no shard. Between forward and backward the model has the gathered parameters,
+whose gradients are not those that the step uses.
+"""
+
+
+def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, **options: Any) -> Loop:
+    """Return a loop that trains the model after `fully_shard`.
+
+    `fully_shard` replaces parameters, so the optimizer gets the new ones. Its reduction averages over ranks, so each
+    loss is multiplied by their number. Gradients are reduced in the last backward of each window. Every forward
+    gathers parameters, so all ranks need as many micro-batches.
+
+    Args:
+        loop: that accumulates each micro-batch's part of the window's loss.
+        reach_all: whether to give every parameter a gradient in every backward. `fully_shard` lays the gradients that
+            a rank has side by side and adds up these buffers, so ranks must have those of the same parameters: else it
+            adds gradients of different parameters, or ranks wait for each other (pytorch#158719).
+            Otherwise the loop assumes models whose parameters are reached by every input.
+        compute: dtype to which a mixed precision policy casts parameters and inputs of a model in a lower precision
+            than float64; gradients are added up in float32. It is declared as an autocast, whose rounding errors are
+            the same.
+        options: of `fully_shard`.
+    """
+    assumed = [*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
+    assumed += [] if reach_all else SAME_PARAMETERS
+    assumed += [] if compute is None else FLOAT32_BUFFERS
+
+    @training_loop(assumes=assumed, autocast=compute)
+    @functools.wraps(loop)
+    def trained(run: TrainingRun) -> None:
+        policy = {} if compute is None or run.dtype is torch.float64 else {"mp_policy": _policy(compute)}
+        model, calls = _fsdp2_sharded(run, {**options, **policy}), count()
+
+        def loss(_: torch.nn.Module, batch: Batch) -> torch.Tensor:
+            model.set_requires_gradient_sync(is_last_of_window(run, next(calls)))
+            part = run.loss(model, batch) * run.world_size
+            return part + _zero_of_each_parameter(model) if reach_all else part
+
+        loop(replace(run, loss=loss))
+
+    first = (loop.__doc__ or "").strip().split("\n")[0]
+    shown = options if compute is None else {**options, "param_dtype": compute}
+    told = "".join(f", {name}={value}" for name, value in shown.items())
+    trained.__doc__ = f"{first} After fully_shard{told}."
+    return trained
+
+
+def _zero_of_each_parameter(model: torch.nn.Module) -> Any:
+    """Return 0, with a gradient of zeros for every trainable parameter."""
+    return sum((0 * p).sum() for p in model.parameters() if p.requires_grad)
+
+
+def _policy(compute: str) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # the loss is computed in float32, since some losses take no targets of another dtype than the output's
+    return MixedPrecisionPolicy(getattr(torch, compute), reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+def _fsdp2_sharded(run: TrainingRun, options: dict[str, Any]) -> Any:
+    """Shard the model, give the optimizer its new parameters, and return the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    if any(not p.ndim for p in run.model.parameters()):
+        raise CannotRunHere("fully_shard does not take scalar parameters")
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    fully_shard(run.model, **options)
+    sharded = dict(run.model.named_parameters())
+    for group in run.optimizer.param_groups:
+        group["params"] = [sharded[names[id(p)]] for p in group["params"]]
+    return run.model
+
+
+# Linear layers split over ranks (tensor parallelism): each rank has a part of the weights and trains on all items.
+
+
+TENSOR_PARALLEL_UNFIT = ("flat_buffer", "zero_grad_foreach")
+"""The reset modes that a model with split and whole parameters rules out.
+
+A gradient that is a `DTensor` is not added to a view of a buffer, and a foreach kernel refuses a list of both kinds.
+"""
+
+
+class AllMicroBatches:
+    """The micro-batches of all ranks, in the same order on every rank. Each rank has as many."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        """Take each rank's micro-batches from its own run."""
+        self._own, self._ranks = run.loader, run.world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the micro-batches of one epoch."""
+        for own in self._own:
+            every: list[Any] = [None] * self._ranks
+            # where a model is split, a sampler gives its ranks the same items without a collective
+            with uncounted():
+                dist.all_gather_object(every, own)
+            yield from every
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of one epoch."""
+        return len(self._own) * self._ranks
+
+
+def in_tensor_parallel(loop: Loop) -> Loop:
+    """Return a loop whose model's linear layers are split over the ranks, and that trains as one rank does.
+
+    Every rank computes every micro-batch, so gradients of parameters that are not split are the same on all ranks, and
+    nothing adds them up.
+    """
+
+    @training_loop(assumes=(*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS))
+    @functools.wraps(loop)
+    def trained(run: TrainingRun) -> None:
+        split_linear_layers(run)
+        loop(as_one_rank(run))
+
+    first = (loop.__doc__ or "").strip().split("\n")[0]
+    trained.__doc__ = f"{first} Linear layers are split over the ranks (tensor parallelism)."
+    return trained
+
+
+def as_one_rank(run: TrainingRun) -> TrainingRun:
+    """Return a run of a single rank that has the micro-batches of all ranks."""
+    loader: Any = AllMicroBatches(run)
+    steps = run.accumulation_steps * run.world_size
+    return replace(run, loader=loader, accumulation_steps=steps, rank=0, world_size=1)
+
+
+def split_linear_layers(run: TrainingRun) -> None:
+    """Split the weight of each `torch.nn.Linear` by rows, or else by columns, where the number of ranks divides them.
+
+    `parallelize_module` replaces parameters, so the optimizer gets the new ones. A weight that several modules share
+    stays whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    uses = Counter(id(p) for module in run.model.modules() for p in module.parameters(recurse=False))
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
+    for module in list(run.model.modules()):
+        # a subclass may use its weight in another way than by a call of the layer
+        if type(module) is not torch.nn.Linear or any(uses[id(p)] > 1 for p in module.parameters()):
+            continue
+        if not module.out_features % run.world_size:
+            parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
+        elif not module.in_features % run.world_size:
+            parallelize_module(module, mesh, RowwiseParallel(input_layouts=Replicate()))
+    split = dict(run.model.named_parameters())
+    for group in run.optimizer.param_groups:
+        group["params"] = [split[names[id(p)]] for p in group["params"]]
+
+
+# Optimizer states sharded over ranks by `ZeroRedundancyOptimizer`, on gradients of `DistributedDataParallel`.
+
+
+def in_zero_redundancy(loop: Loop) -> Loop:
+    """Return a loop whose steps are those of a `ZeroRedundancyOptimizer`, in `DistributedDataParallel`.
+
+    `run.optimizer` becomes the local optimizer, which has a part of the parameters; the other ranks step on the rest.
+    """
+    inner = in_ddp(loop)
+
+    @training_loop(assumes=assumptions_of(inner))
+    @functools.wraps(loop)
+    def trained(run: TrainingRun) -> None:
+        inner(replace(run, optimizer=_zero_redundancy_sharded(run.optimizer)))
+
+    trained.__doc__ = f"{(inner.__doc__ or '').strip()} Steps of ZeroRedundancyOptimizer."
+    return trained
+
+
+def _zero_redundancy_sharded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of all parameters that gives each rank's part to the given one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def local(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        for own, part in zip(optimizer.param_groups, groups, strict=True):
+            own["params"] = part["params"]
+        return optimizer
+
+    groups = [dict(group) for group in optimizer.param_groups]
+    return ZeroRedundancyOptimizer(groups, local, **optimizer.defaults)  # type: ignore[arg-type]
+
+
+WRAPPERS = {"all_reduce": all_reduced, "ddp": in_ddp, "fsdp2": in_fsdp2, "tensor_parallel": in_tensor_parallel}
+"""Ways to train on several ranks, each a function that makes one loop of another."""
+UNFIT = {"fsdp2": FSDP2_UNFIT, "tensor_parallel": TENSOR_PARALLEL_UNFIT}
+"""The reset modes that a wrapper rules out."""
+RANK_MODES: dict[str, Loop] = {
+    f"{name}/{mode}": wrap(loop)
+    for name, wrap in WRAPPERS.items()
+    for mode, loop in MODES.items()
+    if mode not in UNFIT.get(name, ())
+}
+"""What `verify --ranks` runs when it is given no loop: every reset mode in every wrapper, by the names of both."""
+_ZEROED, _RELEASED = MODES["zero_grad"], MODES["set_to_none"]
+RANK_LOOPS: dict[str, Loop] = {
+    **RANK_MODES,
+    # one mode that zeroes and one that releases
+    "ddp_bucket_view/zero_grad": in_ddp(_ZEROED, gradient_as_bucket_view=True),
+    "ddp_bucket_view/set_to_none": in_ddp(_RELEASED, gradient_as_bucket_view=True),
+    "ddp_static_graph/zero_grad": in_ddp(
+        _ZEROED, assumes=(*SAME_PARAMETERS, EVEN_RANKS), static_graph=True, find_unused_parameters=False
+    ),
+    "ddp_all_used/zero_grad": in_ddp(
+        _ZEROED, assumes=(*SAME_PARAMETERS, f"{NO_LAYER}unused"), find_unused_parameters=False
+    ),
+    "fsdp2_resharded/zero_grad": in_fsdp2(_ZEROED, reach_all=False, reshard_after_forward=True),
+    "fsdp2_bfloat16/zero_grad": in_fsdp2(_ZEROED, compute="bfloat16"),
+    "zero_redundancy/zero_grad": in_zero_redundancy(_ZEROED),
+    "zero_redundancy/set_to_none": in_zero_redundancy(_RELEASED),
+}
+"""All built-in loops for several ranks by name."""

@@ -1,0 +1,27 @@
+"""Real trainers as loops, by name. A trainer's package is imported when its loop runs, never before.
+
+To add a trainer, write its file in `adapters/`, its extra in `pyproject.toml` and its test in `tests/loops/trainers/`:
+the
+command line, the report and the user guide read the records. Does not import evidence, report or the command line.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from gradcheck_suite.loops.trainers import adapters
+from gradcheck_suite.loops.trainers.trainer import Trainer
+
+__all__ = ["PACKAGES", "TRAINERS", "Trainer"]
+
+
+def _collected() -> dict[str, Trainer]:
+    files = [import_module(f"{adapters.__name__}.{module.name}") for module in iter_modules(adapters.__path__)]
+    return {trainer.name: trainer for file in files for trainer in file.TRAINERS}
+
+
+TRAINERS = _collected()
+"""Every trainer by name."""
+PACKAGES = tuple(dict.fromkeys(package for trainer in TRAINERS.values() for package in trainer.packages))
+"""The distributions that trainers need."""

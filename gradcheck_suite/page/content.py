@@ -1,0 +1,450 @@
+"""What a page says: tables, figures and paragraphs as data, and where their numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from scipy.stats import binomtest, false_discovery_control
+
+from gradcheck_suite.core.records import Record, code_digest
+from gradcheck_suite.core.text import counted
+
+# Whole steps under `zero_` and under `set_to_none`, from their records: which mode is faster where, in words.
+#
+# The claim about when zeroing may do (C1.8) and the report's section on steps both read this module, and so say the
+# same.
+
+
+Row = Mapping[str, Any]
+LEVEL = 0.05
+"""Expected share of wrong answers among the settings in which one mode is called faster (false discovery rate)."""
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+SETTING = ("device", "parameters", "items", "micro_batches")
+MODES = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What was found over several settings.
+
+    Attributes:
+        faster: for each setting that was not disturbed, a key of `MODES`.
+        rows: those settings.
+        disturbed: settings that other load on the machine disturbed each time; they count for nothing.
+    """
+
+    faster: tuple[str, ...]
+    rows: tuple[Row, ...]
+    disturbed: tuple[Row, ...]
+
+    def where(self, which: str) -> list[Row]:
+        """Return the settings with this answer."""
+        return [row for row, answer in zip(self.rows, self.faster, strict=True) if answer == which]
+
+
+def pooled(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each setting, from all runs that timed it.
+
+    Pairs of one run share the places of their tensors in memory, and another run may find the opposite. `agree` says
+    whether the majority of pairs is on the same side in every run. Times and savings are medians over the runs, the
+    quartiles reach over those of all runs, and the pairs are added up. A disturbed run counts where there is no other.
+    """
+    settings: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
+    found: list[Row] = []
+    for mine in settings.values():
+        runs = [row for row in mine if not row.get("disturbed")] or mine[-1:]
+        bars = [row["saved_quartiles"] for row in runs if row.get("saved_quartiles")]
+        found.append(
+            {
+                **runs[-1],
+                **{name: median(row[name] for row in runs) for name in ("zero", "none", "saved")},
+                **{name: sum(row[name] for row in runs) for name in ("faster", "pairs")},
+                "saved_quartiles": (min(low for low, _ in bars), max(high for _, high in bars)) if bars else None,
+                "runs": len(runs),
+                "agree": len({2 * row["faster"] > row["pairs"] for row in runs}) == 1,
+            }
+        )
+    return found
+
+
+def step_times(rows: Sequence[Row]) -> StepTimes:
+    """Answer for every setting which mode is faster.
+
+    A sign test over the pairs of a setting gives its p-value. Since many settings are tested at once, the procedure of
+    Benjamini and Hochberg (1995, J. R. Statist. Soc. B 57, 289-300) decides which of them are significant. In a setting
+    that several runs timed, neither mode is faster unless they agree; see `pooled`.
+    """
+    kept = tuple(row for row in rows if not row.get("disturbed"))
+    p_values = [binomtest(int(row["faster"]), int(row["pairs"])).pvalue if row["pairs"] else 1.0 for row in kept]
+    adjusted = false_discovery_control(p_values) if kept else ()
+    answers = (
+        "neither"
+        if p >= LEVEL or not row.get("agree", True)
+        else "none"
+        if 2 * row["faster"] > row["pairs"]
+        else "zero"
+        for row, p in zip(kept, adjusted, strict=True)
+    )
+    return StepTimes(tuple(answers), kept, tuple(row for row in rows if row.get("disturbed")))
+
+
+def summary(rows: Sequence[Row], device: str) -> str:
+    """Return in how many settings each mode is faster, as a sentence or two.
+
+    Args:
+        rows: the settings of one device.
+        device: what a reader calls the device, such as `"CPU"`.
+    """
+    found = step_times(rows)
+    counts = {which: len(found.where(which)) for which in MODES}
+    text = (
+        f"On the {device}, of {len(found.rows)} settings releasing is faster in {counts['none']}, zeroing in "
+        f"{counts['zero']}, neither in {counts['neither']} (sign test over pairs of steps in turn, corrected for the "
+        f"number of settings, {LEVEL:.0%})."
+    )
+    runs = min((row.get("runs", 1) for row in found.rows), default=1)
+    if runs > 1:
+        text += f" Each setting was timed in {runs} runs or more, and one whose runs disagree counts as neither."
+    best = max((row["saved"] / row["zero"] for row in found.where("none")), default=0.0)
+    if best > 0:
+        text += f" A release saves at most {best:.0%} of a step."
+    if found.disturbed:
+        text += f" {len(found.disturbed)} more settings were disturbed by other load and count for nothing."
+    return text
+
+
+def answer(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what claim C1.8 says: sentence, condition, figures, counterexample; each device is judged by itself."""
+    devices = {device: [row for row in rows if row["device"] == device] for device in DEVICES}
+    found = {device: step_times(mine) for device, mine in devices.items() if mine}
+    figures = {
+        f"{_setting(row)}: saved by releasing": (
+            f"{1000 * row['saved']:+.3f} ms of {1000 * row['zero']:.3f} ({100 * row['saved'] / row['zero']:+.0f}%), "
+            f"faster in {row['faster']} of {row['pairs']} pairs; {row['bytes_between'] / 2**20:.1f} MiB between steps"
+        )
+        for times in found.values()
+        for row in times.rows
+    }
+    said = " ".join(summary(devices[device], DEVICES[device]) for device in found)
+    total = sum(len(times.rows) for times in found.values())
+    faster = [_setting(row) for times in found.values() for row in times.where("none")]
+    return {
+        "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
+        "cost of memory that is given back and allocated again. A release always saves the memory of all gradients "
+        "between steps.",
+        "figures": figures,
+        "condition": "memory between steps is no constraint, and releasing is not faster in the setting, as in "
+        f"{total - len(faster)} of the {total} settings timed here",
+        "counterexample": "; ".join(faster),
+    }
+
+
+def _setting(row: Row) -> str:
+    where = "" if row["device"] == "cpu" else f" on the {DEVICES[row['device']]}"
+    return f"{row['parameters']:,} parameters, {counted(row['items'], 'item')}, K = {row['micro_batches']}{where}"
+
+
+# Where figures come from: command, commit, date and machine, and whether the code has changed since.
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run, or several of the same command at the same commit.
+
+    Attributes:
+        kind: of the records.
+        command: that made the records.
+        commit: of the repository, nine digits; empty where it is unknown.
+        date: the day of the newest record; empty where it is unknown.
+        machine: the processor, its cores and the devices.
+        records: how many there are.
+        older: whether the code that the figures speak of is another one today, or may be.
+        unclean: whether the working tree had uncommitted changes.
+    """
+
+    kind: str
+    command: str
+    commit: str
+    date: str
+    machine: str
+    records: int = 1
+    older: bool = False
+    unclean: bool = False
+
+
+def sources(records: Iterable[Record]) -> tuple[Source, ...]:
+    """Return the runs behind some records, the newest first."""
+    groups: dict[tuple[str, str, str, bool, bool, str], list[Record]] = {}
+    for record in records:
+        older = record.judge != code_digest(record.kind)
+        run = (record.kind, record.command, record.commit[:9])
+        groups.setdefault((*run, older, record.clean is False, machine(record.environment)), []).append(record)
+    found = [
+        Source(kind, command, commit, max(r.time for r in group)[:10], where, len(group), older, unclean)
+        for (kind, command, commit, older, unclean, where), group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda source: source.date, reverse=True))
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """Return the machine of an environment in a few words; empty where it is unknown."""
+    if not environment:
+        return ""
+    devices = environment.get("devices") or {}
+    accelerators = [str(d) for d in devices.get("torch", ()) if str(d) != "cpu"]
+    processor, cores = environment.get("processor", "unknown processor"), environment.get("processor_count", "?")
+    versions = environment.get("versions") or {}
+    torch = f"torch {versions['torch']}" if versions.get("torch") else ""
+    return ", ".join(filter(None, (*accelerators, f"{processor}, {cores} cores", torch)))
+
+
+# The parts of a report: what is written as HTML, Markdown or JSON.
+
+
+Cell = str | int | float | None
+TABS = {
+    "verification": "Verification",
+    "cost": "Cost",
+    "claims": "Claims",
+    "zoo": "Zoo",
+    "trust": "Trust",
+    "trainers": "Trainers",
+    "atlas": "Atlas",
+    "violations": "Violations",
+    "environment": "Environment",
+}
+"""The pages of the report after the first one: key -> name. A page without a section is left out."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        caption: what its rows are.
+        columns: the header.
+        rows: one cell for each column; numbers are shown with three digits.
+        note: under the table.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot.
+
+    Attributes:
+        key: its name in the page, and that of its file beside the Markdown.
+        spec: a Vega-Lite specification, without width and configuration.
+        alt: what it shows, for those who cannot see it.
+        caption: under it.
+        sources: of its numbers, where they are not those of its section or answer.
+    """
+
+    key: str
+    spec: Mapping[str, Any]
+    alt: str
+    caption: str = ""
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A widely read claim and its verdict.
+
+    Attributes:
+        number: such as `C1.2`.
+        origin: where it is published.
+        text: the claim.
+        short: the claim in a few words.
+        verdict: `confirmed`, `conditional` or `refuted`.
+        sentence: what holds.
+        condition: under which it is true; empty if under none or any.
+        how: how it was tested.
+        counterexample: the smallest case against it; empty if there is none.
+        numbers: figures of the run that no plot shows, as pairs of a name and a value.
+        figures: plots of the other figures of the run.
+        series: rows of numbers, such as the components of a gradient, each with its name.
+        sources: of the verdict.
+    """
+
+    number: str
+    origin: str
+    text: str
+    short: str
+    verdict: str
+    sentence: str
+    condition: str
+    how: str
+    counterexample: str
+    numbers: tuple[tuple[str, str], ...] = ()
+    figures: tuple[Figure, ...] = ()
+    series: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Verdicts in rows and columns, always shown.
+
+    Attributes:
+        caption: what a cell says.
+        corner: the name of the rows.
+        columns: the header of the columns.
+        rows: pairs of the row's name and its cells; a cell is a pair of a class (`good`, `bad`, `warn`, `none`) and
+            its lines of text.
+        notes: under the matrix, such as why a cell is empty.
+    """
+
+    caption: str
+    corner: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that people wrote, such as a finding in a trainer.
+
+    Attributes:
+        title: its first heading.
+        markdown: the rest of it.
+    """
+
+    title: str
+    markdown: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Attributes:
+        key: its anchor.
+        title: its heading.
+        tab: the page that it stands on, a key of `TABS`.
+        text: paragraphs.
+        matrices: after the text.
+        figures: after the matrices.
+        claims: after the figures.
+        documents: after the claims.
+        tables: last, closed until a reader opens them.
+        sources: the runs that made its figures.
+        missing: a sentence on what has not been run yet; None where everything has.
+    """
+
+    key: str
+    title: str
+    tab: str
+    text: tuple[str, ...] = ()
+    matrices: tuple[Matrix, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    documents: tuple[Document, ...] = ()
+    tables: tuple[Table, ...] = ()
+    sources: tuple[Source, ...] = ()
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the four answers of the first screen.
+
+    Attributes:
+        key: its anchor.
+        question: in a few words.
+        brief: the answer in a few words, for a telephone's first screen.
+        answer: one sentence with its figure.
+        tab: the page with the details.
+        matrix: the picture of a verification.
+        figures: the other pictures.
+        claims: one line each.
+        sources: of the pictures.
+    """
+
+    key: str
+    question: str
+    brief: str
+    answer: str
+    tab: str
+    matrix: Matrix | None = None
+    figures: tuple[Figure, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole report.
+
+    Attributes:
+        title: of the page.
+        subtitle: what the page is about, in a line that explains its first words.
+        made: when, ISO 8601.
+        answers: of the first screen.
+        sections: in order.
+        environments: the distinct environments of the records, as pairs of a name and a value.
+        problems: records that could not be read.
+        violations: the stored violations, each a page of its own (`report.violation.ViolationPage`).
+    """
+
+    title: str
+    subtitle: str
+    made: str
+    answers: tuple[Answer, ...]
+    sections: tuple[Section, ...]
+    environments: tuple[tuple[tuple[str, str], ...], ...] = ()
+    problems: tuple[str, ...] = ()
+    violations: tuple[Any, ...] = field(default=())
+
+    @property
+    def tabs(self) -> dict[str, str]:
+        """The pages that have something on them: key -> name."""
+        used = {section.tab for section in self.sections} | {"environment"}
+        used |= {"violations"} if self.violations else set()
+        return {key: name for key, name in TABS.items() if key in used}
+
+
+def shown(value: Cell) -> str:
+    """Return a cell as text: numbers with three digits, nothing as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return value
+
+
+def device_name(device: str) -> str:
+    """Return what a reader calls a device."""
+    return DEVICES.get(device, device)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as JSON-ready data, without the specifications of the plots."""
+    data = _without_specs(asdict(report))
+    environments = [dict(environment) for environment in report.environments]
+    return {"schema": 2, **data, "environments": environments}
+
+
+def _without_specs(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_specs(value) for key, value in data.items() if key != "spec"}
+    return [_without_specs(value) for value in data] if isinstance(data, list | tuple) else data

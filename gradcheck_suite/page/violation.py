@@ -1,0 +1,288 @@
+"""Plots of one violation: the weights of the items, and the elements of the gradient that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradcheck_suite.catalogue.description import describe_case, error_text, example_text, violation_title
+from gradcheck_suite.core.case import Plan, case_from_json
+from gradcheck_suite.core.counterexamples import FOLDER
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.page.charts import Rows, Spec, at_most, colour, colours, layer, layers, name, number, tooltip
+from gradcheck_suite.page.content import Figure, Table, machine
+
+WEIGHTS = {"expected": "c6", "observed": "c4"}
+SIZES = {
+    "within the bound": "good-soft",
+    "up to 1e3 bounds": "warn-soft",
+    "up to 1e6 bounds": "c5",
+    "more": "bad",
+}
+"""How far an element is off -> its colour."""
+CELL = 24
+
+
+def weights_plot(weights: Rows) -> Spec:
+    """Return the expected and the observed weight of each item as bars; rows have those of a violation's `weights`."""
+    rows = [
+        {
+            "micro-batch": micro_batch(weight),
+            "which": which,
+            "weight": finite(weight[which]),
+            "count": weight["count"],
+        }
+        for weight in weights
+        for which in WEIGHTS
+    ]
+    bar = {
+        "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
+        "xOffset": {"field": "which", "sort": list(WEIGHTS)},
+        "y": number("weight", "weight of each item", axis={"tickCount": 5}),
+        "color": colours("which", WEIGHTS),
+        "tooltip": tooltip(micro_batch="micro-batch", count="count", what="which", weight="weight"),
+    }
+    found = layers(rows, layer("bar", bar), layer("rule", {"y": {"datum": 0}}, color=colour("line")), height=200)
+    return at_most(90 * len(weights) + 60, found)
+
+
+def elements_plot(part: Mapping[str, Any]) -> Spec:
+    """Return the heat map of a parameter's elements: how far each is off, in its bounds.
+
+    Args:
+        part: of a violation's evidence: `rows`, `columns`, `expected`, `observed`, `allowed`.
+    """
+    rows = [
+        {
+            "row": part["rows"][0] + i,
+            "column": part["columns"][0] + j,
+            "expected": expected,
+            "observed": part["observed"][i][j],
+            "allowed": part["allowed"][i][j],
+            "off": size_of(expected, part["observed"][i][j], part["allowed"][i][j]),
+        }
+        for i, line in enumerate(part["expected"])
+        for j, expected in enumerate(line)
+    ]
+    quiet = {"ticks": False, "domain": False, "grid": False, "labelAngle": 0, "labelOverlap": True}
+    cell = {
+        "x": name("column", "column", axis={**quiet, "orient": "top"}),
+        "y": name("row", "row", axis=quiet),
+        "color": {
+            **colours("off", SIZES),
+            "legend": {"title": "off by", "columns": 2, "symbolStrokeColor": colour("soft"), "symbolStrokeWidth": 1},
+        },
+        "tooltip": tooltip(row="row", column="column", expected="expected", observed="observed", allowed="allowed"),
+    }
+    count, columns = len(part["expected"]), part["columns"][1] - part["columns"][0]
+    found = layers(rows, layer("rect", cell, stroke=colour("card"), strokeWidth=1), height=CELL * max(1, count))
+    return at_most(max(320, 2 * CELL * columns + 40), found)
+
+
+def size_of(expected: float | str, observed: float | str, allowed: float | str) -> str:
+    """Return how far an element is off, a key of `SIZES`. Numbers that JSON does not have are strings."""
+    within, small, large, above = SIZES
+    if isinstance(expected, str) or isinstance(observed, str) or isinstance(allowed, str):
+        return within if expected == observed else above
+    error = abs(observed - expected)
+    if error <= allowed:
+        return within
+    return small if error <= 1e3 * allowed else large if error <= 1e6 * allowed else above
+
+
+def micro_batch(weight: Mapping[str, Any]) -> str:
+    """Return the name of a micro-batch, with the rank that gets it where there are several."""
+    rank = "" if weight.get("rank") is None else f", rank {weight['rank']}"
+    return f"{weight['micro_batches']}{rank}"
+
+
+def finite(value: float | str) -> float | None:
+    """Return a number, or None in place of one that a plot cannot show."""
+    return None if isinstance(value, str) else value
+
+
+def table_rows(weights: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float | str, float | str, float | str], ...]:
+    """Return the weights as the rows of a table."""
+    return tuple((micro_batch(w), w["count"], w["expected"], w["observed"]) for w in weights)
+
+
+# A violation as a page of its own: its explanation, its split in blocks, its plots, its script.
+
+
+@dataclass(frozen=True)
+class Block:
+    """A micro-batch of the split.
+
+    Attributes:
+        index: of the micro-batch.
+        items: their number.
+        masked: whether all its targets are ignored.
+        rank: that gets it; None in a plan of one rank.
+    """
+
+    index: int
+    items: int
+    masked: bool
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class ViolationPage:
+    """What the page of a violation shows.
+
+    Attributes:
+        key: its anchor.
+        loop: as the user named it.
+        title: kind and diagnosis.
+        explanation: one or two sentences.
+        facts: pairs of a name and a value: parameter, error and so on.
+        windows: the micro-batches of each window of an epoch.
+        wrong: index of the window in which the gradient is wrong, or None.
+        figures: the weights as bars, the elements as heat maps.
+        weights: the same weights as a table, or None.
+        details: further lines, as the console has them.
+        case: the case in words, in pairs of lines.
+        example: the decorator that makes Hypothesis try the case first.
+        replay: the command that runs it again; empty where it is not stored.
+        script: its stand-alone script; empty where there is none.
+        machine: where it was found.
+    """
+
+    key: str
+    loop: str
+    title: str
+    explanation: str
+    facts: tuple[tuple[str, str], ...]
+    windows: tuple[tuple[Block, ...], ...]
+    wrong: int | None
+    figures: tuple[Figure, ...]
+    weights: Table | None
+    details: tuple[str, ...]
+    case: tuple[str, ...]
+    example: str
+    replay: str
+    script: str
+    machine: str = ""
+
+
+def read_violation(path: Path) -> ViolationPage:
+    """Return the page of a stored counterexample, with the script beside it.
+
+    Raises:
+        UsageError: the file is not a counterexample.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        script = path.with_suffix(".py")
+        text = script.read_text(encoding="utf-8") if script.is_file() else ""
+        return violation_page(data, name=path.stem, replay=f"gradcheck-suite replay {path.as_posix()}", script=text)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UsageError(f"{path}: not a stored counterexample ({type(error).__name__}: {error})") from None
+
+
+def stored_violations(reports: Path) -> tuple[tuple[ViolationPage, ...], tuple[str, ...]]:
+    """Return the pages of all stored counterexamples, and one line for each file that cannot be read."""
+    found, problems = [], []
+    for path in sorted((reports / FOLDER).glob("*.json")):
+        try:
+            found.append(read_violation(path))
+        except UsageError as error:
+            problems.append(str(error))
+    return tuple(found), tuple(problems)
+
+
+def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", script: str = "") -> ViolationPage:
+    """Return the page of a counterexample.
+
+    Args:
+        data: as `core.counterexamples` stores it.
+        name: unique on its page.
+        replay: the command that runs it again.
+        script: the text of its script.
+    """
+    violation, case = data["violation"], case_from_json(data["case"])
+    weights = violation.get("weights") or []
+    return ViolationPage(
+        key=f"violation-{name}",
+        loop=str(data["loop"]),
+        title=violation_title(str(violation["kind"]), str(violation["diagnosis"])),
+        explanation=str(violation["explanation"]),
+        facts=_facts(violation),
+        windows=_windows(case.plan),
+        wrong=violation.get("window"),
+        figures=_figures(name, weights, data.get("evidence") or []),
+        weights=_weights_table(weights) if weights else None,
+        details=tuple(map(str, violation.get("details") or ())),
+        case=tuple(describe_case(case)),
+        example=example_text(case),
+        replay=replay,
+        script=script,
+        machine=machine(data.get("environment") or {}),
+    )
+
+
+def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    error, allowed = violation.get("error"), violation.get("allowed")
+    size = None
+    if isinstance(error, int | float) and isinstance(allowed, int | float):
+        size = error_text(error, allowed)
+    elif error is not None:
+        size = str(error)
+    place = None if violation.get("window") is None else f"{violation['window']} of epoch {violation.get('epoch')}"
+    after = violation.get("found_after")
+    pairs = (
+        ("window", place),
+        ("rank", violation.get("rank")),
+        ("parameter", violation.get("parameter")),
+        ("error", size),
+        ("found after", None if after is None else counted(after, "case")),
+    )
+    return tuple((key, str(value)) for key, value in pairs if value is not None)
+
+
+def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
+    blocks = [
+        Block(j, items, j in plan.masked, plan.owners[j] if plan.ranks else None)
+        for j, items in enumerate(plan.micro_batches)
+    ]
+    return tuple(tuple(blocks[j] for j in window) for window in plan.windows)
+
+
+def _figures(name: str, weights: list[Mapping[str, Any]], evidence: list[Mapping[str, Any]]) -> tuple[Figure, ...]:
+    found = []
+    if weights:
+        said = "; ".join(f"micro-batch {micro_batch(w)}: expected {_short(w['expected'])}, observed "
+                         f"{_short(w['observed'])}" for w in weights)  # fmt: skip
+        caption = "Expected and observed weight of each item in the gradient of the step, by micro-batch."
+        found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {said}", caption))
+    for i, part in enumerate(evidence):
+        total = 1
+        for size in part["shape"]:
+            total *= size
+        cut = "" if _whole(part) else ", around the worst"
+        caption = f"{part['parameter']}: {part['wrong']} of {total} elements differ by more than rounding allows{cut}."
+        if part.get("missing"):
+            caption = f"{part['parameter']}: its gradient is None at the step; {total} elements are expected."
+        found.append(Figure(f"{name}-elements-{i}", elements_plot(part), caption, caption))
+    return tuple(found)
+
+
+def _whole(part: Mapping[str, Any]) -> bool:
+    rows, columns = (part[which][1] - part[which][0] for which in ("rows", "columns"))
+    total = 1
+    for size in part["shape"]:
+        total *= size
+    return bool(rows * columns == total)
+
+
+def _weights_table(weights: list[Mapping[str, Any]]) -> Table:
+    columns = ("micro-batch", "count", "expected", "observed")
+    return Table("Weight of each item, by micro-batch", columns, table_rows(weights))
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

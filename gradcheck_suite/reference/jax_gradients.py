@@ -1,0 +1,636 @@
+"""The large-batch gradient in JAX: layers, objective, padding, and the gradients that are kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal, feature_axis
+from gradcheck_suite.catalogue.tables import (
+    extra_keys,
+    input_signal,
+    layer_definition,
+    loss_definition,
+    out_signal,
+    value_names,
+)
+from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
+from gradcheck_suite.reference import programs
+from gradcheck_suite.reference.programs import Request, keep, kept_files, to_numpy
+
+# Pads the leading dimension of the arrays that compiled programs receive, so that few shapes occur.
+
+
+ROWS = {None: 48, 1: 144, 0: 256}
+"""The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
+
+
+def padded_rows(rows: int, axes: int | None = None) -> int:
+    """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes occur.
+
+    For a hundred rows the overhead of the call exceeds the computation, and every new shape costs a compilation.
+    """
+    size = ROWS[axes]
+    while size < rows:
+        size *= 4
+    return size
+
+
+def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    """Repeat the first row until there are `rows` rows: padding with values of the data never makes a NaN."""
+    if len(array) == rows:
+        return array
+    padded = np.empty((rows, *array.shape[1:]), array.dtype)
+    padded[: len(array)], padded[len(array) :] = array, array[0]
+    return padded
+
+
+def pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
+    """Add rows of zeros until there are `rows` rows: a cotangent of zeros contributes nothing."""
+    if len(array) == rows:
+        return array
+    padded = np.zeros((rows, *array.shape[1:]))
+    padded[: len(array)] = array
+    return padded
+
+
+# Windows that go through a model in JAX in one batch.
+
+
+class Windows:
+    """Consecutive windows that go through the model in one batch, and the gradients of each.
+
+    A layer computes each item separately, so one call serves all windows. Only the gradients of its parameters need a
+    call for each window.
+    """
+
+    def __init__(self, values: Arrays, batch: Arrays, spans: Sequence[slice]) -> None:
+        self.values, self.batch, self.spans = values, batch, spans
+        self.rows = padded_rows(spans[-1].stop)
+        self.gradients: list[Arrays] = [{} for _ in spans]
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return the number of each item's window, -1 for padding; (rows,)."""
+        numbers = np.full(self.rows, -1)
+        for number, span in enumerate(self.spans):
+            numbers[span] = number
+        return numbers
+
+
+# The chain rule between layers, each of which is one compiled program that JAX differentiates.
+#
+# `Walk.forward` calls the programs from the first layer to the last, and `Walk.backward` from the last to the first.
+
+
+def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
+    meaning = layer_definition(Layer(kind_name)).jax_apply
+    assert meaning is not None
+
+    def both(params: Arguments, x: jax.Array, extras: Arguments, cotangent: jax.Array) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            y, pullback = jax.vjp(lambda p, x: meaning(options, p, x, extras), params, x)
+            return y, *pullback(cotangent)
+        y, pullback = jax.vjp(lambda p: meaning(options, p, x, extras), params)
+        return y, *pullback(cotangent), x
+
+    return both
+
+
+class _Leaf:
+    """One layer at its place in the model."""
+
+    def __init__(self, layer: Layer, signal: Signal, path: str, ties: Sequence[Tie]) -> None:
+        self.kind = layer_definition(layer)
+        self.size_in, self.size_out = signal.size, out_signal(layer, signal).size
+        self.dtype = np.dtype(np.int64 if signal.form == "tokens" else np.float64)
+        self.keys = extra_keys(layer, signal, path)
+        self.path, self.ties = path, ties
+        self.key = ("layer", layer.kind, layer.options)
+        self.program = _layer_program(layer.kind, layer.o)
+        self._requests: dict[Any, tuple[Request, npt.NDArray[Any]]] = {}
+
+    def request(self, windows: Windows) -> Request:
+        """Return the request for the layer's program on the rows of these windows."""
+        x = np.broadcast_to(np.zeros((), self.dtype), (windows.rows, *self.size_in))
+        return self._request(windows.rows, self._params(windows), self._fold(x), self._extras(windows))[0]
+
+    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        """Return the output, and the values that `backward` needs."""
+        saved = self._params(windows), x, self._extras(windows)
+        y = np.asarray(self._run(saved, None)[0])
+        return self._unfold(y, len(x), self.size_out), saved
+
+    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Add each window's gradients of the parameters; return the gradient of the input."""
+        params, x, extras = saved
+        if not params or len(windows.spans) == 1:
+            into_params, into_x = to_numpy(self._run(saved, cotangent)[1:])
+            self._add(into_params, windows, windows.gradients[0])
+            return self._unfold(into_x, len(x), self.size_in)
+        whole = np.zeros((len(x), *self.size_in), x.dtype)
+        for span, gradient in zip(windows.spans, windows.gradients, strict=True):
+            rows = padded_rows(span.stop - span.start)
+            part = params, pad_rows(x[span], rows), {name: pad_rows(a[span], rows) for name, a in extras.items()}
+            into_params, into_x = to_numpy(self._run(part, pad_zeros(cotangent[span], rows))[1:])
+            self._add(into_params, windows, gradient)
+            whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
+        return whole
+
+    def _params(self, windows: Windows) -> Arrays:
+        return {own: windows.values[name] for own, name in self._names(windows).items()}
+
+    def _names(self, windows: Windows) -> dict[str, str]:
+        return value_names(self.path, windows.values, self.ties)
+
+    def _extras(self, windows: Windows) -> Arrays:
+        return {name: windows.batch[key] for name, key in self.keys.items()}
+
+    def _add(self, into_params: Arrays, windows: Windows, gradient: Arrays) -> None:
+        names = self._names(windows)
+        for own, value in into_params.items():
+            if value.dtype.kind == "f":
+                name = names[own]
+                gradient[name] = gradient[name] + value if name in gradient else value
+
+    def _run(self, saved: Any, cotangent: npt.NDArray[Any] | None) -> Any:
+        """Return what the program returns; None stands for a cotangent of zeros."""
+        params, x, extras = saved
+        rows = len(x)
+        x = self._fold(x)
+        request, zeros = self._request(rows, params, x, extras)
+        if cotangent is None:
+            return programs.PROGRAMS.run(request, params, x, extras, zeros)
+        cotangent = cotangent.reshape(-1, *self._shape(1)[1:])
+        return programs.PROGRAMS.run(request, params, x, extras, pad_zeros(cotangent, len(x)))
+
+    def _request(
+        self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
+    ) -> tuple[Request, npt.NDArray[Any]]:
+        """Return the request for so many rows and a cotangent of zeros; `x` is folded."""
+        found = self._requests.get((rows, x.shape))
+        if found is None:
+            zeros = np.zeros(self._shape(rows))
+            request = Request.of(self.key, self.program, params, x, extras, zeros)
+            found = self._requests[rows, x.shape] = request, zeros
+        return found
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of the program's output for `rows` items."""
+        axes = self.kind.axes
+        if axes is None:
+            return (rows, *self.size_out)
+        folded = math.prod(self.size_in[: len(self.size_in) - axes])
+        return (padded_rows(rows * folded, axes), *self.size_out[len(self.size_out) - axes :])
+
+    def _fold(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Join the axes that the layer does not mix with the first axis, and pad that axis."""
+        axes = self.kind.axes
+        if axes is None:
+            return x
+        x = x.reshape(-1, *self.size_in[len(self.size_in) - axes :])
+        return pad_rows(x, padded_rows(len(x), axes))
+
+    @staticmethod
+    def _unfold(folded: npt.NDArray[Any], rows: int, size: tuple[int, ...]) -> npt.NDArray[Any]:
+        return folded.reshape(-1)[: rows * math.prod(size)].reshape(rows, *size)
+
+
+class _Residual:
+    def __init__(self, inner: Walk) -> None:
+        self.inner = inner
+
+    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        y, saved = self.inner.forward(windows, x)
+        return x + y, saved
+
+    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return cotangent + self.inner.backward(windows, saved, cotangent)
+
+
+class _Shared:
+    def __init__(self, inner: Walk) -> None:
+        self.inner = inner
+
+    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        middle, first = self.inner.forward(windows, x)
+        y, second = self.inner.forward(windows, middle)
+        return y, (first, second)
+
+    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        first, second = saved
+        return self.inner.backward(windows, first, self.inner.backward(windows, second, cotangent))
+
+
+class _Branches:
+    """Branches that receive the same input and join, by addition or along an axis."""
+
+    def __init__(self, branches: list[Walk], axis: int | None) -> None:
+        self.inner, self.axis = branches, axis
+
+    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
+        outs, saved = zip(*(branch.forward(windows, x) for branch in self.inner), strict=True)
+        return sum(outs[1:], outs[0]) if self.axis is None else np.concatenate(outs, self.axis), saved
+
+    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        parts = [cotangent] * len(self.inner)
+        if self.axis is not None:
+            ends = np.cumsum([branch.size_out[self.axis - 1 if self.axis > 0 else -1] for branch in self.inner])
+            parts = np.split(cotangent, ends[:-1], self.axis)
+        into_x = [b.backward(windows, tape, part) for b, tape, part in zip(self.inner, saved, parts, strict=True)]
+        return sum(into_x[1:], into_x[0])
+
+
+class Walk:
+    """A chain of layers: forward for the output, backward for the gradient."""
+
+    def __init__(
+        self, layers: Iterable[Layer], signal: Signal, path: str = "", ties: Sequence[Tie] = (), start: int = 0
+    ) -> None:
+        self.nodes: list[_Leaf | _Residual | _Shared | _Branches] = []
+        for i, layer in enumerate(layers, start):
+            kind = layer_definition(layer)
+            if kind.wraps is None:
+                self.nodes.append(_Leaf(layer, signal, f"{path}{i}", ties))
+            elif kind.parallel:
+                branches = [Walk([branch], signal, f"{path}{i}.", ties, b) for b, branch in enumerate(layer.layers)]
+                self.nodes.append(_Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None))
+            else:
+                inner = Walk(layer.layers, signal, f"{path}{i}.", ties)
+                self.nodes.append(_Residual(inner) if kind.wraps == "residual" else _Shared(inner))
+            signal = out_signal(layer, signal)
+        self.size_out = signal.size
+
+    def leaves(self) -> Iterator[_Leaf]:
+        """Yield the layers, including those inside others."""
+        for node in self.nodes:
+            if isinstance(node, _Leaf):
+                yield node
+            else:
+                for inner in node.inner if isinstance(node, _Branches) else [node.inner]:
+                    yield from inner.leaves()
+
+    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:
+        """Return the output of the last layer, and the values that `backward` needs."""
+        tape = []
+        for node in self.nodes:
+            x, saved = node.forward(windows, x)
+            tape.append(saved)
+        return x, tape
+
+    def backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Add each window's gradients of the parameters; return the gradient of the input of the first layer."""
+        return self._backward(windows, tape, cotangent, 0)
+
+    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
+        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
+        first = next((i for i, saved in enumerate(tape) if not self._is_fixed(i, saved)), len(tape))
+        self._backward(windows, tape, cotangent, first)
+
+    def _is_fixed(self, index: int, saved: Any) -> bool:
+        """Return whether a node is a single layer without parameters and buffers."""
+        return isinstance(self.nodes[index], _Leaf) and not saved[0]
+
+    def _backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+        for node, saved in zip(reversed(self.nodes[first:]), reversed(tape[first:]), strict=True):
+            cotangent = node.backward(windows, saved, cotangent)
+        return cotangent
+
+
+# The objective of a window in JAX, and the compiled program of its gradient by the model's output.
+
+
+_TARGET_KEYS = ("target", "weight", "other", "variance")
+
+
+def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
+    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
+
+    Args:
+        loss: the loss and its reduction.
+        out: output of the model, (n, *size).
+        batch: the arrays that the loss reads.
+        weight: (n,), 1.0 for an item and 0.0 for padding.
+    """
+    kind = loss_definition(loss)
+    total = jnp.sum(weight * kind.jax_items(loss.o, out, batch))
+    if loss.reduction == "sum":
+        return total
+    return total / jnp.sum(weight * kind.jax_counts(loss.o, batch))
+
+
+def _loss_program(loss: Loss) -> Any:
+    kind = loss_definition(loss)
+
+    def gradients(out: jax.Array, batch: Arguments, window: jax.Array, mean: jax.Array) -> tuple[jax.Array, jax.Array]:
+        items, pullback = jax.vjp(lambda out: kind.jax_items(loss.o, out, batch), out)
+        inside = window == jnp.arange(min(len(window), ROWS[None]))[:, None]
+        counts = jnp.where(inside, kind.jax_counts(loss.o, batch), 0.0).sum(1, keepdims=True)
+        divisors = jnp.where(inside, counts, 0.0).sum(0)
+        padding = window < 0
+        factors = jnp.where(padding, 0.0, 1.0 / jnp.where(mean, divisors, 1.0))
+        (into_out,) = pullback(factors)
+        # where an infinite derivative makes 0 * inf = NaN, padding still contributes nothing
+        into_out = jnp.where(padding.reshape(-1, *[1] * (out.ndim - 1)), 0.0, into_out)
+        return jnp.where(inside, factors * items, 0.0).sum(1), into_out
+
+    return gradients
+
+
+class Objective:
+    """The loss of every window in one program: `objective` for each, and its gradient by the model's output."""
+
+    def __init__(self, loss: Loss) -> None:
+        options = tuple(option for option in loss.options if option[0] != "reduction")
+        self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
+        self.mean = np.asarray(loss.reduction == "mean")
+        self._requests: dict[Any, Request] = {}
+
+    def request(self, windows: Windows, size: tuple[int, ...]) -> Request:
+        """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
+        found = self._requests.get(windows.rows)
+        if found is None:
+            out = np.broadcast_to(0.0, (windows.rows, *size))
+            arguments = out, self._targets(windows), windows.numbers(), self.mean
+            found = self._requests[windows.rows] = Request.of(self.key, self.program, *arguments)
+        return found
+
+    def gradients(self, windows: Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
+        """Return each window's loss, and the gradient by the model's output, (rows, *size)."""
+        request = self.request(windows, out.shape[1:])
+        found = programs.PROGRAMS.run(request, out, self._targets(windows), windows.numbers(), self.mean)
+        losses, into_out = to_numpy(found)
+        return losses[: len(windows.spans)].tolist(), into_out
+
+    @staticmethod
+    def _targets(windows: Windows) -> Arrays:
+        return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
+
+
+# JAX's gradients of earlier runs, in files.
+#
+# `verify` draws the same cases from the same seed, so a run after a change to the loop needs the same gradients. Only
+# the second process reads them: it says nothing but that a run holds, and whatever it doubts, its parent judges by
+# gradients that it computes itself.
+
+
+FOLDER = "gradients"
+MOST_FILES = 4096
+"""Files, of some kilobytes each, from which on the older half is deleted: about twenty runs of 200 cases."""
+LossesAndGradients = list[tuple[float, Arrays]]
+"""For each window its loss, and an array for each parameter and floating buffer."""
+_used_here = False
+
+
+def use_kept_gradients() -> None:
+    """Let this process read gradients from files, and write those that it computes."""
+    global _used_here
+    _used_here = True
+    if (folder := kept_files()) is not None:
+        with suppress(OSError):  # there is no folder yet, it cannot be written, or another process deletes files too
+            files = sorted((folder / FOLDER).iterdir(), key=lambda file: file.stat().st_mtime)
+            for file in files[: len(files) - MOST_FILES // 2] if len(files) > MOST_FILES else ():
+                file.unlink()
+
+
+class KeptGradients:
+    """The file of the gradients of some windows."""
+
+    def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
+        """Find the file; the arguments are those of `large_batch_gradients`."""
+        self._folder, self._values, self._windows = kept_files() if _used_here else None, values, len(windows)
+        if self._folder is None:
+            return
+        digest = hashlib.sha256(repr((problem, windows)).encode())
+        for arrays in (values, data):
+            for name in sorted(arrays):
+                array = arrays[name]
+                digest.update(repr((name, array.shape, array.dtype.str)).encode())
+                digest.update(array.tobytes())
+        self._name = f"{FOLDER}/{digest.hexdigest()}"
+
+    def read(self) -> LossesAndGradients | None:
+        """Return what the file has, or None where there is none of the right size."""
+        if self._folder is None:
+            return None
+        path = self._folder / self._name
+        try:
+            payload = path.read_bytes()
+            os.utime(path)  # the latest is deleted last
+        except OSError:
+            return None
+        sizes = [array.size for array in self._values.values()]
+        if len(payload) != 8 * self._windows * (1 + sum(sizes)):
+            return None
+        found: LossesAndGradients = []
+        for row in np.frombuffer(bytearray(payload)).reshape(self._windows, -1):
+            parts = np.split(row[1:], np.cumsum(sizes)[:-1])
+            named = zip(self._values.items(), parts, strict=True)
+            found.append((float(row[0]), {name: part.reshape(like.shape) for (name, like), part in named}))
+        return found
+
+    def write(self, found: LossesAndGradients) -> None:
+        """Keep gradients, float64."""
+        if self._folder is not None:
+            rows = [np.hstack([loss, *(gradient[name].ravel() for name in self._values)]) for loss, gradient in found]
+            keep(self._folder, self._name, np.array(rows, np.float64).tobytes())
+
+
+# The large-batch gradient in JAX.
+#
+# Each layer is one compiled program. For parameters p, input x and an incoming cotangent c it returns y = f(p, x) and
+# the pullback of c by `jax.vjp`. `jax_layers` calls the programs forward and then backward through the model: it
+# applies the chain rule between layers, and JAX differentiates inside each. Random models consist of the same few
+# layers, so almost nothing is compiled twice. `accumulated.whole_gradient` differentiates the whole model with
+# `jax.grad`. Tests hold the two equal, and a finding is checked against it before it is reported.
+
+
+@lru_cache(maxsize=512)
+def _walk(problem: ProblemSpec) -> tuple[Walk, Objective]:
+    return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), Objective(problem.loss)
+
+
+def large_batch_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
+    """Return the loss of all items in one batch, and its gradient: `large_batch_gradients` of one window."""
+    return large_batch_gradients(problem, values, data, [range(len(data["x"]))])[0]
+
+
+def large_batch_gradients(
+    problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]
+) -> list[tuple[float, Arrays]]:
+    """Return, for each window, the loss of all its items in one batch, and its gradient.
+
+    Args:
+        problem: a problem whose objective is separable over samples.
+        values: parameters and floating buffers by name, float64.
+        data: arrays with leading dimension items.
+        windows: consecutive ranges of items.
+
+    Returns:
+        For each window the loss, and for every name in `values` an array of its shape; those of buffers have no
+        meaning.
+    """
+    return StartedGradients(problem, values, data, windows).result()
+
+
+class StartedGradients:
+    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until `result`.
+
+    Gradients that are kept in a file need no program.
+    """
+
+    def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
+        """Start; the arguments are those of `large_batch_gradients`."""
+        self._kept = KeptGradients(problem, values, data, windows)
+        self._found = self._kept.read()
+        if self._found is not None:
+            return
+        self._walk, self._objective = _walk(problem)
+        self._groups: list[Windows] = []
+        for group in _groups(windows):
+            first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
+            batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
+            spans = [slice(window.start - first, window.stop - first) for window in group]
+            self._groups.append(Windows(values, batch, spans))
+        for side_by_side in self._groups:
+            requests = [leaf.request(side_by_side) for leaf in self._walk.leaves()]
+            programs.PROGRAMS.prepare([*requests, self._objective.request(side_by_side, self._walk.size_out)])
+
+    def result(self) -> list[tuple[float, Arrays]]:
+        """Return what `large_batch_gradients` returns; only once."""
+        if self._found is not None:
+            return self._found
+        found: list[tuple[float, Arrays]] = []
+        for windows in self._groups:
+            out, tape = self._walk.forward(windows, windows.batch["x"])
+            losses, cotangent = self._objective.gradients(windows, out)
+            self._walk.add_gradients(windows, tape, cotangent)
+            for value, gradient in zip(losses, windows.gradients, strict=True):
+                found.append((value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}))
+        self._kept.write(found)
+        return found
+
+
+def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
+    """Yield groups of consecutive windows that together fit the smallest programs."""
+    group: list[range] = []
+    for window in windows:
+        if group and window.stop - group[0].start > ROWS[None]:
+            yield group
+            group = []
+        group.append(window)
+    yield group
+
+
+# Further JAX references: the whole model differentiated at once, and micro-batches accumulated by `lax.scan`.
+#
+# Both compile the whole model, which takes half a second each. They are therefore computed only if the torch and the
+# JAX reference differ, and for a sample of the cases in the properties.
+
+
+class _Given(NamedTuple):
+    values: Arguments
+    batch: Arguments
+    ties: Sequence[Tie]
+
+
+def _apply(
+    layers: Iterable[Layer],
+    signal: Signal,
+    given: _Given,
+    x: jax.Array,
+    path: str = "",
+    start: int = 0,
+) -> jax.Array:
+    for i, layer in enumerate(layers, start):
+        kind, name = layer_definition(layer), f"{path}{i}"
+        if kind.parallel:
+            outs = [_apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)]
+            x = sum(outs[1:], outs[0]) if kind.wraps == "sum" else jnp.concatenate(outs, feature_axis(signal))
+        elif kind.wraps == "residual":
+            x = x + _apply(layer.layers, signal, given, x, f"{name}.")
+        elif kind.wraps == "shared":
+            for _ in range(2):
+                x = _apply(layer.layers, signal, given, x, f"{name}.")
+        else:
+            assert kind.jax_apply is not None
+            names = value_names(name, given.values, given.ties)
+            extras = {k: given.batch[key] for k, key in extra_keys(layer, signal, name).items()}
+            x = kind.jax_apply(layer.o, {own: given.values[n] for own, n in names.items()}, x, extras)
+        signal = out_signal(layer, signal)
+    return x
+
+
+def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
+    return _apply(problem.layers, input_signal(problem.input), _Given(values, batch, problem.ties), batch["x"])
+
+
+def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
+    """Return what `large_batch_gradient` does, from one `jax.value_and_grad` of the whole model.
+
+    Args:
+        problem: the problem that is trained.
+        values: parameters and floating buffers by name, float64.
+        data: the batch's arrays, each with leading dimension items.
+    """
+    items = len(data["x"])
+    rows = padded_rows(items)
+    batch = {name: pad_rows(array, rows) for name, array in data.items()}
+    weight = (np.arange(rows) < items).astype(np.float64)
+
+    def value(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
+        return objective(problem.loss, _output(problem, values, batch), batch, weight)
+
+    found, gradient = programs.PROGRAMS.call(
+        ("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False
+    )
+    return float(found), gradient
+
+
+def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, sizes: Sequence[int]) -> Arrays:
+    """Return a window's gradient accumulated in JAX: sums and counts over its micro-batches, divided at the end.
+
+    Args:
+        problem: the problem that is trained.
+        values: parameters and floating buffers by name, float64.
+        data: the window's arrays, each with leading dimension items.
+        sizes: number of items of each micro-batch; they add up to the number of items in `data`.
+
+    Returns:
+        For every name in `values`, an array of its shape.
+    """
+    rows = padded_rows(max(sizes))
+    starts = np.cumsum([0, *sizes])
+    cuts = [slice(starts[j], starts[j + 1]) for j in range(len(sizes))]
+    stacked = {name: np.stack([pad_rows(array[cut], rows) for cut in cuts]) for name, array in data.items()}
+    weights = np.stack([(np.arange(rows) < n).astype(np.float64) for n in sizes])
+    loss = loss_definition(problem.loss)
+
+    def total(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
+        return jnp.sum(weight * loss.jax_items(problem.loss.o, _output(problem, values, batch), batch))
+
+    def accumulate(values: Arguments, stacked: Arguments, weights: jax.Array) -> Any:
+        def add(carry: Any, micro_batch: Any) -> Any:
+            gradient, count = carry
+            batch, weight = micro_batch
+            part = jax.grad(total)(values, batch, weight)
+            count = count + jnp.sum(weight * loss.jax_counts(problem.loss.o, batch))
+            return (jax.tree.map(jnp.add, gradient, part), count), None
+
+        start = (jax.tree.map(jnp.zeros_like, values), jnp.zeros(()))
+        (gradient, count), _ = jax.lax.scan(add, start, (stacked, weights))
+        if problem.loss.reduction == "sum":
+            return gradient
+        return jax.tree.map(lambda g: g / count, gradient)
+
+    accumulated: Arrays = programs.PROGRAMS.call(("scan", problem), accumulate, values, stacked, weights, store=False)
+    return accumulated

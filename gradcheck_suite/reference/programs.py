@@ -1,0 +1,327 @@
+"""Compiled XLA programs, kept in memory and on disk.
+
+XLA takes 40 to 400 ms to compile a small program, and JAX takes another 15 to 100 ms to trace it. Both are far more
+than the time to run it. JAX's persistent cache saves the compilation; a stored executable saves both. The key of a
+stored program contains what it computes and the argument shapes; `kept_files` tells it from those of other versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+import platform
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jaxlib import version as jaxlib_version
+
+from gradcheck_suite.run.environment import (
+    CACHE_VARIABLE,
+    expect_cache_folder,
+    is_own,
+    make_cache_folder,
+    trusted_cache,
+)
+
+# The folder of what later processes need again: compiled programs and JAX's gradients.
+#
+# There is one for all that they depend on: the source of the catalogue and of this package, the versions of JAX and
+# XLA, and the processor.
+
+
+KEPT_ENVIRONMENTS = 4
+
+
+def kept_files() -> Path | None:
+    """Return the folder, which need not exist; None where nothing is kept.
+
+    Raises:
+        UsageError: others than the user may write to it.
+    """
+    directory = trusted_cache()
+    if directory is None:
+        return None
+    folder = directory / _environment_key()[:16]
+    expect_cache_folder(folder, CACHE_VARIABLE)
+    return folder
+
+
+def keep(folder: Path, name: str, payload: bytes) -> None:
+    """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache.
+
+    Args:
+        folder: what `kept_files` returned.
+        name: of the file, with its sub-folder if it has one.
+        payload: its contents.
+    """
+    path = folder / name
+    try:
+        _forget_others(folder)
+        for parent in (folder.parent, folder, path.parent):
+            make_cache_folder(parent)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(payload)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+
+
+@cache
+def _environment_key() -> str:
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("catalogue", "references"):
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    try:
+        processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    for part in (
+        jax.__version__,
+        jaxlib_version.__version__,
+        platform.machine(),
+        processor,
+        os.environ.get("XLA_FLAGS", ""),
+    ):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _forget_others(folder: Path) -> None:
+    """Before the first file of a new environment is kept, delete all but the latest `KEPT_ENVIRONMENTS` others."""
+    if folder.exists() or not folder.parent.is_dir():
+        return
+    others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
+    for old in others[: -KEPT_ENVIRONMENTS or None]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+jax.config.update("jax_enable_x64", True)
+# small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+MAX_PROGRAMS = 512
+Options = dict[str, str | bool]
+COMPILER_OPTIONS: Options = {
+    "xla_cpu_multi_thread_eigen": False,
+    "xla_cpu_parallel_codegen_split_count": "1",
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""For small programs, threads cost more than the work itself, and optimisation takes longer than all calls."""
+_UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
+_UNKNOWN: set[str] = set()
+"""Names of the options that this XLA does not have: that of jax 0.11 has no `xla_cpu_use_fusion_emitters`."""
+SMALL_PROGRAM, SMALL_WINDOWED_PROGRAM = 12_000, 2_000
+"""Numbers of elements of all arguments up to which a program is compiled without optimisation: of any, and of one with
+a convolution or a pooling. Compilation then takes a quarter of the time, and each call up to 0.2 ms more; the call of a
+larger convolution would take ten times as long."""
+WINDOWED = ("stablehlo.convolution", "stablehlo.reduce_window", "stablehlo.select_and_scatter")
+Tree = Any
+"""A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
+
+
+class Request(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        key: identifies function and shapes; its repr is the same in every process.
+        function: pure; traced only where there is no compiled program.
+        arguments: trees with the shapes and dtypes of the calls' arguments.
+    """
+
+    key: Hashable
+    function: Callable[..., Tree]
+    arguments: tuple[Tree, ...]
+
+    @classmethod
+    def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> Request:
+        """Return the request for a function on arguments like these, of which only the shapes are kept.
+
+        Args:
+            key: identifies what `function` computes; its repr must be the same in every process.
+            function: pure.
+            arguments: trees of float64, integer or boolean numpy arrays.
+        """
+        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+        return cls((key, _shapes(arguments)), function, structs)
+
+
+@cache
+def device(platform: str = "cpu") -> jax.Device:
+    """Return the first device of a platform; references run on the CPU."""
+    return jax.devices(platform)[0]
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Return the threads that compile; a fork of the process has none of them, and gets its own."""
+    return ThreadPoolExecutor(os.cpu_count())
+
+
+class Programs:
+    """Compiled functions by key, at most `maximum` of them; those for the CPU are also stored on disk."""
+
+    def __init__(self, *, maximum: int = MAX_PROGRAMS, platform: str = "cpu") -> None:
+        self._platform = platform
+        self._programs: OrderedDict[Hashable, Callable[..., Any] | Future[Any]] = OrderedDict()
+        self._maximum = maximum
+        self._counting = Lock()
+        self.compiled = 0
+        self.loaded = 0
+
+    def call(self, key: Hashable, function: Callable[..., Tree], *arguments: Tree, store: bool = True) -> Tree:
+        """Run `function` on trees of numpy arrays, compiled once for `key` and the arguments' shapes.
+
+        Args:
+            key: identifies what `function` computes; its repr must be the same in every process.
+            function: pure; traced only where there is no compiled program.
+            arguments: trees of float64, integer or boolean numpy arrays.
+            store: whether to keep the program on disk.
+        """
+        request = Request((key, _shapes(arguments)), function, arguments)
+        return to_numpy(self.run(request, *arguments, store=store))
+
+    def run(self, request: Request, *arguments: Tree, store: bool = True) -> Tree:
+        """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays."""
+        program = self._programs.get(request.key)
+        if program is None:
+            path = self._path(request.key) if store else None
+            program = self._found(request, path, once=not store)
+            self._keep(request.key, program)
+        else:
+            self._programs.move_to_end(request.key)
+        if isinstance(program, Future):
+            program = self._programs[request.key] = program.result()
+        return program(*arguments)
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Start to load or compile the programs that are not in memory, with one thread for each core.
+
+        XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute with torch. `run`
+        waits for the result.
+        """
+        for request in requests:
+            if request.key in self._programs:
+                continue
+            path = self._path(request.key)
+            if path is not None and path.exists():
+                program = _pool(os.getpid()).submit(self._found, request, path)
+            else:
+                program = _pool(os.getpid()).submit(self._lowered(request, path))
+            self._keep(request.key, program)
+
+    def _keep(self, key: Hashable, program: Callable[..., Any] | Future[Any]) -> None:
+        self._programs[key] = program
+        if len(self._programs) > self._maximum:
+            self._programs.popitem(last=False)
+
+    def _path(self, key: Hashable) -> Path | None:
+        """Return where a program is stored, or None for no store."""
+        folder = kept_files() if self._platform == "cpu" else None
+        return None if folder is None else folder / hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
+        """Return a program from disk, or compile it where there is none."""
+        program: Callable[..., Any] = self._load(path) or self._lowered(request, path, once)()
+        return program
+
+    def _load(self, path: Path | None) -> Callable[..., Any] | None:
+        """Return a stored program, or None where there is none or its file is damaged."""
+        if path is None or not path.exists() or not is_own(path):
+            return None
+        try:
+            program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
+            path.unlink(missing_ok=True)
+            return None
+        with self._counting:
+            self.loaded += 1
+        return program
+
+    def _lowered(self, request: Request, path: Path | None, once: bool = False) -> Any:
+        """Trace and lower a function; return a function that compiles and stores it, in any thread."""
+        sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments)
+        with self._counting:
+            self.compiled += 1
+        lowered = jax.jit(request.function).lower(*shapes)
+        options: Options | None = None
+        if self._platform == "cpu":
+            size = 0 if once else sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if _is_small(lowered, size) else {})}
+        return partial(_compile, lowered, options, path)
+
+
+def _is_small(lowered: jax.stages.Lowered, size: int) -> bool:
+    """Return whether optimisation takes longer than it saves in all calls; `size` is the number of elements."""
+    if size <= SMALL_WINDOWED_PROGRAM or size > SMALL_PROGRAM:
+        return size <= SMALL_PROGRAM
+    text = lowered.as_text()
+    return not any(operation in text for operation in WINDOWED)
+
+
+def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
+    compiled: jax.stages.Compiled | None = None
+    while compiled is None:
+        known = {name: value for name, value in (options or {}).items() if name not in _UNKNOWN}
+        try:
+            compiled = lowered.compile(known or None)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = {name for name in known if name in str(error)}
+            if not unknown:
+                raise
+            _UNKNOWN.update(unknown)
+    if path is not None and not _is_incomplete(compiled):
+        keep(path.parent, path.name, pickle.dumps(serialize_executable.serialize(compiled)))
+    return compiled
+
+
+def _is_incomplete(compiled: jax.stages.Compiled) -> bool:
+    """Return whether a stored program would lack code that it calls.
+
+    JAX loads LAPACK while it lowers a function that needs it. A stored program is not lowered again, so in a fresh
+    process it calls through a null pointer and crashes (jaxlib 0.10.2).
+    https://github.com/jax-ml/jax/issues/28908
+
+    A program that comes from JAX's own compilation cache loses functions when it is serialised again (jaxlib 0.10.2; no
+    issue is known). JAX does not tell whether one does.
+    """
+    caches = bool(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]  # declared at run time
+    return caches or "custom-call" in (compiled.as_text() or "custom-call")
+
+
+# `jax.tree` takes ten times as long, and these two run for every layer of every case
+
+
+def _shapes(tree: Tree) -> Hashable:
+    if type(tree) is dict:
+        return tuple([(name, _shapes(tree[name])) for name in sorted(tree)])
+    if type(tree) is tuple:
+        return tuple([_shapes(branch) for branch in tree])
+    return tree.shape, tree.dtype.str
+
+
+def to_numpy(tree: Tree) -> Tree:
+    """Return a tree with numpy arrays in place of JAX arrays."""
+    if type(tree) is dict:
+        return {name: to_numpy(branch) for name, branch in tree.items()}
+    if type(tree) is tuple:
+        return tuple([to_numpy(branch) for branch in tree])
+    return np.asarray(tree)
+
+
+PROGRAMS = Programs()

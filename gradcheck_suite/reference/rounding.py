@@ -1,0 +1,510 @@
+"""Monte Carlo arithmetic: float64 operations whose results are rounded at random as in float64 or a lower precision.
+
+Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by up to 4 unit
+roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on cancellation, which perturbed
+inputs alone do not show: x - tanh(x) maps neighbouring x to the same number, so its error is the same in every draw.
+Random rounding of every result shows it.
+
+A lower precision is simulated by float64 operations with larger errors. No operation in that precision runs, so that a
+fault of torch in it cannot widen the bound that torch is held to.
+
+Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Torch's attention on the CPU, forward and backward, operation by operation, so that each can be rounded at random.
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the logarithms of the sums; `aten::_scaled_dot_product_flash_attention_for_cpu`.
+
+    In bfloat16 and float16, the fused operation rounds the probabilities before it multiplies them by the values. Where
+    the values of all keys cancel, as they do after a normalization over them, the output is that rounding error.
+
+    Args:
+        query: (batch, heads, queries, features), as are key and value.
+        key: what queries are compared with.
+        value: what is averaged.
+        _dropout_p: 0 on the CPU.
+        is_causal: whether a query sees no later key.
+        attn_mask: added to the scores, or None.
+        scale: factor of the scores; None for 1 / sqrt(features).
+    """
+    scores, none = _scores(query, key, is_causal, attn_mask, scale)
+    return _softmax(scores, none) @ value, scores.masked_fill(none, 0).logsumexp(-1)
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores, and which queries see no key, as a mask (batch, heads, queries, 1)."""
+    scores = (query @ key.mT) * _factor(query, scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores, (scores == -torch.inf).all(-1, keepdim=True)
+
+
+def _factor(query: torch.Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities; a query that sees no key has none."""
+    return scores.masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+
+
+@dataclass(frozen=True)
+class AttentionBackward:
+    """The gradients of query, key and value, as torch computes them from what its forward has stored.
+
+    The fused operation computes the probabilities from scores and the stored logarithms of their sums, exp(S - L). L is
+    rounded, so that the probabilities of a query add up to 1 but for eps * L. For bfloat16 and float16, L is kept in
+    float32, and its error is small beside the rounding of the probabilities: there it counts as not rounded.
+
+    The gradient of the scores is P * (dO V - D), where D = sum(dO * O). Where one probability is 1, O is V and the
+    difference is 0; the two sums are rounded apart, so the fused operation returns a rounding error of the size of
+    either, which the formula of softmax's gradient would not.
+
+    Args:
+        logarithms_rounded: whether L is rounded to the precision of the scores.
+
+    Source: T. Dao et al., FlashAttention (2022), appendix B.2.
+    """
+
+    logarithms_rounded: bool
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        _logsumexp: torch.Tensor,
+        _dropout_p: float,
+        is_causal: bool,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensors:
+        """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
+
+        Args:
+            grad_out: (batch, heads, queries, features), as are all but the mask.
+            query: of the forward.
+            key: of the forward.
+            value: of the forward.
+            out: of the forward.
+            _logsumexp: of the forward.
+            _dropout_p: 0 on the CPU.
+            is_causal: whether a query sees no later key.
+            attn_mask: added to the scores, or None.
+            scale: factor of the scores; None for 1 / sqrt(features).
+        """
+        scores, none = _scores(query, key, is_causal, attn_mask, scale)
+        probabilities = _softmax(scores, none)
+        if self.logarithms_rounded:
+            probabilities = probabilities * _error_of_logarithms(scores.masked_fill(none, 0)).exp()
+        both = (grad_out * out).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_out @ value.mT - both) * _factor(query, scale)
+        return grad_scores @ key, grad_scores.mT @ query, probabilities.mT @ grad_out
+
+
+def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:
+    """Return the error that rounding gives m + log(sum(exp(S - m))), m the largest score; exactly computed, it is 0.
+
+    It is at most the logarithm, since m is a number of the precision: nothing where one score is far above all others.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    logarithm = (scores - largest).exp().sum(-1, keepdim=True).log()
+    error = logarithm - ((largest + logarithm) - largest)
+    return error.maximum(-logarithm).minimum(logarithm)
+
+
+# Normalizations as functions of simpler operations, so that each of these is rounded at random.
+#
+# A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
+# Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
+# by their standard deviation: 5e-6 for (-6.7251, -6.8569).
+
+
+Tensor = torch.Tensor
+
+
+def _statistics(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the centred input, the mean, and one over the standard deviation; the last two keep the axes.
+
+    An error of the mean alone would cancel in the variance. Welford's method, which torch uses, multiplies deviations
+    from two partial means, each with an error of its own: each value is therefore rounded before it is centred again.
+    """
+    mean = x.mean([*axes], keepdim=True)
+    centred = x - mean
+    again = x * 1.0 - mean
+    return centred, mean, ((centred * again).mean([*axes], keepdim=True) + eps).rsqrt()
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `aten.native_layer_norm`: the output, the mean and one over the standard deviation."""
+    centred, mean, scale = _statistics(x, range(x.dim() - len(shape), x.dim()), eps)
+    out = centred * scale
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias, mean, scale
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `aten.native_group_norm`, as `x * scale + shift`."""
+    parts = x.reshape(n, groups, channels // groups, size)
+    _, mean, scale = _statistics(parts, (2, 3), eps)
+    wide = scale if weight is None else scale * weight.reshape(1, groups, -1, 1)
+    shift = -(mean * wide)
+    shift = shift if bias is None else shift + bias.reshape(1, groups, -1, 1)
+    out = (parts * wide + shift).reshape(x.shape)
+    return out, mean.reshape(n, groups), scale.reshape(n, groups)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `aten.native_batch_norm`, as `x * scale + shift`; the running statistics stay as they are."""
+    across = [1, -1, *[1] * (x.dim() - 2)]
+    if training or running_mean is None or running_var is None:
+        _, mean, scale = _statistics(x, [axis for axis in range(x.dim()) if axis != 1], eps)
+        kept = mean.reshape(-1), scale.reshape(-1)
+    else:
+        mean, scale = running_mean.reshape(across), (running_var.reshape(across) + eps).rsqrt()
+        kept = x.new_empty(0), x.new_empty(0)
+    wide = scale if weight is None else scale * weight.reshape(across)
+    shift = -(mean * wide)
+    shift = shift if bias is None else shift + bias.reshape(across)
+    return x * wide + shift, *kept
+
+
+FORWARD_NORMS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_layer_norm.default: layer_norm,
+    torch.ops.aten.native_group_norm.default: group_norm,
+    torch.ops.aten.native_batch_norm.default: batch_norm,
+}
+"""Operations -> functions with their arguments and results."""
+
+
+def batch_norm_of_stored(
+    rounded: Callable[[Tensor], None],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    _running_mean: Tensor | None,
+    _running_var: Tensor | None,
+    _training: bool,
+    _momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `aten.native_batch_norm` of a batch in training from statistics that are rounded.
+
+    torch on the CPU stores them in the dtype of the input. In bfloat16 a mean of 1 is off by up to 0.002, and so is
+    every value of its channel, times 10 where the standard deviation is 0.1: the results do not add up to 0.
+
+    Args:
+        rounded: rounds a tensor in place.
+        x: (n, channels, ...).
+        weight: (channels,), or None.
+        bias: (channels,), or None.
+        eps: added to the variance.
+    """
+    across = [1, -1, *[1] * (x.dim() - 2)]
+    _, mean, scale = _statistics(x, [axis for axis in range(x.dim()) if axis != 1], eps)
+    rounded(mean)
+    rounded(scale)
+    out = (x - mean) * scale
+    out = out if weight is None else out * weight.reshape(across)
+    out = out if bias is None else out + bias.reshape(across)
+    rounded(out)
+    return out, mean.reshape(-1), scale.reshape(-1)
+
+
+# fmt: off
+SELECTING = frozenset((
+    "_to_copy", "_unsafe_view", "abs", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat",
+    "clone",
+    "constant_pad_nd", "copy", "cummax", "cummin", "embedding", "empty", "empty_like", "fill", "flip", "full",
+    "full_like", "gather", "index", "index_select", "kthvalue", "lift_fresh", "masked_fill", "masked_select", "max",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum", "median", "min", "minimum", "mode", "neg",
+    "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "relu", "roll", "scatter",
+    "select_backward", "sign", "slice_backward", "sort", "stack", "threshold_backward", "topk", "where", "zero",
+    "zeros", "zeros_like",
+))
+# fmt: on
+"""Operations without rounding: they copy, select or negate."""
+
+WITHIN_ONE = frozenset(("_softmax", "cos", "erf", "sigmoid", "sin", "tanh"))
+"""Operations whose results lie within [-1, 1], also after rounding."""
+
+CANCELLING = frozenset(("gelu", "gelu_backward"))
+"""Functions whose formula cancels inside: 1 + erf(x) is 0 to rounding where x is -6, and the result is its product
+with the first argument. With tanh in place of erf, the derivative at -7 has 45 times the error of tanh: float64 and
+float32 therefore compute it step by step."""
+
+SHIFTED = "_log_softmax"
+"""x - m - log(sum(exp(x - m))), m the largest x. Torch rounds the sum, and m plus its logarithm, before it subtracts.
+At logits of 0 and -5.5, the sum is 1.0041, which bfloat16 rounds to 1.0078; at logits of 8 and 0, the result for the
+first is 0 in place of -3.4e-4. No result is above 0: rounding is monotonic, and m is a number of the precision."""
+
+LARGEST = "logsumexp"
+"""At least the largest x, for the same reason. Otherwise exp(x - logsumexp(x)) in its gradient would overflow."""
+
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+IN_TRAINING = 5
+"""Place of the argument that says whether the batch's own statistics are used."""
+
+SALT = 0x9E3779B97F4A7C15
+OF_SMALLEST = 0.3
+"""Factor of the errors -3/2, -1/2, 1/2 and 3/2 in spacings of the smallest numbers: 0 stays 0, others are rounded to
+either neighbour."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The errors of a precision: one of -3/2, -1/2, 1/2 and 3/2 steps, the same for all values of a cell.
+
+    Values that round to the same number have correlated errors: where a sigmoid saturates, all of its results round to
+    1. A cell has the values that round to one number of the precision.
+
+    Attributes:
+        step: of the results of an operation.
+        inside: step of its arguments, where it adds up products of them.
+        shift: number of lower bits that the values of a cell differ in.
+    """
+
+    step: float
+    inside: float
+    shift: int
+
+    @property
+    def rounds_inside(self) -> bool:
+        """Whether operations round inside, too."""
+        return self.inside > self.step
+
+
+@cache
+def _grid(dtype: torch.dtype) -> _Grid:
+    """Return the errors of a dtype.
+
+    Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16 and float16, whose
+    functions are computed in float32, have 0.7 here. float32 has 1.1, and float64 has 1.7: the least accurate of the
+    elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalization,
+    these two round several times, and bfloat16 and float16 do not round.
+    """
+    eps = torch.finfo(dtype).eps
+    step = {torch.float64: 1.5, torch.float32: 1.0}.get(dtype, 0.6) * eps / 2
+    inside = 2 * step if dtype in (torch.float64, torch.float32) else step
+    return _Grid(step, inside, round(math.log2(eps)) + 52)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What is rounded in an operation: its results, and before them which of its arguments."""
+
+    results: bool
+    arguments: tuple[int, ...] = ()
+    within_one: bool = False
+    cancels: bool = False
+    shifted: bool = False
+    largest: bool = False
+
+
+class RandomRounding(TorchDispatchMode):
+    """A mode in which the results of every operation are rounded at random.
+
+    An operation that adds up products rounds each of them, and in an order that is not known. Its arguments are
+    therefore rounded, too: where the parts of a sum cancel, the result has an error of the size of the parts.
+
+    The error of a value is a hash of the value, in every second draw also of the operation: equal values have equal
+    errors, as in arithmetic, and those of another operation may differ.
+    """
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype = torch.float64, *, guarded: bool = False, smallest: float = 0.0
+    ) -> None:
+        """Prepare a draw.
+
+        Args:
+            seed: of the errors.
+            dtype: the precision that is simulated.
+            guarded: whether the largest numbers, as in the masks of attention, stay finite.
+            smallest: spacing of the smallest numbers of the dtypes that take part; 0 for that of `dtype`, where this is
+                float64 or float16.
+        """
+        super().__init__()
+        self._dtype, self._guarded, self._salted = dtype, guarded, seed % 2 == 1
+        # float64 has this spacing among the numbers around the second one; results are cast to float16 anyway
+        self._smallest = 0.0 if dtype is torch.float16 else smallest
+        self._coarse = 1.5 * 2.0**52 * smallest
+        self._hash, self._operations = random.Random(seed).getrandbits(64), 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation with rounding errors."""
+        if (decomposed := _decompositions(inside=_grid(self._dtype).rounds_inside).get(func)) is not None:
+            with self:
+                return decomposed(*args, **(kwargs or {}))
+        rounding = _rounding_of(func)
+        self._operations += self._salted
+        given = args
+        if rounding.arguments:
+            args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
+        if func is BATCH_NORM and args[IN_TRAINING]:
+            return batch_norm_of_stored(self._round, *args)
+        out = func(*args, **(kwargs or {}))
+        if not rounding.results and not _narrows(func, args, out):
+            return out
+        if isinstance(out, torch.Tensor):
+            if rounding.cancels:
+                out += self._moved(args[0], 1) - args[0]
+            if rounding.shifted:
+                out += self._shift(args[0], args[1])
+            self._round(out, rounding.within_one)
+            if rounding.shifted:
+                out.clamp_(max=0)
+            if rounding.largest:
+                out.copy_(out.maximum(given[0].amax(*given[1:])))
+        elif isinstance(out, list | tuple):
+            for value in out:
+                self._round(value, rounding.within_one)
+        return out
+
+    def _shift(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the error of what `_log_softmax` subtracts from all `x` of a row."""
+        largest = x.amax(dim, keepdim=True)
+        sums = (x - largest).exp().sum(dim, keepdim=True)
+        error = self._moved(largest, 1) - largest + (sums / self._moved(sums, 1)).log()
+        return torch.where(error.isfinite(), error, 0.0)
+
+    def _argument(self, value: Any) -> Any:
+        if not _is_rounded(value):
+            return value
+        return self._moved(value, 1)
+
+    def _round(self, value: Any, within_one: bool = False) -> None:
+        if not _is_rounded(value):
+            return
+        moved = self._moved(value, 0)
+        if self._guarded:
+            moved = torch.where(moved.isfinite(), moved, value)
+        if within_one:
+            moved = moved.clamp_(-1, 1)
+        if self._dtype is torch.float16:
+            # numbers below 6e-5 have fewer digits; what overflows is judged apart
+            largest = torch.finfo(torch.float16).max
+            moved = moved.clamp_(-largest, largest).to(torch.float16)
+        value.copy_(moved)
+
+    def _moved(self, value: torch.Tensor, salt: int) -> torch.Tensor:
+        """Return a tensor with random errors, in float64."""
+        coarser = max(value.dtype, self._dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        grid, value = _grid(coarser), value.to(torch.float64)
+        multiplier = (self._hash + (2 * self._operations + salt) * SALT) % 2**64 | 1
+        multiplier -= 2**64 * (multiplier >= 2**63)
+        cells = value.view(torch.int64)
+        if grid.shift:
+            cells = (cells + (1 << (grid.shift - 1))).bitwise_right_shift_(grid.shift)
+        steps = cells.mul(multiplier).bitwise_right_shift_(62)  # -2, -1, 0 or 1
+        step = grid.inside if salt else grid.step
+        if not self._smallest:
+            return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
+        errors = steps.to(torch.float64).add_(0.5)
+        moved = errors.mul(step).add_(1).mul_(value).add_(errors, alpha=OF_SMALLEST * self._smallest)
+        return moved.add_(self._coarse).sub_(self._coarse)
+
+
+def _is_rounded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
+
+
+def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Return whether an operation casts to a dtype of lower precision, as at the start of a model's float32 parts."""
+    if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
+        return False
+    return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
+
+
+@cache
+def _decompositions(*, inside: bool) -> dict[Any, Any]:
+    """Return the operations whose result is a difference of sums, as functions of simpler operations.
+
+    The gradient of the layer norm of a single number is g - g. Whatever its arguments are, the operation returns 0, and
+    torch in a lower precision returns a rounding error of g / sqrt(eps).
+
+    Args:
+        inside: whether a normalization rounds inside, as `normalizations` has it, the derivative of gelu, and the
+            logarithms of sums that the backward of attention reads.
+    """
+    aten = torch.ops.aten
+    names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
+    stepwise = (*names, "gelu_backward") if inside else names
+    found = {
+        **get_decompositions([getattr(aten, name) for name in stepwise]),
+        aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: AttentionBackward(inside),
+    }
+    return {**found, **FORWARD_NORMS} if inside else found
+
+
+@cache
+def _rounding_of(func: Any) -> _Rounding:
+    schema, name = func._schema, func.overloadpacket.__name__
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if views or name.removesuffix("_") in SELECTING:
+        return _Rounding(False)
+    # losses take labels, which are exact, and a slope that changes at 0 does not add up
+    elementwise = torch.Tag.pointwise in func.tags or "prelu" in name or "loss" in name or "binary_cross" in name
+    read = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is None]
+    return _Rounding(
+        results=True,
+        arguments=() if elementwise else tuple(read),
+        within_one=name.removesuffix("_") in WITHIN_ONE,
+        cancels=name in CANCELLING,
+        shifted=name == SHIFTED,
+        largest=name == LARGEST,
+    )

@@ -1,1 +1,0 @@
-"""The sections of the report, a file each: records in, text, tables and figures out."""

@@ -1,0 +1,511 @@
+"""What reaches `optimizer.step()`, and which other calls of torch a loop makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_map_only
+
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.loops.ranks import uncounted
+
+# Observation of optimizer steps: the gradients and parameters that each step starts from, and what it leaves behind.
+#
+# Hooks that a loop registers after the observer's may still edit gradients. The observer therefore passes every step
+# a closure of its own: the optimizer calls it after all hooks have run and before it reads a gradient. A closure that
+# the loop passes, as Lightning does, is called first. Where an optimizer calls it several times, as L-BFGS does, each
+# call is recorded.
+
+
+class TooManySteps(BaseException):
+    """The loop stepped far too often. Raised in `optimizer.step()`, so that the loop ends."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the optimizer found when it called its closure: most call it once a step.
+
+    Attributes:
+        gradients: name of each trainable parameter -> a dense copy of its gradient, or None.
+        parameters: name of each parameter, frozen ones included -> a copy of its value.
+        sparse: name -> a copy in its own layout, for each gradient that is sparse.
+        loss: the value that the closure returned; None where there was no closure.
+    """
+
+    gradients: dict[str, torch.Tensor | None]
+    parameters: dict[str, torch.Tensor]
+    sparse: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss: Any = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One `optimizer.step()`.
+
+    Attributes:
+        evaluations: one for each call of the closure, in order; at least one.
+        after: name of each parameter, frozen ones included -> a copy of its value after the step.
+        settings: options of each parameter group, such as the learning rate.
+        groups: names of the trainable parameters in each parameter group.
+        state: name -> a copy of the optimizer's state for this parameter before the step.
+        state_after: the same after the step.
+        repeatable: whether the step has the same bits when it is computed again: torch's own code called the closure,
+            not a compiled version of it, and no gradient is sparse on a GPU, which adds its entries in any order.
+    """
+
+    evaluations: tuple[Evaluation, ...]
+    after: dict[str, torch.Tensor]
+    settings: list[dict[str, Any]]
+    groups: list[list[str]]
+    state: dict[str, Any] = field(default_factory=dict)
+    state_after: dict[str, Any] = field(default_factory=dict)
+    repeatable: bool = True
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that the step used last."""
+        return self.evaluations[-1].gradients
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that these gradients belong to."""
+        return self.evaluations[-1].parameters
+
+
+class Observer:
+    """Records an `Observation` for every step of an optimizer, by its public step hooks."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int) -> None:
+        """Start observing.
+
+        Args:
+            model: the model whose parameters are observed.
+            optimizer: the optimizer whose steps are observed.
+            limit: number of steps after which the loop is stopped.
+        """
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.observations: list[Observation] = []
+        self.exceeded = False
+        self._model, self._limit, self._all = model, limit, dict(model.named_parameters())
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self.last = {name: p.detach().clone() for name, p in self._all.items()}
+        self.start = self.last
+        self._state_after = self.start_state = self._state(optimizer)
+        self._evaluations: list[Evaluation] = []
+        self._before: dict[str, Any] = {}
+        self._open = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._enter),
+            optimizer.register_step_post_hook(self._leave),
+        ]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of all parameters; one that has not changed since the last call is not copied again."""
+        old = self.last
+        self.last = {n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()}
+        return self.last
+
+    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if len(self.observations) >= self._limit:
+            # recorded as well, since a loop may catch the exception
+            self.exceeded = True
+            raise TooManySteps
+        # where a step calls another one, as that of a subclass does, the inner one has the arithmetic
+        self._evaluations, self._open = [], True
+        # the first argument is the optimizer itself
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        return args[:1], {**kwargs, "closure": self._recorded(closure, optimizer)}
+
+    def _recorded(self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        """Return a closure that calls the given one, if any, and records what the optimizer then finds."""
+        if closure is None and isinstance(optimizer, torch.optim.LBFGS):
+            raise CannotRunHere(
+                "optimizer lbfgs computes the loss again in each step: it needs a loop that calls "
+                "run.optimizer.step(closure), as the built-in loop `closure` does"
+            )
+        own = inspect.unwrap(type(optimizer).step).__code__
+
+        def run() -> Any:
+            loss = None if closure is None else closure()
+            is_own = not torch.compiler.is_compiling() and sys._getframe(1).f_code is own
+            self._evaluate(optimizer, loss, is_own=is_own)
+            return loss
+
+        return run
+
+    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
+        sparse = {
+            name: p.grad.detach().clone()
+            for name, p in self.parameters.items()
+            if p.grad is not None and p.grad.layout is not torch.strided
+        }
+        if not self._evaluations:
+            self._before = {
+                "settings": [
+                    copied({name: value for name, value in group.items() if name != "params"})
+                    for group in optimizer.param_groups
+                ],
+                "groups": [
+                    [self._names[id(p)] for p in group["params"] if id(p) in self._names]
+                    for group in optimizer.param_groups
+                ],
+                "state": self._state(optimizer),
+                "repeatable": is_own and all(gradient.device.type == "cpu" for gradient in sparse.values()),
+            }
+        gradients = self._gradients()
+        self._evaluations.append(Evaluation(gradients, self.values(), sparse, copied(loss)))
+
+    def _gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: None if p.grad is None else dense_copy(p.grad) for name, p in self.parameters.items()}
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {name: copied(optimizer.state[p]) for name, p in self.parameters.items() if p in optimizer.state}
+
+    def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._open:
+            return
+        if not self._evaluations:
+            # another hook has replaced the closure; torch's optimizers leave gradients as they are
+            known = self.last
+            self._evaluate(optimizer)
+            self._evaluations = [replace(self._evaluations[0], parameters=known)]
+            self._before["state"] = self._state_after
+        elif not self._before["repeatable"] and not all(
+            map(same_tree, self._gradients().values(), self._evaluations[-1].gradients.values())
+        ):
+            # another hook has put a closure around this one, and edited gradients when this one had returned
+            self._evaluations.append(replace(self._evaluations[-1], gradients=self._gradients()))
+        after, self._state_after = self.values(), self._state(optimizer)
+        self.observations.append(
+            Observation(tuple(self._evaluations), after, **self._before, state_after=self._state_after)
+        )
+        self._evaluations, self._before, self._open = [], {}, False
+
+    def close(self) -> None:
+        """Stop observing."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def dense_copy(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense copy of a gradient."""
+    dense = gradient.detach()
+    return dense.to_dense().clone() if dense.is_sparse else dense.clone()
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples with copies of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: copied(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(inner) for inner in value)
+    return value
+
+
+def _is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
+    return copy.stride() == original.stride() and is_same(copy, original.detach())
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, device, shape and values; NaN is the same as NaN."""
+    if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+        return False
+    # momentum of sparse gradients is sparse
+    one, other = (t if t.layout is torch.strided else t.to_dense() for t in (one, other))
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    """Return whether nested dicts, lists and tuples of tensors and other values are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return is_same(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_tree(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_tree, one, other))
+    # NaN is not equal to itself: L-BFGS keeps the loss, which is NaN where a micro-batch has no valid target
+    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+
+
+# Check that a loop leaves a model's parameters what they are: the same objects, shapes, dtypes and devices.
+#
+# Stand-alone scripts copy these functions, which therefore need torch alone.
+
+
+Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
+
+
+def structure(model: torch.nn.Module) -> Structure:
+    """Return each parameter with its shape, dtype, device and requires_grad, which a loop must not change."""
+    return {
+        name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
+        for name, p in model.named_parameters()
+    }
+
+
+def structure_changes(before: Structure, after: Structure) -> str | None:
+    """Return how the loop changed the model's parameters apart from their values, or None."""
+    changes = [f"removed {name}" for name in before.keys() - after.keys()]
+    changes += [f"added {name}" for name in after.keys() - before.keys()]
+    for name in before.keys() & after.keys():
+        (old, was), (new, now) = before[name], after[name]
+        if old is not new:
+            changes.append(f"replaced {name} by another parameter")
+        changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
+    return ", ".join(sorted(changes)) or None
+
+
+# Custom `torch.autograd.Function`s: those in the graph of a tensor, and other forwards in their place.
+
+
+Forward = Callable[..., Any]
+
+
+def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield every node of the graph of some tensors, once."""
+    seen: set[Any] = set()
+    pending: list[Any] = [output.grad_fn for output in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(parent for parent, _ in node.next_functions)
+
+
+def kinds_of(outputs: Iterable[torch.Tensor]) -> frozenset[type]:
+    """Return the classes of custom functions in the graph of some tensors, those of torch's own code included."""
+    return frozenset(
+        vars(type(node))["_forward_cls"] for node in ancestors(outputs) if isinstance(node, BackwardCFunction)
+    )
+
+
+@contextlib.contextmanager
+def replaced_forwards(replacements: Iterable[tuple[type, Callable[[Forward, int], Forward]]]) -> Iterator[None]:
+    """Replace the forwards of custom functions while this is open.
+
+    Args:
+        replacements: pairs of a class and of what makes the new forward: a function of the old one and of the number of
+            its first argument that the function is applied to, 1 where a context comes before it and 0 otherwise.
+    """
+    kept: list[tuple[Any, Any]] = []
+    try:
+        for kind, made in replacements:
+            function: Any = kind
+            first = int(function.setup_context is torch.autograd.Function.setup_context)
+            kept.append((function, vars(kind).get("forward")))
+            function.forward = staticmethod(made(function.forward, first))
+        yield
+    finally:
+        for function, before in kept:
+            if before is None:
+                del function.forward
+            else:
+                function.forward = before
+
+
+# What a loop asks of its `torch.amp.GradScaler`s: calls of each method, and steps that were skipped.
+#
+# torch has no hook for them, so the methods are replaced while a loop runs.
+
+
+METHODS = ("unscale_", "step", "update")
+
+
+class ScalerCalls:
+    """The calls of `METHODS` so far. Those that one scaler gets for different optimizers are counted apart.
+
+    Attributes:
+        skipped: for each call of `step` that did not step, the number of optimizer steps before it. A scaler does not
+            step where a gradient is infinite or NaN.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: list[int] = []
+        self._counts: dict[tuple[str, int, int], Counter[int]] = {}
+        self._kept: list[Any] = []  # so that no id is used again
+
+    def add(self, method: str, scaler: Any, arguments: tuple[Any, ...], epoch: int) -> None:
+        """Count one call, which has returned. A `step` calls `unscale_` by itself where the loop has not."""
+        optimizer = arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
+        self._counts.setdefault((method, id(scaler), id(optimizer)), Counter())[epoch] += 1
+        self._kept.append((scaler, optimizer))
+
+    @property
+    def counts(self) -> tuple[tuple[str, dict[int, int]], ...]:
+        """(method, number of calls in each epoch), one for each scaler and optimizer."""
+        return tuple((method, dict(counts)) for (method, _, _), counts in self._counts.items())
+
+
+@contextmanager
+def scaler_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterator[ScalerCalls]:
+    """Record the calls of every scaler while the context is active.
+
+    Args:
+        steps: returns the number of optimizer steps so far.
+        epoch: returns the epoch of the loop.
+    """
+    calls, found = ScalerCalls(), torch.amp.GradScaler
+    originals = {method: getattr(found, method) for method in METHODS}
+
+    def recorded(method: str) -> Callable[..., Any]:
+        @functools.wraps(originals[method])
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = steps()
+            result = originals[method](self, *args, **kwargs)
+            calls.add(method, self, args or tuple(kwargs.values()), epoch())
+            if method == "step" and steps() == before:
+                calls.skipped.append(before)
+            return result
+
+        return call
+
+    for method in METHODS:
+        setattr(found, method, recorded(method))
+    try:
+        yield calls
+    finally:
+        for method, original in originals.items():
+            setattr(found, method, original)
+
+
+# How often a loop steps each learning rate scheduler; torch has no hook for it, so `step` is replaced meanwhile.
+
+
+_CLASSES = [
+    found
+    for found in vars(lr_scheduler).values()
+    if isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler) and "step" in vars(found)
+]
+
+
+class Calls:
+    """Counts of calls of `step`, one for each scheduler. The call that a scheduler makes when it is made is none."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[torch.optim.lr_scheduler.LRScheduler, Counter[int]]] = {}
+
+    def add(self, scheduler: torch.optim.lr_scheduler.LRScheduler, epoch: int) -> None:
+        """Count one call, which has returned."""
+        if getattr(scheduler, "last_epoch", 0) > 0:
+            # the reference keeps the id from being used again
+            _, counts = self._counts.setdefault(id(scheduler), (scheduler, Counter()))
+            counts[epoch] += 1
+
+    @property
+    def counts(self) -> tuple[dict[int, int], ...]:
+        """The number of calls in each epoch, one for each scheduler that was stepped."""
+        return tuple(dict(counts) for _, counts in self._counts.values())
+
+
+@contextmanager
+def scheduler_steps(epoch: Callable[[], int]) -> Iterator[Calls]:
+    """Count the calls of `step` of every scheduler of torch while the context is active.
+
+    Args:
+        epoch: returns the epoch of the loop.
+    """
+    calls, originals = Calls(), {found: found.step for found in _CLASSES}
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            calls.add(self, epoch())
+            return result
+
+        return step
+
+    for found, original in originals.items():
+        found.step = counted(original)  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        for found, original in originals.items():
+            found.step = original  # type: ignore[method-assign]
+
+
+# Observation of parameters that a loop has sharded over ranks, as `fully_shard` does: gathered, they are whole again.
+#
+# `fully_shard` replaces each parameter of a model by a `DTensor` of the same name. Only a `DTensor` has
+# `full_tensor`, which is a collective, so all ranks have to step as often as each other.
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether each rank has only a part of a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor gathered from all ranks, or the tensor itself where it is not sharded."""
+    if not is_sharded(tensor):
+        return tensor
+    with uncounted():
+        full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+class RankObserver(Observer):
+    """Observes a rank of several: parameters, gradients and states are gathered where the loop has sharded them.
+
+    Attributes:
+        left_behind: names of parameters that have been sharded, and of which the optimizer still has the old one.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int) -> None:
+        """Start observing."""
+        self.left_behind: tuple[str, ...] = ()
+        self._old: dict[str, torch.nn.Parameter] = {}
+        super().__init__(model, optimizer, limit=limit)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of all parameters."""
+        held = self._all
+        self._all = {name: whole(p) for name, p in held.items()}  # type: ignore[misc]
+        try:
+            return super().values()
+        finally:
+            self._all = held
+
+    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
+        self._follow()
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.left_behind = tuple(name for name, p in self._old.items() if id(p) in stepped)
+        super()._evaluate(optimizer, loss, is_own=is_own)
+
+    def _follow(self) -> None:
+        """Observe the parameters that the loop has sharded in place of those that they were made of."""
+        for name, p in self._model.named_parameters():
+            if is_sharded(p) and self._all.get(name, p) is not p:
+                self._old[name], self._all[name] = self._all[name], p
+                if name in self.parameters:
+                    self.parameters[name] = p
+                    self._names[id(p)] = name
+
+    def _gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: None if p.grad is None else dense_copy(whole(p.grad)) for name, p in self.parameters.items()}
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {name: tree_map_only(torch.Tensor, whole, state) for name, state in super()._state(optimizer).items()}
+
+
+def as_before_sharding(after: Structure, before: Structure) -> Structure:
+    """Return a model's structure in which a sharded parameter is the one that it was made of."""
+    return {
+        name: before[name] if name in before and is_sharded(p) and about == before[name][1] else (p, about)
+        for name, (p, about) in after.items()
+    }

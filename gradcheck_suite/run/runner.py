@@ -1,0 +1,285 @@
+"""Runs a loop on an instance and records its outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop
+from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
+from gradcheck_suite.run.observer import (
+    Calls,
+    Observation,
+    Observer,
+    RankObserver,
+    ScalerCalls,
+    Structure,
+    TooManySteps,
+    as_before_sharding,
+    scaler_calls,
+    scheduler_steps,
+    structure,
+    structure_changes,
+)
+from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
+
+# Exceptions of user code: the line that raised them, and their most likely cause.
+
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+
+
+def users_line(error: BaseException) -> str:
+    """Return `FILE, line N` of an exception's innermost frame in user code, or of the frame that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    frame = (own or foreign or frames)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def is_import_failure(error: BaseException) -> bool:
+    """Return whether an exception says that something could not be imported.
+
+    It is an `ImportError`, an exception at the top level of a module, or an exception raised in place of one of these.
+    """
+    if isinstance(error, ImportError) or "<module>" in _functions(error):
+        return True
+    if error.__cause__ is not None:
+        return is_import_failure(error.__cause__)
+    context = error.__context__
+    if context is None or error.__suppress_context__:
+        return False
+    # a handler that goes on without the import, and fails later in another function, failed by itself
+    return _functions(error)[-1:] == _functions(context)[:1] and is_import_failure(context)
+
+
+def _functions(error: BaseException) -> list[str]:
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+_BY_TEXT = (
+    (
+        "does not require grad and does not have a grad_fn",
+        "the loss carries no graph: look for torch.no_grad or inference_mode around the loop, and for detach or item",
+    ),
+    (
+        "Inference tensors cannot be saved for backward",
+        "the loop runs in inference mode: remove torch.inference_mode",
+    ),
+    (
+        "backward through the graph a second time",
+        "backward was called twice on the same loss: compute the loss again for each micro-batch",
+    ),
+    (
+        # https://github.com/pytorch/pytorch/issues/143580
+        "expect_autograd_hooks_ INTERNAL ASSERT",
+        "with static_graph=True, the first forward and backward of a run must not be under no_sync",
+    ),
+    (
+        "Default process group has not been initialized",
+        "the loop needs several ranks: verify it with --ranks 2",
+    ),
+)
+
+
+def hint(error: BaseException) -> str | None:
+    """Return the likely cause of an exception and what to do, or None."""
+    if isinstance(error, SystemExit):
+        return "the loop ended the program: return from the loop instead"
+    if isinstance(error, dataclasses.FrozenInstanceError):
+        return "a TrainingRun cannot be changed: keep what the loop needs in variables of its own"
+    text = str(error)
+    return next((meaning for part, meaning in _BY_TEXT if part in text), None)
+
+
+# Discard what loops print: trainers that print a line or a progress bar for every epoch of every case.
+
+
+_QUIET = ContextVar("_QUIET", default=False)
+
+
+@contextmanager
+def quiet_loops(quiet: bool) -> Iterator[None]:
+    """Discard the output of the loops that run inside the block, if `quiet`."""
+    token = _QUIET.set(quiet)
+    try:
+        yield
+    finally:
+        _QUIET.reset(token)
+
+
+def is_quiet() -> bool:
+    """Return whether the output of loops is discarded."""
+    return _QUIET.get()
+
+
+def loop_output() -> AbstractContextManager[None]:
+    """Return the context that a loop runs in: one that discards its output, or one that does nothing."""
+    return _discarded_output() if is_quiet() else nullcontext()
+
+
+@contextmanager
+def _discarded_output() -> Iterator[None]:
+    """Discard what is written to the process's standard output and error, also by loggers and by code in C."""
+    out, err = sys.stdout, sys.stderr
+    for stream in filter(None, (out, err)):
+        stream.flush()
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with open(os.devnull, "w") as nowhere:
+        try:
+            for number in kept:
+                os.dup2(nowhere.fileno(), number)
+            # a stream of Python's own, as a notebook has, is replaced
+            sys.stdout = sys.stderr = nowhere
+            yield
+        finally:
+            for stream in filter(None, (out, err, nowhere)):
+                stream.flush()
+            sys.stdout, sys.stderr = out, err
+            for number, copy in kept.items():
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a run.
+
+    Attributes:
+        observations: one per optimizer step, in order.
+        start: values of the parameters before the run, by name.
+        parameters: values of the parameters after the run, by name.
+        start_state: the optimizer's state for each trainable parameter before the run, by name.
+        raised: one line about the exception that ended the loop, or None.
+        trace: the traceback of that exception, from the loop's frame on.
+        timed_out: whether the loop was stopped by the time limit.
+        endless: whether the loop was stopped because it stepped too often.
+        structure: how the loop changed the model's parameters, or None.
+        compute: the autocast dtype of its losses, or None.
+        refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
+        scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An epoch is a pass over
+            the loader.
+        skipped: for each step that a `GradScaler` skipped, the number of steps before it.
+        scaler_calls: (method, number of its calls in each epoch), one for each `GradScaler` and optimizer.
+        deadlock: whether the loop was stopped because its ranks wait for each other.
+        mismatched: whether this rank was ended because other ranks were in another collective.
+        collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
+        alike: whether all of several ranks had the same gradients, to the bit, at each step.
+    """
+
+    observations: list[Observation]
+    start: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    start_state: dict[str, Any] = field(default_factory=dict)
+    raised: str | None = None
+    trace: str = ""
+    timed_out: bool = False
+    endless: bool = False
+    structure: str | None = None
+    compute: Compute = None
+    refused: str | None = None
+    scheduler_steps: tuple[dict[int, int], ...] = ()
+    skipped: tuple[int, ...] = ()
+    scaler_calls: tuple[tuple[str, dict[int, int]], ...] = ()
+    deadlock: bool = False
+    mismatched: bool = False
+    collectives: dict[tuple[str, int], int] = field(default_factory=dict)
+    alike: bool = False
+
+
+def run_loop(
+    loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, rank: int = 0
+) -> Outcome:
+    """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome.
+
+    Raises:
+        CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
+    """
+    run = instance.run(rank)
+    alone = run.world_size == 1
+    observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
+    before = structure(run.model)
+    raised, trace, refused, limit = None, "", None, Limit()
+    scaled, scheduled, epoch = ScalerCalls(), Calls(), epoch_of(run.loader)
+    default_dtype = torch.get_default_dtype()
+    try:
+        with (
+            loop_output(),
+            seeded(instance.case.seed, instance.device),
+            torch.enable_grad(),
+            scaler_calls(lambda: len(observer.observations), epoch) as scaled,
+            scheduler_steps(epoch) as scheduled,
+            time_limit(time_limit_s) as limit,
+        ):
+            loop(run)
+    except KeyboardInterrupt:
+        raise
+    except (TooManySteps, TimedOut):
+        pass
+    except CannotRunHere as error:
+        raised = refused = str(error)
+    except BaseException as error:
+        raised, trace = _account(error, loop)
+        if is_import_failure(error):
+            raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
+    finally:
+        observer.close()
+        torch.set_default_dtype(default_dtype)
+    endless, timed_out = observer.exceeded, limit.expired and not observer.exceeded
+    if timed_out:
+        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
+    return Outcome(
+        observations=observer.observations,
+        start=observer.start,
+        start_state=observer.start_state,
+        # other ranks do not gather sharded parameters where this one has failed
+        parameters=observer.values() if alone or raised is None else observer.last,
+        raised=None if endless else raised,
+        trace=trace,
+        timed_out=timed_out,
+        endless=endless,
+        structure=_changes(run.model, before, observer),
+        compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
+        refused=refused,
+        scheduler_steps=scheduled.counts,
+        skipped=tuple(scaled.skipped),
+        scaler_calls=scaled.counts,
+    )
+
+
+def _changes(model: torch.nn.Module, before: Structure, observer: Observer) -> str | None:
+    """Return how the loop changed the model's parameters apart from their values, or None."""
+    if isinstance(observer, RankObserver) and (left := observer.left_behind):
+        return (
+            f"fully_shard made new ones, and run.optimizer still has the old {left[0]}: put the new parameters into "
+            "run.optimizer.param_groups"
+        )
+    return structure_changes(before, as_before_sharding(structure(model), before))
+
+
+def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
+    """Return one line about an exception, and its traceback, both without the suite's frame."""
+    own = error.__traceback__ and error.__traceback__.tb_next
+    code = getattr(inspect.unwrap(loop), "__code__", None)
+    inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]
+    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+    message = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    meaning = hint(error)
+    text = f"{line}{where}; {meaning}" if meaning else f"{line}{where}"
+    return text, "".join(traceback.format_exception(type(error), error, own))

@@ -1,0 +1,322 @@
+"""Training steps to be measured that are compiled: by torch, as CUDA graphs, in JAX; and a case under the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
+from gradcheck_suite.loops.reset_modes import ResetMode
+from gradcheck_suite.run.instance import Instance, generated_instance, seeded
+from gradcheck_suite.studies.ledger import Ledger
+from gradcheck_suite.studies.step_times import COPY_BYTES
+from gradcheck_suite.studies.workload import BATCH, Size, build, micro_batch, sized_workload, workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# Training windows of which a part is compiled, and how many graphs `torch.compile` makes for that part.
+#
+# `torch.compile` guards on whether `.grad` is None. Where compiled code reads gradients, a reset that releases them
+# changes what it is specialised on; elsewhere all modes compile alike.
+
+
+PARTS = ("model", "forward and backward", "step", "step, experts by turns")
+"""The compiled part: the model's forward, with the backward eager; both, by compiled autograd; the optimizer's step
+where every parameter has a gradient; the optimizer's step where each window reaches one expert of `EXPERTS`."""
+VERSIONS = 8
+"""Number of versions of a function that `torch.compile` makes before it falls back to eager (`recompile_limit`)."""
+EXPERTS = VERSIONS + 4
+
+
+class Experts(torch.nn.Module):
+    """Linear experts of the same shape. A batch passes through one of them."""
+
+    def __init__(self, width: int, device: str) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Linear(width, width, bias=False, device=device) for _ in range(EXPERTS)
+        )
+        self.chosen = 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the chosen expert's output for the batch, (n, width)."""
+        result: torch.Tensor = self.experts[self.chosen](batch)
+        return result
+
+
+def graphs_needed(part: str, mode: ResetMode) -> int:
+    """Return how many graphs a part needs under a mode, from what compiled code is specialised on.
+
+    The forward is one graph, whatever the gradients are. A backward that makes a gradient and a backward that adds to
+    it are two graphs. A step is one graph for each set of gradients that are None, up to the limit.
+    """
+    if part == PARTS[1]:
+        return 3 if mode.releases else 2
+    return VERSIONS if part == PARTS[3] and mode.releases else 1
+
+
+def graphs() -> int:
+    """Return the number of graphs compiled since the last `forget`."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def forget() -> None:
+    """Drop all compiled code and count graphs from 0."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+
+
+def training(
+    part: str,
+    mode: ResetMode,
+    size: Size,
+    micro_batches: int,
+    device: str,
+    *,
+    compiled: bool,
+    backend: str = "inductor",
+) -> Callable[[], None]:
+    """Return a function that runs the next window: forward and backward of each micro-batch, a step, the reset.
+
+    Args:
+        part: the compiled part, of `PARTS`; the same window runs eagerly where `compiled` is false.
+        mode: the reset mode.
+        size: size of the model; its weights are float32.
+        micro_batches: number of micro-batches in a window.
+        device: `"cpu"` or `"cuda"`.
+        compiled: whether to compile that part.
+        backend: backend of `torch.compile`; `"eager"` captures graphs and compiles nothing.
+    """
+    by_turns = part == PARTS[3]
+    model: torch.nn.Module = Experts(size.width // 2, device) if by_turns else build(size, device, torch.float32)
+    width = size.width // 2 if by_turns else size.width
+    batches = [micro_batch(size, device, torch.float32, j)[:, :width] for j in range(micro_batches)]
+    work = workload(mode, model, batches)
+    work.reset()
+
+    forward: Callable[[torch.Tensor], torch.Tensor] = model
+
+    def backward(batch: torch.Tensor) -> None:
+        forward(batch).sum().backward()
+
+    step: Callable[[], object] = work.optimizer.step
+    if compiled and part == PARTS[0]:
+        forward = torch.compile(model, backend=backend)
+    elif compiled and part == PARTS[1]:
+        with _compiled_autograd():
+            backward = torch.compile(backward, backend=backend)
+    elif compiled:
+        step = torch.compile(work.optimizer.step, backend=backend)
+    windows = count()
+
+    def run() -> None:
+        if isinstance(model, Experts):
+            model.chosen = next(windows) % EXPERTS
+        for batch in batches:
+            backward(batch)
+        step()
+        work.reset()
+
+    return run
+
+
+@contextmanager
+def _compiled_autograd() -> Iterator[None]:
+    """Have `torch.compile` trace the backward too; it reads this setting when it wraps a function."""
+    from torch._dynamo import config
+
+    before = config.compiled_autograd
+    config.compiled_autograd = True
+    try:
+        yield
+    finally:
+        config.compiled_autograd = before
+
+
+# A training window captured as a CUDA graph: which resets it allows, and what the optimizer finds after a replay.
+#
+# A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
+# replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
+# adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
+# that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+
+
+PLACES = ("inside the graph", "between replays")
+FINDINGS = ("right", "None", "wrong")
+WARM = 3
+"""Windows run eagerly on a side stream before a capture, as torch's documentation requires."""
+
+
+class CapturedWindow:
+    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay."""
+
+    def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda") -> None:
+        """Warm up and capture.
+
+        Args:
+            mode: the reset mode.
+            place: where the reset stands, one of `PLACES`.
+            size: size of the model.
+            micro_batches: number of micro-batches in a window.
+            device: where tensors live; anything but CUDA needs a stand-in for `torch.cuda`'s graphs.
+        """
+        self.place, self.size, self.micro_batches, self.device = place, size, micro_batches, device
+        self.workload = sized_workload(mode, size, micro_batches, device=device)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                self.workload.reset()
+                self.workload.accumulate()
+        torch.cuda.current_stream().wait_stream(side)
+        self.workload.reset()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            if place == PLACES[0]:
+                self.workload.reset()
+            self.workload.accumulate()
+
+    def replay(self) -> None:
+        """Run a window: the reset if it stands between replays, then the graph."""
+        if self.place == PLACES[1]:
+            self.workload.reset()
+        self.graph.replay()
+
+    def finding(self) -> str:
+        """Return what `.grad` is after two replays on data other than the captured data: right, None or wrong.
+
+        Right is what the same window gives eagerly, in another model, up to rounding.
+        """
+        for j, batch in enumerate(self.workload.batches):
+            batch.copy_(micro_batch(self.size, self.device, torch.float32, self.micro_batches + j))
+        for _ in range(2):
+            self.replay()
+        eager = build(self.size, self.device, torch.float32)
+        for batch in self.workload.batches:
+            eager(batch).sum().backward()
+        found = [p.grad for p in self.workload.parameters if p.grad is not None]
+        expected = [p.grad for p in eager.parameters() if p.grad is not None]
+        if len(found) < len(expected):
+            return FINDINGS[1]
+        alike = all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(found, expected, strict=True))
+        return FINDINGS[0] if alike else FINDINGS[2]
+
+
+# The same window in JAX: `lax.scan` under `jit` accumulates micro-batches, the gradients' buffers are donated.
+#
+# JAX has no reset mode: the sum starts from zeros inside the program.
+
+
+def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
+    """Compile one window.
+
+    Returns:
+        The compiled program, which returns the gradients and the losses, and its arguments: the weights, the batches
+        (micro_batches, BATCH, width), and the gradients of the window before, whose buffers it takes.
+    """
+    kind = jnp.dtype(dtype)
+
+    def loss(weights: Any, batch: jax.Array) -> jax.Array:
+        for w in weights:
+            batch = batch @ w.T
+        return batch.sum()
+
+    def window(weights: Any, batches: jax.Array, old: Any) -> Any:
+        def add(total: Any, batch: jax.Array) -> Any:
+            value, gradient = jax.value_and_grad(loss)(weights, batch)
+            return jax.tree.map(jnp.add, total, gradient), value
+
+        start = jax.tree.map(jnp.zeros_like, old)
+        # without the losses among the results, XLA would leave out the last layer's forward
+        return jax.lax.scan(add, start, batches)
+
+    with jax.default_device(device):
+        shape = (size.width, size.width)
+        weights = tuple(jnp.full(shape, 1 / size.width, kind) for _ in range(size.tensors))
+        batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
+        old = tuple(jnp.zeros(shape, kind) for _ in range(size.tensors))
+        # no value of the donated gradients is read, so that JAX would drop the argument and allocate others
+        program = jax.jit(window, donate_argnums=2, keep_unused=True).lower(weights, batches, old).compile()
+    return program, (weights, batches, old)
+
+
+def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
+    """Return a function that runs one window and waits for it; each run donates the gradients of the run before."""
+    weights, batches, old = arguments
+    kept = [old]
+
+    def run() -> None:
+        kept[0], _ = jax.block_until_ready(program(weights, batches, kept[0]))
+
+    return run
+
+
+def flush_caches(device: jax.Device) -> Callable[[], None]:
+    """Return a function that evicts everything else from a device's caches, on JAX's stream, and waits for it."""
+    scratch = [
+        jax.device_put(np.zeros(COPY_BYTES["cpu" if device.platform == "cpu" else "cuda"] // 8, np.float32), device)
+    ]
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def run() -> None:
+        scratch[0] = jax.block_until_ready(add(scratch[0]))
+
+    return run
+
+
+def memory_bytes(program: Any) -> dict[str, int]:
+    """Return the bytes that XLA reports for the program's arguments, outputs, aliases and temporaries."""
+    analysis = program.memory_analysis()
+    return {
+        name: int(getattr(analysis, f"{name}_size_in_bytes"))
+        for name in ("argument", "output", "alias", "temp")
+        if analysis is not None
+    }
+
+
+# Run a training loop under a ledger.
+
+
+def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:
+    """Run a loop under a new ledger and return the closed ledger.
+
+    The loop receives the run unchanged except for `run.loss`, which marks the forward phase.
+
+    Args:
+        loop: any loop under the loop contract; its exceptions propagate.
+        subject: a generated case, an instance, or a run.
+
+    Raises:
+        UsageError: the loop used a tensor that is not dense, such as a sparse gradient.
+    """
+    seed = 0
+    if isinstance(subject, Case):
+        subject = generated_instance(subject)
+    if isinstance(subject, Instance):
+        seed, subject = subject.case.seed, subject.run()
+    run = subject
+    ledger = Ledger(run.model, run.optimizer)
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        with ledger.phase("forward"):
+            return run.loss(model, batch)
+
+    # restoring the random state allocates, so it stays outside the ledger
+    with seeded(seed, run.device), torch.enable_grad(), ledger:
+        loop(replace(run, loss=loss))
+    return ledger

@@ -1,0 +1,36 @@
+"""The zoo: accumulation and reset bugs, reported in public or planted, a file per family in `bugs/`.
+
+The suite must find each of them and name its fault. To add a bug, write its loop and its `Bug` into its family's file.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from gradcheck_suite.studies.zoo import bugs
+from gradcheck_suite.studies.zoo.bug import Bug
+
+__all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
+
+NOT_EXPRESSED: dict[int, str] = {
+    23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
+    43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
+    46: "None and zeros are both right by the contract; properties/test_zero_or_none.py checks where they differ, and "
+    "verify --optimizer says what zeros move",
+}
+"""Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
+
+
+PLANTED = 1000
+"""Planted bugs come after the numbers of the corpus."""
+
+
+def _collected() -> dict[str, Bug]:
+    families = [import_module(f"{bugs.__name__}.{module.name}") for module in iter_modules(bugs.__path__)]
+    found = [bug for family in families for bug in vars(family).values() if isinstance(bug, Bug)]
+    return {bug.name: bug for bug in sorted(found, key=lambda bug: (bug.number or PLANTED, bug.name))}
+
+
+BUGS = _collected()
+"""The known bugs by name, in the corpus' order."""

@@ -1,0 +1,223 @@
+"""The command: exit status, JSON, output, and one clear line for each misuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradcheck_suite
+from gradcheck_suite.__main__ import main
+from tests.auditing.running import SCRIPTS
+
+SOUND, FAULTY = str(SCRIPTS / "sound_equal.py"), str(SCRIPTS / "faulty_mean_of_means.py")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a function that writes a script of one window per line of its body."""
+
+    def write(body, loss="F.cross_entropy(model(x), y)"):
+        file = tmp_path / "train.py"
+        file.write_text(
+            "import os, signal, sys\nimport torch\nimport torch.nn.functional as F\n"
+            "model = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])\n"
+            f"for i in range(4):\n    optimizer.zero_grad()\n    {loss}.backward()\n    optimizer.step()\n{body}\n"
+        )
+        return str(file)
+
+    return write
+
+
+def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd):
+    assert main(["audit", "--json", str(tmp_path / "r.json"), FAULTY]) == 1
+    (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert (result["loop"], result["verdict"], result["windows"]) == (FAULTY, "violated", 2)
+    violation = result["violation"]
+    assert (violation["kind"], violation["diagnosis"], violation["step"]) == ("gradient", "mean-of-means", 0)
+    assert violation["where"].endswith("faulty_mean_of_means.py:10")
+    assert violation["error"] == pytest.approx(2.5)
+    for row, count in zip(violation["weights"], (4, 2, 7, 1), strict=True):
+        assert row["count"] == count
+        assert row["expected"] == pytest.approx(1 / 14)
+        assert row["observed"] == pytest.approx(1 / (4 * count))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("mean-of-means at step 0") == 2  # when it was found, and at the end
+    assert main(["audit", SOUND]) == 0
+
+
+def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
+    file = script("print(sys.argv, __name__)\nsys.exit(3)")
+    assert main(["audit", "--steps", "2", file, "--steps", "9", "-m"]) == 3
+    out, err = capfd.readouterr()
+    assert out == f"{[file, '--steps', '9', '-m']} __main__\n"
+    assert "2 steps judged" in err
+    assert main(["audit", script("sys.exit()")]) == 0
+
+
+def test_a_module_is_run_as_python_runs_it(script, tmp_path, monkeypatch, capfd):
+    package = tmp_path / "package_of_an_audit"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    Path(script("print(sys.argv[1:], __name__, __package__)")).rename(package / "train.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["audit", "-m", f"{package.name}.train", "-m", "--steps", "9"]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"['-m', '--steps', '9'] __main__ {package.name}\n"
+    assert "4 steps judged of 4" in err
+
+
+OF_WORKERS = """
+import torch
+import torch.nn.functional as F
+
+def train(rank=0):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1 - rank):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        RESET
+
+if __name__ == "__main__":
+    START
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("start", "reset", "status", "said"),
+    [
+        ("train()", "optimizer.zero_grad()", 0, "holds  2 steps judged of 2"),
+        ("train()", "pass", 1, "gradient: stale-window at step 1"),
+        (
+            "torch.multiprocessing.spawn(train, (), 1)",
+            "pass",
+            2,
+            "the script trains nothing here, or in another process",
+        ),
+    ],
+)
+def test_workers_of_a_loader_change_nothing_and_training_in_another_process_is_unjudged(
+    start, reset, status, said, tmp_path
+):
+    file = tmp_path / "train.py"
+    file.write_text(OF_WORKERS.replace("START", start).replace("RESET", reset))
+    command = [sys.executable, "-m", "gradcheck_suite", "audit", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+
+
+def test_an_exception_of_the_script_keeps_its_traceback(script, capfd):
+    assert main(["audit", script("raise ValueError('own')")]) == 1
+    err = capfd.readouterr().err
+    assert "ValueError: own" in err
+    assert "gradcheck_suite" not in err.split("ValueError: own")[0]
+    assert "4 steps judged" in err
+
+
+def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--json", str(path), script("os.kill(os.getpid(), signal.SIGINT)")]) == 130
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["verdict"], result["interrupted"], result["windows"]) == ("holds", True, 4)
+
+
+def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd):
+    unseen = script("", loss="((model(x) - 1) ** 2).mean()")
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    without = [word for name in ("weights", "sums", "batch") for word in ("--without", name)]
+    for arguments, message in (
+        ([unseen], "declare it with `loss = gradcheck_suite.objective(loss, count=n)`"),
+        ([str(empty)], "no optimizer.step() was seen"),
+        ([*without, SOUND], "every instrument was switched off"),
+        (["no_such.py"], "no_such.py: no such script"),
+        (["-m", "no_such_module"], "-m no_such_module: no such module"),
+        (["--steps", "0", SOUND], "--steps: expected a positive integer, got '0'"),
+        (["--accept", "mean", SOUND], "got 'mean'"),
+        (["--json", str(tmp_path / "no" / "r.json"), SOUND], "make it first"),
+        ([], "SCRIPT.py"),
+    ):
+        assert main(["audit", *arguments]) == 2, arguments
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert last.startswith("gradcheck-suite audit: error: "), arguments
+        assert message in last
+
+
+def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--accept", "mean-of-means", "--json", str(path), FAULTY]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["verdict"], result["violation"]) == ("holds", None)
+    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"]
+    assert "accepted: mean-of-means" in capfd.readouterr().err
+
+
+WEIGHTED = """
+import torch
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for sizes in ((4, 2, 1), (3, 1, 5), (6, 2, 3)):
+    for n in sizes:
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(n, 3)), torch.zeros(n, dtype=torch.long))
+        (loss * {weight}).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Micro-batches of other sizes, whose means are weighted by `weight`, in which `n` items are of `sum(sizes)`."""
+
+
+@pytest.mark.parametrize(
+    ("weight", "diagnosis"),
+    [
+        ("n**2 / sum(m**2 for m in sizes)", "weighted-by-count"),
+        ("round(n / sum(sizes), 2)", "rounded-weights"),
+        ("1 / len(sizes)", "mean-of-means"),
+        ("n / sum(sizes) / len(sizes)", "wrong-scale"),
+        ("(1 if n == sizes[0] else 0.9) * n / sum(sizes)", "unequal-factors"),
+        ("(7.1 if n == sizes[0] else n**0.3) / 31", "unrecognised-weights"),
+    ],
+)
+def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
+    script, path = tmp_path / "weighted.py", tmp_path / "r.json"
+    script.write_text(WEIGHTED.format(weight=weight))
+    assert main(["audit", "--json", str(path), str(script)]) == 1
+    assert json.loads(path.read_text())["results"][0]["violation"]["diagnosis"] == diagnosis
+    assert main(["audit", "--accept", diagnosis, "--json", str(path), str(script)]) == 0
+
+
+def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path):
+    path = tmp_path / "r.json"
+    assert main(["audit", "--stop-on-violation", "--json", str(path), FAULTY]) == 1
+    assert json.loads(path.read_text())["results"][0]["steps"] == 1
+
+
+def test_given_accumulation_steps_are_held_against_every_window(script, capfd):
+    steps = str(SCRIPTS / "sound_mean_of_two_losses.py")
+    assert main(["audit", "--accumulation-steps", "2", steps]) == 0
+    assert main(["audit", "--accumulation-steps", "4", script("")]) == 1
+    assert "step-count: step-per-micro-batch at step 2" in capfd.readouterr().err
+
+
+def test_an_audit_is_opened_once_and_alone():
+    with gradcheck_suite.audit() as audit:
+        with pytest.raises(gradcheck_suite.UsageError, match="another audit is open"):
+            gradcheck_suite.audit().open()
+        assert audit.result.verdict == "unjudged"
+    with pytest.raises(gradcheck_suite.UsageError, match="was closed"):
+        audit.open()
+    with pytest.raises(gradcheck_suite.UsageError, match="steps must be a positive integer, got 0"):
+        gradcheck_suite.audit(steps=0)
+    with pytest.raises(gradcheck_suite.UsageError, match="scalar"):
+        gradcheck_suite.objective([1.0], count=1)
+    assert audit.close() is audit.result

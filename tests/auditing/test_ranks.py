@@ -1,0 +1,190 @@
+"""The audit of two ranks: sound scripts hold over all ranks, faulty ones are named, a dead rank is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gradcheck_suite
+from gradcheck_suite.auditing.ranks import RankFile, Ranks, RankWriter, died_before, gather, read
+from tests.auditing.running import GLOO_AT_EXIT, SCRIPTS, audited_on_two_ranks, free_port, python_path
+
+RANKS = SCRIPTS / "ranks"
+NAMES = {
+    "sound_counted": None,
+    "sound_each_rank_alone": None,
+    "sound_reduced_by_hand": None,
+    "faulty_gathered_count": "wrong-scale",
+    "faulty_mean_of_means": "mean-of-means",
+    "faulty_mean_of_ranks_means": "mean-of-means",
+    "faulty_no_sync_left_on": "not-reduced",
+    "faulty_tail_dropped": "tail-dropped",
+    "faulty_sum_over_ranks": "wrong-scale",
+}
+"""Each script -> its diagnosis, or None where it holds."""
+
+
+def _expect(name, result, ended):
+    diagnosis = NAMES[name]
+    assert (result["violation"] or {}).get("diagnosis") == diagnosis, result
+    assert [status for _, status in ended] == [int(diagnosis is not None), 0], ended
+    assert result["verdict"] == ("holds" if diagnosis is None else "violated"), result
+    assert ended[1][0].count("ranks") == 0  # rank 0 alone prints the result
+
+
+SIZES = ((4, 2), (3, 1))
+"""The sizes of the micro-batches of each rank."""
+
+
+def _of_two_ranks(monkeypatch, weight, *, reduced=True):
+    """Train one window of two ranks, one after the other, with averaged gradients; return rank 0's result."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+        for sizes in SIZES
+    ]
+    models = [torch.nn.Linear(5, 3) for _ in SIZES]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def backward(rank):
+        models[rank].zero_grad()
+        for x, y in batches[rank]:
+            (torch.nn.functional.cross_entropy(models[rank](x), y, reduction="sum") * weight(rank)).backward()
+
+    audits = []
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.0)
+        backward(1 - rank)
+        with gradcheck_suite.audit() as audit:
+            backward(rank)
+            for own, other in zip(models[rank].parameters(), models[1 - rank].parameters(), strict=True):
+                if reduced:
+                    own.grad = (own.grad + other.grad) / 2
+            optimizer.step()
+        audits.append(audit)
+    assert audits[0].result.unjudged == "rank 1 of 2: rank 0 judges the steps of all ranks"
+    return audits[1].result
+
+
+def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
+    sound = _of_two_ranks(monkeypatch, lambda rank: 2 / 10)
+    assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
+    for weight, diagnosis, part in (
+        (lambda rank: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
+        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "over 2 ranks"),
+    ):
+        violation = _of_two_ranks(monkeypatch, weight).violation
+        assert violation.diagnosis == diagnosis, violation
+        assert part in violation.explanation
+        assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
+    alone = _of_two_ranks(monkeypatch, lambda rank: 1 / sum(SIZES[rank]), reduced=False)
+    assert alone.verdict == "holds", alone
+    assert any("each rank was judged by itself" in finding for finding in alone.findings)
+
+
+def _place(monkeypatch, tmp_path, rank, parent, **others):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    return Ranks.of({"RANK": str(rank), "WORLD_SIZE": "2", **others})
+
+
+PORT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_ranks_with_different_parents_find_each_other(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100 + rank, **PORT) for rank in range(2))
+    writers = [RankWriter(ranks) for ranks in (first, second)]
+    writers[1].end({"seen": 1}, "")
+    writers[0].end({}, "")
+    assert [(file.rank, file.ended) for file in gather(first, 0.0)] == [(0, ""), (1, "")]
+    assert not died_before(second)
+
+
+def test_what_an_earlier_run_on_the_same_port_left_is_not_read(monkeypatch, tmp_path):
+    left = _place(monkeypatch, tmp_path, 1, 101, **PORT)
+    RankWriter(left).end({"of the earlier run": 1}, "")
+    os.utime(left.own, (1e9, 1e9))
+    now = _place(monkeypatch, tmp_path, 0, 200, **PORT)
+    RankWriter(now).end({}, "")
+    assert [file.ended for file in gather(now, 0.0)] == ["", None]
+    # a rank that the same process has started is of this run, also one that had ended before
+    beside = _place(monkeypatch, tmp_path, 1, 200, **PORT)
+    RankWriter(beside).end({"of this run": 1}, "")
+    os.utime(beside.own, (1e9, 1e9))
+    assert [file.findings for file in gather(now, 0.0)] == [{}, {"of this run": 1}]
+
+
+def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_path):
+    folders = [_place(monkeypatch, tmp_path, rank, parent).folder for rank, parent in ((0, 7), (1, 7), (1, 8))]
+    assert folders[0] == folders[1] != folders[2]
+
+
+def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_path):
+    first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
+    RankWriter(first).end({}, "")
+    running = RankWriter(second)
+    assert read(first, 1).is_open
+    for host, known in ((socket.gethostname(), False), ("another", None)):
+        writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
+        assert RankFile(1, writer=writer).is_open is known
+    running.end({}, "")
+
+
+@pytest.mark.full
+def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path):
+    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json", own_parents=True)
+    _expect("faulty_gathered_count", result, ended)
+
+
+@pytest.mark.full
+def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path):
+    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json")
+    _expect("faulty_gathered_count", result, ended)
+    assert "1/2: each loss is divided by the count of all ranks" in result["violation"]["explanation"]
+    rows = [(row["rank"], row["count"]) for row in result["violation"]["weights"]]
+    assert rows == [(0, 4), (1, 3), (0, 2), (1, 1)]
+    assert (result["steps"], result["windows"], result["ranks"]) == (3, 3, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path):
+    _expect(name, *audited_on_two_ranks(RANKS / f"{name}.py", tmp_path / "r.json", dtype))
+
+
+@pytest.mark.full
+def test_torchrun_starts_audits(tmp_path):
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(RANKS / "sound_counted.py")]
+    environment = {**os.environ, "PYTHONPATH": python_path(GLOO_AT_EXIT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "3 steps judged of 3 over 2 ranks" in done.stderr
+    assert json.loads(path.read_text())["results"][0]["verdict"] == "holds"
+
+
+@pytest.mark.full
+def test_a_rank_that_died_is_said_to_have_died(tmp_path):
+    result, ended = audited_on_two_ranks(RANKS / "dying.py", tmp_path / "r.json")
+    assert ended[1][1] == -9
+    assert any("rank 1 has not ended: it died" in finding for finding in result["findings"]), result
+    assert result["violation"]["diagnosis"] == "not-reduced"
+    assert result["windows"] == 2
+
+
+def test_every_script_of_several_ranks_has_a_verdict():
+    assert sorted(NAMES) == sorted(path.stem for path in RANKS.glob("[fs]*_*.py"))

@@ -1,0 +1,167 @@
+"""Windows are held to the accumulation steps of the trainer that runs, also where every epoch is shorter."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import types
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+
+import gradcheck_suite
+from gradcheck_suite.auditing.recorder import Patches, Recorder, configured_steps
+from tests.auditing.running import trained
+
+
+def _optimizer_named_as_accelerates(parameters, steps):
+    """Return an optimizer whose `step` has a frame as that of Accelerate's `AcceleratedOptimizer`."""
+    module = types.ModuleType("accelerate.optimizer")
+    exec(
+        "class Wrapper:\n"
+        "    def __init__(self, optimizer, state):\n"
+        "        self.optimizer, self.gradient_state = optimizer, state\n"
+        "    def step(self):\n"
+        "        self.optimizer.step()\n",
+        module.__dict__,
+    )
+    return module.Wrapper(torch.optim.SGD(parameters, lr=0.1), types.SimpleNamespace(num_steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "divisor", "diagnosis"),
+    [(4, 2, 4, "wrong-scale"), (4, 1, 4, "wrong-scale"), (4, 2, 2, None), (4, 4, 4, None), (1, 2, 4, None)],
+)
+def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, length, divisor, diagnosis):
+    """What no trainer states reads as a coefficient."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = _optimizer_named_as_accelerates(model.parameters(), steps)
+    with gradcheck_suite.audit() as audit:
+        for _ in range(3):
+            for _ in range(length):
+                loss = torch.nn.functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)) / divisor
+                loss.backward()
+            optimizer.step()
+            optimizer.optimizer.zero_grad()
+    found = audit.result.violation
+    assert (found and found.diagnosis) == diagnosis, audit.result
+    if found is not None:
+        assert f"{length}/{steps}" in found.explanation
+
+
+def test_no_trainer_runs_here():
+    assert configured_steps() is None
+
+
+@pytest.mark.filterwarnings("default")
+def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_path):
+    """Releases before transformers#39659 divided by K also where an epoch is shorter; newer ones by its length."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+
+    class Dividing(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+            return super().training_step(*args, **kwargs)
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 20, (2, 5))]
+    for kind, verdict in ((transformers.Trainer, "holds"), (Dividing, "violated")):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=4,
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+        )
+        trainer = kind(model=model, args=arguments, train_dataset=rows)
+        trainer.model_accepts_loss_kwargs = False
+        with gradcheck_suite.audit() as audit:
+            trainer.train()
+        assert audit.result.verdict == verdict, audit.result
+        assert (verdict == "holds") == (audit.result.violation is None)
+    assert "2/4: divided by 4, where the window has 2" in audit.result.violation.explanation
+
+
+# An audit leaves nothing behind, keeps no graph alive, and breaks no other tool of torch.
+
+
+def _places():
+    replaced = Patches(Recorder(lambda state, place: None))
+    replaced.install()
+    places = [(holder, name) for holder, name, _, _ in replaced._replaced]
+    replaced.remove()
+    return places
+
+
+def test_what_was_replaced_is_put_back():
+    places = _places()
+    before = [holder.__dict__[name] for holder, name in places]
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit():
+        assert [holder.__dict__[name] for holder, name in places] != before
+        kept = F.cross_entropy
+        F.cross_entropy(model(torch.ones(1, 2)), torch.tensor([0])).backward()
+        optimizer.step()
+    assert all(holder.__dict__[name] is value for (holder, name), value in zip(places, before, strict=True))
+    assert not any(p._backward_hooks for p in model.parameters())
+    assert kept(torch.zeros(1, 2), torch.tensor([0])) > 0
+
+
+def test_a_loss_that_never_goes_backward_is_freed_with_its_graph():
+    model = torch.nn.Linear(2, 2)
+    with gradcheck_suite.audit():
+        hidden = model(torch.ones(1, 2))
+        freed = weakref.ref(hidden)
+        loss = F.cross_entropy(hidden, torch.tensor([0]))
+        del hidden, loss
+        gc.collect()
+        assert freed() is None
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripting_compiling_saving_and_copying_work_under_an_audit():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])
+    with gradcheck_suite.audit() as audit:
+        compiled = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager", fullgraph=True)
+        for loss in (compiled(x, y), torch.jit.script(torch.nn.CrossEntropyLoss())(model(x), y)):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        file = io.BytesIO()
+        torch.save(model, file)
+        twin = copy.deepcopy(model)
+        assert not any(p._backward_hooks for p in twin.parameters())
+    assert "computed inside torch.compile" in audit.result.unjudged
+
+
+SCRIPTED = """
+import torch
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@torch.jit.script
+class Doubled:
+    def __init__(self):
+        self.value = twice(torch.ones(1))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_class_that_is_scripted_under_an_audit_finds_the_functions_beside_it(tmp_path):
+    """As `torch.distributed.optim` needs when it is imported."""
+    script = tmp_path / "scripted.py"
+    script.write_text(SCRIPTED)
+    with gradcheck_suite.audit():
+        assert trained(script)["Doubled"]().value == 2

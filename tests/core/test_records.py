@@ -1,0 +1,216 @@
+"""Records survive a run that is killed, and damaged lines are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import gradcheck_suite
+from gradcheck_suite.core import records as files
+from gradcheck_suite.core.records import (
+    KINDS,
+    append_record,
+    code_digest,
+    expect_writable_folder,
+    is_clean,
+    judge_digest,
+    read_records,
+    records_path,
+    sources_digest,
+    write_json,
+)
+from gradcheck_suite.errors import UsageError
+
+
+def _append(reports, value):
+    return append_record(
+        reports, "claim", {"value": value}, environment={"python": "3.11"}, command="gradcheck-suite claims"
+    )
+
+
+def _values(reports):
+    records, problems = read_records(reports, "claim")
+    return [record.data["value"] for record in records], problems
+
+
+def test_records_come_back_in_order(tmp_path):
+    for value in (1, "ü\n<b>", 2.5):
+        _append(tmp_path, value)
+    assert _values(tmp_path) == ([1, "ü\n<b>", 2.5], [])
+    records, _ = read_records(tmp_path, "claim")
+    assert records[0].command == "gradcheck-suite claims"
+    assert records[0].environment == {"python": "3.11"}
+    assert records[0].time.endswith("+00:00")
+
+
+def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    def made(reports):
+        is_clean.cache_clear()
+        _append(reports, 1)
+        return read_records(reports, "claim")[0][-1]
+
+    monkeypatch.chdir(tmp_path)
+    assert made(tmp_path / "reports").clean is None
+    (tmp_path / "loop.py").write_text("pass")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "All")
+    # the records themselves do not make the tree unclean
+    records = [made(tmp_path / "reports"), made(tmp_path / "reports")]
+    assert [record.clean for record in records] == [True, True]
+    (tmp_path / "loop.py").write_text("changed")
+    assert made(tmp_path / "reports").clean is False
+    is_clean.cache_clear()
+    assert {record.judge for record in records} == {code_digest("claim")}
+
+
+def test_the_digest_of_the_judge_is_that_of_its_statements(monkeypatch):
+    digests, read = [], Path.read_text
+    for extra in ("", "# a comment\n", "import math\n", "X = 1\n", "X = 2\n"):
+        monkeypatch.setattr(Path, "read_text", lambda self, extra=extra: read(self) + extra)
+        digests.append(sources_digest(("numerics",)))
+    assert digests[0] == digests[1] == digests[2]
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "older"),
+    [
+        ("auditing/context.py", {"audit"}),
+        ("loops/trainers/trainer.py", {"trainer"}),
+        ("studies/claim_checks.py", {"claim"}),
+        ("studies/zoo/bug.py", {"zoo"}),
+        ("loops/reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
+        ("core/comparison.py", {"atlas", "audit", "bridge", "calibration", "claim", "trainer", "verify", "zoo"}),
+        ("page/render.py", set()),
+    ],
+)
+def test_a_changed_statement_makes_the_records_older_that_speak_of_it(monkeypatch, changed, older):
+    before = {kind: code_digest.__wrapped__(kind) for kind in KINDS}
+    package, read = Path(gradcheck_suite.__file__).parent, Path.read_text
+    assert (package / changed).exists()
+    monkeypatch.setattr(Path, "read_text", lambda self: read(self) + "X = 1\n" * (self == package / changed))
+    judge_digest.cache_clear()
+    assert {kind for kind in KINDS if code_digest.__wrapped__(kind) != before[kind]} == older
+    judge_digest.cache_clear()
+
+
+def test_a_missing_file_has_no_records(tmp_path):
+    assert read_records(tmp_path, "claim") == ([], [])
+
+
+@pytest.mark.parametrize("kept", range(1, 60, 7))
+def test_a_run_killed_while_writing_loses_that_record_alone(tmp_path, kept):
+    path = _append(tmp_path, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:kept])
+    _append(tmp_path, 2)
+    values, problems = _values(tmp_path)
+    assert values == [1, 2]
+    assert problems == ["claim.jsonl, line 2: damaged; left out"]
+
+
+def test_foreign_and_old_lines_are_reported(tmp_path):
+    path = _append(tmp_path, 1)
+    record = json.loads(path.read_bytes())
+    lines = [{**record, "schema": 0}, {**record, "kind": "zoo"}, {**record, "data": 3}, [1]]
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write("\xff\x00\n")
+    values, problems = _values(tmp_path)
+    assert values == [1]
+    assert problems == [
+        "claim.jsonl, line 2: schema 0, expected 1: another version; left out",
+        "claim.jsonl, line 3: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 4: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 5: not a record of kind 'claim'; left out",
+        "claim.jsonl, line 6: damaged; left out",
+    ]
+
+
+def test_an_unknown_kind_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"record kind must be one of verify, .*; got 'gossip'"):
+        records_path(tmp_path, "gossip")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    (tmp_path / "records").write_text("a file where a folder should be")
+    with pytest.raises(UsageError, match="cannot write"):
+        _append(tmp_path, 1)
+
+
+def test_nan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        _append(tmp_path, float("nan"))
+    assert read_records(tmp_path, "claim") == ([], [])
+
+
+# Files are written whole or not at all.
+
+
+def test_folders_are_made(tmp_path):
+    write_json(tmp_path / "a" / "b" / "c.json", {"x": [1, 2.5, None]})
+    assert json.loads((tmp_path / "a" / "b" / "c.json").read_text()) == {"x": [1, 2.5, None]}
+
+
+def test_permissions_are_those_of_any_other_file(tmp_path):
+    write_json(tmp_path / "a.json", {})
+    (tmp_path / "b.json").write_text("{}")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.json", "b.json")]
+    assert modes[0] == modes[1]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path, number):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", {"x": number})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_end_half_way_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error):
+    (tmp_path / "a.json").write_text("old")
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    with pytest.raises((UsageError, KeyboardInterrupt)):
+        write_json(tmp_path / "a.json", {"new": 1})
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "old"
+
+
+def test_a_folder_in_the_way_is_one_line(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(UsageError, match=r"cannot write .*a.json: Is a directory"):
+        write_json(tmp_path / "a.json", {})
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):
+    expect_writable_folder(tmp_path, "--x")
+    expect_writable_folder(tmp_path / "not" / "yet", "--x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--x: .*file is not a folder"):
+        expect_writable_folder(tmp_path / "file" / "below", "--x")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot write into"):
+        expect_writable_folder(tmp_path, "--x")

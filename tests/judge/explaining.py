@@ -1,0 +1,174 @@
+"""A weighted regression onto two targets, small enough that a loop's fault is all that is wrong with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite.core.comparison import Comparison
+from gradcheck_suite.core.text import weight_lines
+from gradcheck_suite.judge.gradient import explain_gradient
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.loops.reset_modes import backward_window, window_count, windows
+from gradcheck_suite.reference.large_batch import Reference, Window
+from gradcheck_suite.run.instance import user_instance
+from gradcheck_suite.run.runner import run_loop
+
+PLAN = Plan((1, 2, 3, 2), 2)
+DRAWN = np.random.default_rng(0)
+DATA = {"x": DRAWN.integers(1, 10, (8, 3)), "y": DRAWN.integers(1, 10, (8, 2)), "w": np.ones(8)}
+MASKED = Case(
+    ProblemSpec(
+        Input("vector", size=3),
+        (Layer("linear", bias=True, features=3),),
+        Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    ),
+    Plan((3, 2, 2), 3, masked=(1,)),
+    seed=1,
+)
+"""The second micro-batch has no valid targets: its loss is NaN."""
+
+
+def share(gradient, share):
+    """Return, for each element, a share of the largest one that is finite."""
+    return np.full(len(gradient), share * np.abs(gradient[np.isfinite(gradient)]).max())
+
+
+def model(seed):
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, -1.0], [0.5, -3.0, 1.0]]))
+        model.bias.copy_(torch.tensor([0.25, -0.5]))
+    return model
+
+
+def squares(model, batch):
+    return (((model(batch["x"]) - batch["y"]) ** 2).sum(1) * batch["w"]).sum()
+
+
+def mean(model, batch):
+    total = batch["w"].sum()
+    return squares(model, batch) / total if total else 0 * squares(model, batch)
+
+
+def explained(
+    loop,
+    *,
+    plan=PLAN,
+    window=0,
+    epoch=0,
+    dtype="float64",
+    optimizer=None,
+    sums=False,
+    model=model,
+    **data,
+):
+    """Return the diagnosis of one step, which must be wrong: name, explanation, details and weights."""
+    tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
+    problem = Problem(
+        model,
+        lambda items, seed: {name: tensor[:items] for name, tensor in tensors.items()},
+        squares if sums else mean,
+        reduction="sum" if sums else "mean",
+        count=lambda batch: batch["w"].sum(),
+    )
+    instance = user_instance(Case("regression.py:PROBLEM", plan, dtype, optimizer=optimizer), problem)
+    reference, outcome = Reference(instance), run_loop(loop, instance)
+    assert outcome.raised is None
+    observation = outcome.observations[epoch * len(plan.windows) + window]
+    right = reference.window(window, observation.parameters if optimizer else None)
+    seen = reference.flat(observation.gradients)
+    comparison = Comparison(reference.layout, right.expected, seen, share(right.expected, 1e-9))
+    assert comparison.ratio > 1000
+    runner = LoopRunner(loop)
+    # let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
+        found = explain_gradient(comparison, right, epoch, runner)
+    assert runner.runs_left >= 0
+    weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
+    return found.name, found.sentence, (*found.details, *weights)
+
+
+def table_of(details):
+    """Return the cells of the printed table of weights: index, count, expected and observed of each micro-batch."""
+    return [line.split()[:4] for line in details[2:]]
+
+
+def then(*changes):
+    """Return a sound loop with a change to the gradients before each step, in turn."""
+
+    def loop(run):
+        for step, window in enumerate(windows(run)):
+            backward_window(run, window)
+            changes[step % len(changes)](run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def weight_of(run):
+    """Return the parameter that is named `weight`; None on the probe."""
+    return dict(run.model.named_parameters()).get("weight")
+
+
+def as_it_is(run):
+    pass
+
+
+def double(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.mul_(2)
+
+
+def triple(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.mul_(3)
+
+
+def turn(run):
+    """Hand the first target's gradient to the second, and the other way round."""
+    if (weight := weight_of(run)) is not None:
+        weight.grad.copy_(weight.grad.flip(0))
+
+
+def mix(run):
+    """Add half of the first target's gradient to the second's and the other way round: linear, and nothing known."""
+    if (weight := weight_of(run)) is not None:
+        weight.grad.add_(0.5 * weight.grad.flip(0))
+
+
+def fail(run):
+    raise ValueError
+
+
+def forget(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.zero_()
+
+
+def where_not_finite(then, change=as_it_is):
+    """Return a loop that leaves out a loss that is not finite, does something else there, and changes the gradients.
+
+    Args:
+        then: what is done; the window ends where it returns "end".
+        change: of the gradients before each step.
+    """
+
+    def loop(run):
+        for window in windows(run):
+            total = window_count(run, window)
+            for batch in window:
+                loss = run.loss(run.model, batch)
+                if loss.isfinite():
+                    (loss * run.count(batch) / total).backward()
+                elif then(run) == "end":
+                    break
+            change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop

@@ -1,0 +1,709 @@
+"""A fault is read off the case that showed it: gradients known in closed form, combined with the weights of a fault.
+
+An item's loss is the product of its row with the parameters, so a micro-batch's summed gradient is the sum of its rows.
+Of the eight items, micro-batches 0 to 2 hold 1, 2 and 3 and make the window under test; the fourth, with 2, is the
+epoch's short last window.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite.core.comparison import Comparison
+from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign, stolen_buffer
+from gradcheck_suite.judge.weights import Diagnosis
+from gradcheck_suite.reference.large_batch import Reference
+from gradcheck_suite.run.instance import user_instance
+
+ROWS = np.random.default_rng(0).integers(1, 10, (8, 15)).astype(float)
+PLAN = Plan((1, 2, 3, 2), 3)
+RIGHT = (1 / 6, 1 / 6, 1 / 6, 0)
+PARAMETERS = {"a": slice(0, 5), "b": slice(5, 10), "c": slice(10, 15)}
+ALLOWED = 2.0**-40
+
+
+class _Linear(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        for name, size in sizes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
+
+    def forward(self, x):
+        return x @ torch.cat(list(self.parameters()))
+
+
+def _sums(rows, plan):
+    """Return (B, P): each micro-batch's summed gradient."""
+    return np.stack(
+        [rows[plan.items(j).start : plan.items(j).stop].sum(axis=0) for j in range(len(plan.micro_batches))]
+    )
+
+
+def _instance(rows, plan, *, sizes, reduction="mean"):
+    def loss(model, batch):
+        return getattr(model(batch["x"]), reduction)()
+
+    problem = Problem(
+        lambda seed: _Linear(sizes), lambda items, seed: {"x": torch.from_numpy(rows)}, loss, reduction=reduction
+    )
+    return user_instance(Case("rows.py:ROWS", plan), problem)
+
+
+def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, allowed=ALLOWED, **instance):
+    reference = Reference(_instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), **instance))
+    members = plan.windows[window]
+    count = 1 if instance.get("reduction") == "sum" else sum(plan.micro_batches[j] for j in members)
+    expected = _sums(rows, plan)[list(members)].sum(axis=0) / count
+    comparison = Comparison(reference.layout, expected, observed, np.full(rows.shape[1], allowed))
+    return diagnose_case(reference.window(window), comparison, epoch, alike=False)
+
+
+def _gradient(*weights, rows=ROWS, plan=PLAN):
+    return np.array(weights) @ _sums(rows, plan)
+
+
+# All elements
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "says"),
+    [
+        ((1 / 3, 1 / 6, 1 / 9, 0), "mean-of-means", "each micro-batch's mean has weight 1/3"),
+        ((2 / 6, 2 / 6, 2 / 6, 0), "wrong-scale", "weighs 2 times"),
+        ((1 / 6, 0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1] of the window"),
+        ((0, 0, 1 / 6, 0), "reset-inside-window", "only the window's last micro-batch"),
+        ((0, 0, 0, 0), "no-gradient", "nothing of the window"),
+        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "later-window", "micro-batches [3] belong to a later window"),
+    ],
+)
+def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
+    diagnosis = _read(_gradient(*weights))
+    assert diagnosis.name == name
+    assert says in diagnosis.sentence
+
+
+def test_a_trace_of_another_window_is_no_rounding():
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-9)).name == "later-window"
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-9), epoch=1).name == "stale-window"
+
+
+def test_the_last_window_has_its_own_micro_batches():
+    assert _read(_gradient(0, 0, 0, 1), window=1).name == "wrong-scale"
+    assert _read(_gradient(1 / 6, 0, 0, 1 / 2), window=1).name == "stale-window"
+
+
+def test_the_epoch_tells_a_stale_gradient_from_a_scale():
+    """The steps before were judged right, so a factor that all steps have is refuted."""
+    plan, rows = Plan((1, 2, 3), 3), ROWS[:6]
+    twice = _gradient(2 / 6, 2 / 6, 2 / 6, rows=rows, plan=plan)
+    assert "from earlier epochs" in _read(twice, epoch=1, rows=rows, plan=plan).sentence
+    assert _read(twice, rows=rows, plan=plan).name == "wrong-scale"
+
+
+def test_a_sum_is_read_as_one():
+    diagnosis = _read(_gradient(1 / 6, 1 / 6, 1 / 6, 0), reduction="sum")
+    assert diagnosis.name == "wrong-scale"
+    assert "one over the window's count, 1/6" in diagnosis.sentence
+
+
+def test_weights_without_a_name_are_not_named():
+    assert _read(_gradient(0.3, 0.1, 0.2, 0)) is None
+
+
+def test_a_small_factor_is_a_factor():
+    assert "weighs 1 + 5e-07 times" in _read(_gradient(*[w * (1 + 5e-7) for w in RIGHT])).sentence
+
+
+def test_a_right_gradient_has_no_name():
+    assert _read(_gradient(*RIGHT)) is None
+
+
+def test_what_is_no_combination_is_not_named():
+    assert _read(_gradient(*RIGHT) ** 2) is None
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_read(value):
+    observed = _gradient(1 / 3, 1 / 6, 1 / 9, 0)
+    rows = ROWS.copy()
+    rows[7, 14] = value
+    assert _read(observed, rows=rows) is None
+    observed[0] = value
+    assert _read(observed) is None
+
+
+def test_a_micro_batch_that_reaches_no_parameter_is_not_missed_and_still_counts():
+    rows = ROWS.copy()
+    rows[1:3] = 0
+    # right is 1/6 of each, the second's two items among the six
+    diagnosis = _read(_gradient(1 / 2, 0, 1 / 2, 0, rows=rows), rows=rows)
+    assert diagnosis.name == "wrong-scale"
+    assert "weighs 3 times what it should" in diagnosis.sentence
+
+
+def test_steps_that_were_right_refute_a_factor_that_they_would_have_had():
+    plan = Plan((1, 2, 3, 2), 2)
+    third = {"rows": ROWS, "plan": plan, "window": 1}
+    assert "accumulation_steps = 2" in _read(_gradient(2 / 3, 2 / 3, 0, 0, plan=plan), rows=ROWS, plan=plan).sentence
+    later = _read(_gradient(0, 0, 2 / 5, 2 / 5, plan=plan), **third).sentence
+    assert "accumulation_steps" not in later
+    assert later.endswith("(only in windows after the first of the run)")
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_steps_of_earlier_epochs_were_right(window, epoch):
+    plan, count = Plan((1, 2, 3, 2), 2), (3, 5)[window]
+    weights = np.zeros(4)
+    weights[2 * window : 2 * window + 2] = 0.7 / count
+    found = _read(_gradient(*weights, plan=plan), plan=plan, window=window, epoch=epoch)
+    assert found.name == "wrong-scale"
+    # window 1 was right in earlier epochs, and window 0 in all before
+    assert found.sentence.endswith("(only in epochs after the first)") == (window == 0 and epoch == 1)
+
+
+def test_a_step_of_which_nothing_can_be_read_refutes_no_factor():
+    plan, rows = Plan((1, 2, 3, 2), 2), ROWS.copy()
+    rows[:3] = 0
+    found = _read(_gradient(0, 0, 2 / 5, 2 / 5, rows=rows, plan=plan), rows=rows, plan=plan, window=1)
+    assert "accumulation_steps = 2" in found.sentence
+    # a later one that can be read does
+    plan, rows = Plan((1, 1, 1, 1, 2, 2), 2), ROWS.copy()
+    rows[:2] = 0
+    found = _read(_gradient(0, 0, 0, 0, 1 / 2, 1 / 2, rows=rows, plan=plan), rows=rows, plan=plan, window=2)
+    assert "accumulation_steps" not in found.sentence
+
+
+def test_a_stale_gradient_is_seen_in_a_window_that_has_none_of_its_own():
+    rows = ROWS.copy()
+    rows[6:] = 0
+    assert _read(_gradient(*RIGHT, rows=rows), rows=rows, window=1).name == "stale-window"
+    assert _read(_gradient(0, 0, 0, 0, rows=rows), rows=rows, window=1) is None
+    rows = ROWS.copy()
+    rows[:6] = 0
+    assert _read(_gradient(0, 0, 0, 1 / 2, rows=rows), rows=rows).name == "later-window"
+
+
+# One parameter alone
+
+
+def _only(names, weights, right=RIGHT):
+    observed, wrong = _gradient(*right), _gradient(*weights)
+    for name in names:
+        observed[PARAMETERS[name]] = wrong[PARAMETERS[name]]
+    return observed
+
+
+def test_a_fault_of_some_parameters_is_named_with_them():
+    diagnosis = _read(_only("b", (1 / 3, 1 / 6, 1 / 9, 0)))
+    assert diagnosis.name == "mean-of-means"
+    assert diagnosis.sentence.startswith("in b alone, while a, c are right: each micro-batch's mean has weight 1/3")
+    diagnosis = _read(_only("ac", (1 / 3, 1 / 6, 1 / 9, 0)))
+    assert diagnosis.sentence.startswith("in a, c alone, while b is right: ")
+
+
+def test_long_lists_of_parameters_are_cut():
+    names = "abcdefgh"
+    rows = np.random.default_rng(1).integers(1, 10, (8, 40)).astype(float)
+    observed = _gradient(*RIGHT, rows=rows)
+    observed[:20] = _gradient(2 / 6, 2 / 6, 2 / 6, 0, rows=rows)[:20]
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 1 more alone, while e, f, g and 1 more are right: ")
+    observed[20:30] *= 2
+    diagnosis = _read(observed, rows=rows, sizes=dict.fromkeys(names, 5))
+    assert diagnosis.sentence.startswith("in a, b, c and 3 more alone, while g, h are right: ")
+
+
+def test_a_parameter_is_right_up_to_what_rounding_allows():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    expected = _sums(ROWS, PLAN)[:3].sum(axis=0)[0] / 6
+    # 2**-40 is added without rounding to numbers of this size
+    for off in (ALLOWED, -ALLOWED):
+        observed[0] = expected + off
+        assert "while a, c are right" in _read(observed).sentence
+    for off in (1.01 * ALLOWED, 1e-9):
+        observed[0] = expected + off
+        assert _read(observed) is None
+
+
+def test_every_element_of_all_must_agree():
+    for j in (0, 7, 14):
+        observed = _gradient(2 / 6, 2 / 6, 2 / 6, 0)
+        observed[j] /= 2
+        found = _read(observed)
+        assert found.name == "partial-gradient"
+        assert "14 of the 15 elements are wrong" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "no-gradient or dropped-micro-batch"), (7, "no-gradient")]
+)
+def test_what_a_parameter_lacks_may_be_there_where_a_micro_batch_has_a_gradient_of_zero(empty, name):
+    rows = ROWS.copy()
+    rows[empty, :] = 0
+    observed = _gradient(*RIGHT, rows=rows)
+    observed[PARAMETERS["b"]] = 0
+    found = _read(observed, rows=rows)
+    assert found.name == name
+    assert found.sentence.startswith("in b alone, while a, c are right: ")
+
+
+def test_two_faults_at_once_are_not_called_one():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    observed[PARAMETERS["c"]] = _gradient(1 / 6, 0, 1 / 6, 0)[PARAMETERS["c"]]
+    assert _read(observed) is None
+
+
+def test_parameters_with_one_fault_in_different_sizes_are_told_apart():
+    diagnosis = _read(_only("b", (3 / 6, 3 / 6, 3 / 6, 0), right=(2 / 6, 2 / 6, 2 / 6, 0)))
+    assert diagnosis.name == "wrong-scale"
+    assert "in every parameter: in a, every item of the window weighs 2 times" in diagnosis.sentence
+    assert "; in b, every item of the window weighs 3 times" in diagnosis.sentence
+
+
+def test_one_parameter_without_a_name_leaves_the_case_without_one():
+    observed = _only("b", (2 / 6, 2 / 6, 2 / 6, 0))
+    observed[PARAMETERS["c"]] **= 2
+    assert _read(observed) is None
+
+
+# How much it takes
+
+
+TWO = np.array([[3.0, 5.0, 7.0], [2.0, 11.0, 4.0], [1.0, 13.0, 6.0]])
+
+
+def test_any_factor_of_a_single_element_needs_to_be_one_of_the_runs():
+    plan, one = Plan((1, 2), 2, 1), np.array([[3.0], [0.0], [0.0]])
+    single, rows = Plan((1,), 2), one[:1]
+    for factor, named in ((2.0, True), (1.7, False)):
+        diagnosis = _read(np.array([3 * factor]), rows=rows, plan=single, sizes={"a": 1})
+        assert (diagnosis is not None) == named
+        # nor is it said to be left over from the epoch before
+        diagnosis = _read(np.array([3 * factor]), rows=rows, plan=single, sizes={"a": 1}, epoch=1)
+        assert (diagnosis is not None) == named
+    assert _read(np.array([0.0]), rows=rows, plan=single, sizes={"a": 1}).name == "no-gradient"
+    assert plan.windows == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2**0.5, "which is accumulation_steps**0.5, with 2 accumulation steps"),
+        (-1.0, "the sign is wrong"),
+        (2.0**7, "2**7, such as a loss scale that is never divided out"),
+        (2.0**-7, "2**-7, such as a loss scale that is divided out twice"),
+        (1.3, None),
+    ],
+)
+def test_the_factors_of_a_run_are_told_off_one_element(factor, said):
+    """Two items weigh 1/2 each."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    found = _read(np.array([7 / 2 * factor]), rows=rows, plan=plan, sizes={"a": 1})
+    assert (said in found.sentence) if said else (found is None)
+
+
+def test_a_rounded_gradient_of_multiples_is_not_told_by_other_windows():
+    """-x and 2x round as x does, so all that is known is one number; the other window's elements are no multiples."""
+    rows, plan = np.array([[1.2345, -1.2345, 2.469], [2.0, 11.0, 4.0], [1.0, 13.0, 6.0]]), Plan((1, 2), 1)
+    rounded = torch.tensor(rows[0]).bfloat16().double().numpy()
+    assert "rounded-gradient" in _read(rounded, rows=rows, plan=plan, sizes={"a": 3}).names
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("size", "seen", "evident"),
+    [(0.9, 0, False), (1, 0, False), (1.1, 0, True), (0.9, 1, False), (0.9, 1.1, True), (0, 1.1, True)],
+)
+def test_an_element_that_rounding_may_hide_is_no_evidence(size, seen, evident, reduction):
+    """Seven elements are 3 times what they should be; the eighth is not, and has some times what is allowed."""
+    plan, rows = Plan((1, 3), 2), np.random.default_rng(3).integers(1, 10, (4, 8)).astype(float)
+    right = 1.0 if reduction == "sum" else 1 / 4
+    rows[:, 7] = 0
+    # the larger of the two micro-batches' gradients
+    rows[1, 7] = size * ALLOWED / right
+    observed = 3 * right * _sums(rows, plan).sum(axis=0)
+    observed[7] = seen * ALLOWED
+    found = _read(observed, rows=rows, plan=plan, sizes={"a": 8}, reduction=reduction)
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("every element is 3 times" if evident else "every item of the window weighs 3")
+
+
+MANY = np.random.default_rng(5).integers(1, 10, (80, 15)).astype(float)
+OF_MANY = Plan((10, 20, 30, 20), 3)
+
+
+def test_weights_agree_up_to_what_rounding_may_move_them():
+    """Rounding moves one weight as far as it can: much further than 1e-12, and than its share of the gradient."""
+    sums, allowed = _sums(MANY, OF_MANY), 2.0**-20
+    push = np.sign(np.linalg.pinv(sums[:3].T)[0])
+    found = _read(2 / 60 * sums[:3].sum(axis=0) + 0.9 * allowed * push, rows=MANY, plan=OF_MANY, allowed=allowed)
+    assert found.name == "wrong-scale"
+    assert "weighs 2 times" in found.sentence
+    moved = _gradient(2.002 / 60, 2 / 60, 2 / 60, 0, rows=MANY, plan=OF_MANY)
+    assert _read(moved, rows=MANY, plan=OF_MANY, allowed=allowed) is None
+
+
+@pytest.mark.parametrize(("share", "name"), [(0.9, "wrong-scale"), (1.1, "later-window")])
+def test_a_weight_within_rounding_is_none(share, name):
+    sums, allowed = _sums(MANY, OF_MANY), 2.0**-20
+    error = 4 * np.abs(np.linalg.pinv(sums.T)).sum(axis=1)[3] * allowed
+    observed = 2 / 60 * sums[:3].sum(axis=0) + share * error * sums[3]
+    assert _read(observed, rows=MANY, plan=OF_MANY, allowed=allowed).name == name
+
+
+def test_a_weight_within_rounding_of_the_fit_is_none():
+    plan = Plan((10, 20, 30, 10, 10), 3)
+    observed = _gradient(1 / 60, 1 / 60, 1 / 60, 1 / 20, 0, rows=MANY, plan=plan)
+    found = _read(observed, rows=MANY, plan=plan, allowed=0.0)
+    assert found.name == "later-window"
+    assert found.sentence.startswith("micro-batches [3] belong")
+
+
+def test_any_factor_that_more_elements_share_is_one():
+    rows, plan = TWO[:1], Plan((1,), 2)
+    assert _read(1.7 * rows[0], rows=rows, plan=plan, sizes={"a": 3}).name == "wrong-scale"
+    two = rows[:, :2]
+    assert _read(1.7 * two[0], rows=two, plan=plan, sizes={"a": 2}).name == "wrong-scale"
+    # an element that no item reaches agrees with every factor
+    lone = np.array([[3.0, 0.0, 0.0]])
+    assert _read(1.7 * lone[0], rows=lone, plan=plan, sizes={"a": 3}) is None
+
+
+def test_a_micro_batch_that_reaches_nothing_is_no_evidence():
+    """Of a window of two, the second has no gradient: one weight is read, off one element or off two."""
+    plan = Plan((1, 2), 2)
+    for size, factor, named in ((1, 1.7, False), (1, 2.0, True), (2, 1.7, True)):
+        rows = np.array([[3.0, 5.0], [0.0, 0.0], [0.0, 0.0]])[:, :size]
+        diagnosis = _read(factor / 3 * rows[0], rows=rows, plan=plan, sizes={"a": size})
+        assert (diagnosis is not None) == named
+
+
+def test_a_factor_is_one_of_the_weight_that_is_right():
+    """Two items alone weigh 1/2 each: a weight of 1 is K = 2 times that, and 0.4 is nothing of the run's."""
+    rows, plan = np.array([[3.0], [4.0]]), Plan((2,), 2)
+    assert "accumulation_steps = 2" in _read(np.array([7.0]), rows=rows, plan=plan, sizes={"a": 1}).sentence
+    assert _read(np.array([7 * 0.4]), rows=rows, plan=plan, sizes={"a": 1}) is None
+    four = _read(np.array([7 * 2.0]), rows=rows, plan=Plan((2,), 4), sizes={"a": 1})
+    assert "accumulation_steps = 4" in four.sentence
+
+
+def test_two_weights_of_a_window_that_fit_a_pattern_are_no_coincidence():
+    rows, plan = TWO[:, :2], Plan((1, 2), 2)
+    # mean of means: 1/2 and 1/4
+    assert _read(_gradient(1 / 2, 1 / 4, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": 2}).name == (
+        "mean-of-means"
+    )
+
+
+def test_other_windows_are_blamed_only_by_more_elements_than_weights():
+    plan = Plan((1, 2), 1)
+    for size, window, named in ((2, 0, False), (2, 1, False), (3, 0, True), (3, 1, True)):
+        rows = TWO[:, :size]
+        # a share that no known fault has, of the other window
+        observed = _gradient(*((1, 0.3) if window == 0 else (0.3, 1 / 2)), rows=rows, plan=plan)
+        diagnosis = _read(observed, rows=rows, plan=plan, sizes={"a": size}, window=window)
+        name = "stale-window" if window else "later-window"
+        assert (diagnosis is not None and diagnosis.name == name) == named
+
+
+def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_weights():
+    """Of one element: the window before, the window and the one before it, its first micro-batch alone."""
+    rows = np.array([[3.0], [2.0], [7.0], [1.0], [11.0]])
+    plan = Plan((1, 1, 2, 1), 2)
+    for window, weights, name in (
+        (1, (1 / 2, 1 / 2, 0, 0), "delayed-window or other-window"),
+        (1, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "stale-window"),
+        (0, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "later-window"),
+        (0, (1 / 2, 0, 0, 0), "first-only or dropped-micro-batch"),
+        (0, (0, 1 / 2, 0, 0), "reset-inside-window or dropped-micro-batch"),
+        (1, (0, 0, 1 / 4, 1 / 2), "mean-of-means"),
+        (1, (0, 0, 0.31, 0.29), None),
+    ):
+        found = _read(_gradient(*weights, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": 1}, window=window)
+        assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(("off", "named"), [(0.0, True), (1.5, True), (2.0, True), (2.1, False), (-2.1, False)])
+def test_a_known_fault_may_be_off_by_twice_what_is_allowed(off, named):
+    rows, plan = np.array([[3.0], [2.0], [7.0]]), Plan((1, 1, 1), 2)
+    found = _read(np.array([1.5 + off * ALLOWED]), rows=rows, plan=plan, sizes={"a": 1})
+    assert (found is not None and found.name == "first-only or dropped-micro-batch") is named
+
+
+@pytest.mark.parametrize(("off", "named"), [(96, True), (97, False), (-96, True)])
+def test_a_known_fault_may_be_off_by_the_rounding_of_its_products(off, named):
+    """The weight is 1/2 and the gradient 3: 64 roundings of 1.5."""
+    rows, plan = np.array([[3.0], [2.0], [7.0]]), Plan((1, 1, 1), 2)
+    found = _read(np.array([1.5 + off * 2.0**-52]), rows=rows, plan=plan, sizes={"a": 1}, allowed=0.0)
+    assert (found is not None and found.name == "first-only or dropped-micro-batch") is named
+
+
+def test_more_than_three_names_are_none():
+    """One element that is alike in all micro-batches."""
+    three, two = np.ones((3, 1)), np.ones((4, 1))
+    found = _read(np.array([2.0]), rows=three, plan=Plan((1, 1, 1), 3), sizes={"a": 1})
+    assert found.name == "wrong-scale or dropped-micro-batch or repeated-micro-batch"
+    # half: a scale, the first alone, the last alone, or one dropped
+    assert _read(np.array([0.5]), rows=two, plan=Plan((1, 1, 1, 1), 2), sizes={"a": 1}) is None
+
+
+# Buffers
+
+
+class _SharedBuffer(torch.autograd.Function):
+    """The product with a weight; its backward hands out the same tensor each time."""
+
+    buffer = torch.zeros(1, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        _SharedBuffer.buffer.copy_((x * gradient).sum().reshape(1))
+        return None, _SharedBuffer.buffer.view(1)
+
+
+class _Steals(_Linear):
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a)
+
+
+class _StealsTwice(_Linear):
+    def __init__(self, sizes):
+        super().__init__({**sizes, "b": 1})
+
+    def forward(self, x):
+        return _SharedBuffer.apply(x[:, 0], self.a) + _SharedBuffer.apply(x[:, 0], self.b)
+
+
+class _Refuses(_Linear):
+    def forward(self, x):
+        raise NotImplementedError
+
+
+def _stolen(kind, sizes):
+    rows, plan = np.ones((sum(sizes), 1)), Plan(sizes, 1)
+    problem = Problem(
+        lambda seed: kind({"a": 1}),
+        lambda items, seed: {"x": torch.from_numpy(rows)},
+        lambda model, batch: model(batch["x"]).sum(),
+        reduction="sum",
+    )
+    return stolen_buffer(user_instance(Case("rows.py:ROWS", plan), problem))
+
+
+@pytest.mark.parametrize(("sizes", "batches", "error"), [((1,), 2, 0), ((2, 1), 2, 1), ((1, 2, 2), 3, 1)])
+def test_a_buffer_that_a_backward_uses_again_is_found(sizes, batches, error):
+    """After a reset to None the sum is twice the last micro-batch's items; a single micro-batch is taken twice."""
+    diagnosis = _stolen(_Steals, sizes)
+    assert diagnosis.name == "stolen-buffer"
+    assert f"Over {batches} micro-batches set_to_none and zero_ differ by {error}." in diagnosis.sentence
+
+
+def test_the_first_of_several_stolen_buffers_is_told():
+    assert _stolen(_StealsTwice, (1, 2)).sentence.startswith("a.grad shares its storage")
+
+
+def test_fresh_gradients_are_not_called_stolen():
+    assert _stolen(_Linear, (1, 2)) is None
+
+
+def test_a_model_that_fails_is_not_called_stolen():
+    assert _stolen(_Refuses, (1, 2)) is None
+
+
+def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights():
+    """Rounding keeps a factor of -2, so weights of other windows' micro-batches can fit a rounded gradient exactly."""
+    base = np.random.default_rng(1).standard_normal((8, 8))
+    rows, plan = np.hstack([base, -2 * base[:, :7]]), Plan((1,) * 8, 4)
+    expected = rows[:4].sum(axis=0) / 4
+    rounded = torch.tensor(expected).bfloat16().double().numpy()
+    assert _read(rounded, rows=rows, plan=plan).name == "rounded-gradient"
+    # as many elements that are no multiples do show a micro-batch of the next window
+    rows = np.hstack([base, base[:, :7] ** 2])
+    assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-7])
+def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights(scale):
+    """Four weights fit five elements, whatever the last one is: that the fourth is a sum of the others says nothing."""
+    base = scale * np.random.default_rng(2).standard_normal((4, 4))
+    rows, plan = np.column_stack([base[:, :3], base[:, 0] - 3 * base[:, 1], base[:, 3]]), Plan((1,) * 4, 2)
+    doubled = rows[:2].sum(axis=0) / 2 * [1, 1, 1, 1, 2]
+    found = _read(doubled, rows=rows, plan=plan, sizes={"a": 4, "b": 1})
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("in b alone, while a is right: ")
+    # where it is wrong as well, it says that no other weights are meant
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 1}).name == "later-window"
+    # and so does a second wrong element that depends on the first
+    rows = np.column_stack([rows, rows[:, 4] + rows[:, 0]])
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 2}).name == "later-window"
+
+
+def test_wrong_elements_are_evidence_where_they_are_more_than_they_tell_alone():
+    """The third micro-batch does not reach the first two elements: the others need to be three to tell two weights."""
+    rows, plan = np.random.default_rng(3).standard_normal((4, 5)), Plan((1,) * 4, 2)
+    rows[2, :2] = 0
+    later = rows[:3].sum(axis=0) / 2
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 5}).name == "later-window"
+    fewer = _read(later[:4], rows=rows[:, :4], plan=plan, sizes={"a": 4})
+    assert fewer is None or fewer.name != "later-window"
+
+
+def test_an_element_that_only_another_window_reaches_is_no_evidence():
+    rows = ROWS.copy()
+    rows[:6, 3] = 0
+    weights = (1 / 3, 1 / 6, 1 / 9, 0)
+    assert _read(_gradient(*weights, rows=rows), rows=rows).name == "mean-of-means"
+
+
+# Whether weights explain a gradient
+
+
+def _window(rows=ROWS, *, dtype="float64", moved=False, sizes=None, plan=PLAN, reduction="mean"):
+    instance = _instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), reduction=reduction)
+    instance = user_instance(instance.case.replace(dtype=dtype), instance.users_problem)
+    parameters = {"a": torch.full((5,), 2.0)} if moved else None
+    return Reference(instance).window(0, parameters)
+
+
+def _compared(window, observed, allowed, expected=None):
+    expected = np.zeros_like(observed) if expected is None else expected
+    return Comparison(window.reference.layout, expected, observed, np.full(len(observed), allowed))
+
+
+WEIGHTS = np.array([1 / 4, 1 / 2, 1 / 8, 0.0])
+"""Powers of two: their products with whole numbers are exact."""
+
+
+@pytest.mark.parametrize(
+    ("off", "explained"), [(0.0, True), (1.5, True), (2.0, True), (-2.0, True), (2.001, False), (-2.001, False)]
+)
+def test_weights_explain_a_gradient_up_to_twice_what_is_allowed(off, explained):
+    window, observed = _window(), _gradient(*WEIGHTS)
+    observed[7] += off
+    compared = _compared(window, observed, 1.0)
+    assert is_explained(window, compared, WEIGHTS) is explained
+    # the seventh element is of the second parameter
+    assert is_explained(window, compared, WEIGHTS, only=["a", "c"])
+    assert is_explained(window, compared, WEIGHTS, only=["b"]) is explained
+    assert is_explained(window, compared, WEIGHTS, only=["a", "b"]) is explained
+
+
+@pytest.mark.parametrize(("share", "explained"), [(0.9, True), (1.1, False)])
+def test_weights_explain_what_their_sum_rounds(share, explained):
+    window, observed = _window(), _gradient(*WEIGHTS)
+    limit = observed[7] + 64 * 2.0**-52 * observed[7]
+    assert limit - observed[7] == 64 * 2.0**-52 * observed[7]  # without rounding
+    observed[7] = limit if explained else np.nextafter(limit, np.inf)
+    assert is_explained(window, _compared(window, observed, 0.0), WEIGHTS) is explained
+    observed[7] = _gradient(*WEIGHTS)[7] * (1 + share * 64 * 2.0**-52)
+    assert is_explained(window, _compared(window, observed, 0.0), WEIGHTS) is explained
+    # of terms that cancel, the sum of their sizes counts
+    weights = WEIGHTS * np.array([1, -1, 1, 0])
+    observed, sizes = _gradient(*weights), _gradient(*np.abs(weights))
+    observed[7] -= share * 64 * 2.0**-52 * sizes[7]
+    assert is_explained(window, _compared(window, observed, 0.0), weights) is explained
+
+
+def test_where_weights_cannot_be_told_they_explain_everything():
+    wrong = _gradient(*WEIGHTS) + 100.0
+    window = _window()
+    assert not is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for value in (np.nan, np.inf):
+        wrong[3] = value
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+        wrong[3] = 100.0
+        rows = ROWS.copy()
+        rows[0, 3] = value
+        window = _window(rows)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for options in ({"dtype": "float32"}, {"moved": True}):
+        window = _window(**options)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+
+
+# Elements of one sign
+
+
+SIGNED = np.random.default_rng(1).integers(-9, 10, (8, 15)).astype(float)
+SIGNED[:, :3] = 0.0  # elements that tell nothing of the scale
+FOUND = Diagnosis("first-only", "only the first is there")
+
+
+def _of_sign(sign, rows=SIGNED):
+    """Return the right gradient and that of the elements of one sign of each micro-batch."""
+    sums = _sums(rows, PLAN)[:3]
+    return sums.sum(axis=0) / 6, np.where(np.sign(sums) == sign, sums, 0.0).sum(axis=0) / 6
+
+
+@pytest.mark.parametrize(("sign", "which"), [(1, "positive"), (-1, "negative")])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_elements_of_one_sign_alone_are_seen(sign, which, reduction):
+    window = _window(SIGNED, reduction=reduction)
+    right, kept = (6 ** (reduction == "sum") * gradient for gradient in _of_sign(sign))
+    found = of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right))
+    assert found.name == "partial-gradient"
+    assert found.sentence.startswith(f"of each micro-batch's gradient only the {which} elements are in the step's")
+    # the sum's elements of one sign are another gradient
+    cut = np.where(np.sign(right) == sign, right, 0.0)
+    assert of_one_sign(FOUND, window, _compared(window, cut, ALLOWED, right)) is None
+
+
+@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8, True), (8.5, False), (-8.5, False)])
+def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, seen):
+    window = _window(SIGNED, reduction="sum")
+    # whole numbers, so that nothing rounds
+    right, kept = (np.round(6 * gradient) for gradient in _of_sign(1))
+    kept[4] += off * ALLOWED
+    assert (of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is not None) is seen
+
+
+def test_only_parameters_that_are_wrong_are_asked_for_elements_of_one_sign():
+    window, (right, kept) = _window(SIGNED), _of_sign(1)
+    kept[PARAMETERS["b"]] = right[PARAMETERS["b"]]
+    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)).name == "partial-gradient"
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "first-only or partial-gradient"), (3, "partial-gradient")])
+def test_one_or_two_elements_may_have_one_sign_by_chance(count, name):
+    rows = np.array([[4.0, 5.0, 3.0], [1.0, -2.0, 2.0], [1.0, -2.0, 2.0], *[[-1.0, 1.0, -3.0]] * 5])[:, :count]
+    window = _window(rows, sizes={"a": count})
+    right, kept = _of_sign(1, rows)
+    found = of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right))
+    assert found.name == name
+    assert found.sentence.startswith(FOUND.sentence) is (count == 2)
+    # an element as small as rounding is none; the least is 1/2 of two, and 1/3 of three
+    for allowed in (0.5, 0.6) if count == 2 else (1 / 3, 0.4):
+        found = of_one_sign(FOUND, window, _compared(window, kept, allowed, right))
+        assert found.name == "first-only or partial-gradient"
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"moved": True}])
+def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
+    window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
+    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+@pytest.mark.filterwarnings("error")
+def test_where_no_gradient_tells_the_scale_no_sign_is_looked_for(value):
+    """In the one wrong parameter the items' gradients are 0, or no numbers."""
+    rows = SIGNED.copy()
+    rows[:, 5:10] = value
+    window = _window(rows)
+    right = _of_sign(1)[0]
+    right[5:10] = 0.0
+    observed = right.copy()
+    observed[5:10] = 1.0
+    assert of_one_sign(FOUND, window, _compared(window, observed, ALLOWED, right)) is None

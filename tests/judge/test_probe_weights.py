@@ -1,0 +1,235 @@
+"""Which probes show an item's weight, what a right weight is there, and how weights are listed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Case, Plan, Problem
+from gradcheck_suite.core.case import PARAMETER, probe_case
+from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.judge.probe import (
+    WeightProbe,
+    expected_gradients,
+    flat_on_probe,
+    gradients_of_steps,
+    held_by,
+    item_weights,
+    may_be_non_finite,
+    probes_of,
+    ranges_text,
+)
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.run.instance import user_instance
+from gradcheck_suite.run.runner import run_loop
+
+PLAN = Plan((1, 3, 2), 2)
+"""Items 0 to 3 in window 0, and items 4 and 5 in window 1."""
+
+
+def _without_the_last(indices):
+    """Count items, but those of the last micro-batch."""
+    return float(sum(i < 4 for i in indices))
+
+
+def test_rounding_explains_more_in_coarser_dtypes():
+    assert WeightProbe(PLAN, "mean").tolerance == 1e-13
+    assert WeightProbe(PLAN, "mean", dtype="float32").tolerance == 1e-5
+    assert WeightProbe(PLAN, "mean", dtype="bfloat16").tolerance == 1e-5
+
+
+def test_equal_probes_are_one():
+    assert len({WeightProbe(PLAN, "mean"), WeightProbe(PLAN, "mean"), WeightProbe(PLAN, "sum")}) == 2
+
+
+def test_a_mean_divides_by_the_items_or_by_what_is_counted():
+    assert WeightProbe(PLAN, "mean").counts == (1, 3, 2)
+    assert WeightProbe(PLAN, "mean", _without_the_last).counts == (1, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("probe", "weights"),
+    [
+        (WeightProbe(PLAN, "mean"), ([0.25] * 4 + [0] * 2, [0] * 4 + [0.5] * 2)),
+        (WeightProbe(PLAN, "sum"), ([1] * 4 + [0] * 2, [0] * 4 + [1] * 2)),
+        (
+            WeightProbe(Plan((1, 3, 2), 3), "mean", _without_the_last),
+            ([0.25] * 4 + [0] * 2,),
+        ),
+        (WeightProbe(PLAN, "mean", lambda indices: 2.0 * len(indices)), ([0.125] * 4 + [0] * 2, [0] * 4 + [0.25] * 2)),
+        (WeightProbe(Plan((1, 3, 2), 3), "sum", _without_the_last), ([1] * 4 + [0] * 2,)),
+    ],
+)
+def test_the_right_weight_is_a_share_of_the_windows_count(probe, weights):
+    for window, expected in enumerate(weights):
+        assert probe.right_weights(window).tolist() == expected
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+@pytest.mark.parametrize("slopes", [(), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_sound_loop_gives_right_weights_times_the_slopes_at_every_scale(reduction, scale, slopes, dtype):
+    probe = WeightProbe(PLAN, reduction, dtype=dtype)
+    runner = LoopRunner(MODES["set_to_none"])
+    left = runner.runs_left
+    steps = probe.observed_weights(runner, scale=scale, slopes=slopes)
+    assert runner.runs_left == left - 1
+    for window, seen in enumerate(steps):
+        assert seen == pytest.approx(probe.right_weights(window) * np.array(slopes or 1.0), rel=1e-6)
+    assert probe.instance(slopes=slopes).case.dtype == dtype
+
+
+def test_what_is_counted_is_what_the_loop_is_told():
+    probe = WeightProbe(PLAN, "mean", lambda indices: 2.0 * len(indices))
+    instance = probe.instance()
+    assert instance.count(instance.batch(range(4))) == 8.0
+    assert WeightProbe(PLAN, "mean").instance().count(instance.batch(range(4))) == 4.0
+    seen = probe.observed_weights(LoopRunner(MODES["set_to_none"]))
+    assert seen[0] == pytest.approx(probe.right_weights(0), rel=1e-14)
+
+
+def test_weights_that_depend_on_the_scale_differ():
+    def clips(run):
+        for batch in run.loader:
+            run.optimizer.zero_grad()
+            run.loss(run.model, batch).backward()
+            torch.nn.utils.clip_grad_value_(run.model.parameters(), 2.0**-10)
+            run.optimizer.step()
+
+    probe = WeightProbe(Plan((2,), 1), "mean")
+    assert probe.observed_weights(LoopRunner(clips))[0].tolist() == [2.0**-10] * 2
+    assert probe.observed_weights(LoopRunner(clips), scale=2.0**-20)[0].tolist() == [0.5] * 2
+
+
+def test_a_loop_that_raises_or_has_no_run_left_shows_nothing():
+    def fails(run):
+        MODES["set_to_none"](run)
+        raise ValueError("at the end")
+
+    probe = WeightProbe(PLAN, "mean")
+    assert probe.run(LoopRunner(fails)) is None
+    assert probe.observed_weights(LoopRunner(fails)) is None
+    runner = LoopRunner(MODES["set_to_none"])
+    assert gradients_of_steps(probe.run(runner))[0].tolist() == [0.25] * 4 + [0] * 2
+    runner.runs_left = 0
+    assert probe.run(runner) is None
+    assert probe.observed_weights(runner) is None
+
+
+def test_a_gradient_that_is_none_weighs_nothing():
+    def forgets(run):
+        MODES["set_to_none"](run)
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+
+    steps = gradients_of_steps(run_loop(forgets, WeightProbe(PLAN, "mean", dtype="float32").instance()))
+    assert steps[0].tolist() == [0.25] * 4 + [0] * 2
+    assert steps[2].tolist() == [0] * 6
+    assert {step.dtype for step in steps} == {np.dtype("float64")}
+    assert flat_on_probe({PARAMETER: None}, torch.zeros(2)).tolist() == [0, 0]
+    assert flat_on_probe({PARAMETER: torch.ones(2)}, torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_the_expected_gradient_is_the_weight_times_the_slope_and_nothing_where_the_weight_is_none():
+    case = probe_case(PLAN, "mean", slopes="4.0 inf nan -8.0 2.0 inf")
+    first, second = expected_gradients(case)
+    np.testing.assert_array_equal(first, [1.0, math.inf, math.nan, -2.0, 0.0, 0.0])
+    np.testing.assert_array_equal(second, [0.0, 0.0, 0.0, 0.0, 1.0, math.inf])
+    (summed,) = expected_gradients(probe_case(Plan((1, 2), 2), "sum", slopes="4.0 3.0 2.0"))
+    assert summed.tolist() == [4.0, 3.0, 2.0]
+
+
+def _instance(counts, reduction="mean"):
+    """Return an instance of micro-batches of 1, 3 and 2 items which count so much each, evenly over their items."""
+    weights = [counts[0], *[counts[1] / 3] * 3, *[counts[2] / 2] * 2]
+
+    def batch(items, seed):
+        # the model sees the index too, so that no two items are alike
+        return {"x": torch.arange(1.0, 7.0)[:items, None], "w": torch.tensor(weights)[:items]}
+
+    problem = Problem(
+        lambda seed: torch.nn.Linear(1, 1),
+        batch,
+        lambda model, batch: (model(batch["x"]).flatten() * batch["w"]).sum(),
+        reduction=reduction,
+        count=lambda batch: batch["w"].sum(),
+    )
+    return user_instance(Case("own", PLAN), problem)
+
+
+@pytest.mark.parametrize(
+    ("counts", "reduction", "probed"),
+    [
+        # items, as they are
+        ((1, 3, 2), "mean", [None]),
+        ((1, 3, 2), "sum", [None]),
+        ((1, 3, 0), "sum", [None]),
+        ((5, 3, 0), "sum", [None]),
+        # every item counts two
+        ((2, 6, 4), "mean", [(2, 6, 4), None]),
+        ((1.5, 4.5, 3), "mean", [(1.5, 4.5, 3), None]),
+        ((2, 6, 4), "sum", [None]),
+        # micro-batches without valid targets
+        ((1, 3, 0), "mean", [None, (1, 3, 0)]),
+        ((2, 6, 0), "mean", [None, (2, 6, 0)]),
+        # items that count more or less
+        ((5, 3, 2), "mean", [(5, 3, 2)]),
+        ((5, 3, 0), "mean", [(5, 3, 2), (5, 3, 0)]),
+        ((0, 3, 5), "mean", [(1, 3, 5), (0, 3, 5)]),
+    ],
+)
+def test_the_probes_count_what_the_case_counts(counts, reduction, probed):
+    found = list(probes_of(_instance(counts, reduction)))
+    assert [probe.count and probe.counts for probe in found] == [
+        None if counted is None else pytest.approx(counted) for counted in probed
+    ]
+    assert all((probe.plan, probe.reduction, probe.dtype) == (PLAN, reduction, "float64") for probe in found)
+
+
+def test_where_one_item_may_be_infinite_all_may():
+    assert may_be_non_finite(np.array([1.0, 2.0])).tolist() == [False, False]
+    for value in (math.inf, -math.inf, math.nan):
+        assert may_be_non_finite(np.array([1.0, value, 2.0])).tolist() == [True] * 3
+
+
+def test_a_row_for_each_micro_batch_has_its_count_and_its_right_and_observed_weight():
+    rows = item_weights(WeightProbe(PLAN, "mean"), np.array([0.5, 0.25, 0.0]), 0)
+    assert rows == (
+        ItemWeight("0", 1.0, 0.25, 0.5),
+        ItemWeight("1", 3.0, 0.25, 0.25),
+        ItemWeight("2", 2.0, 0.0, 0.0),
+    )
+    rows = item_weights(WeightProbe(Plan((1, 3, 2), 1, ranks=(2, 1)), "sum"), np.array([1.0, 2.0, 3.0]), 0)
+    assert [row.rank for row in rows] == [0, 1, 0]  # in turn
+
+
+@pytest.mark.parametrize(("length", "rows"), [(12, 12), (13, 4)])
+def test_of_a_long_plan_a_row_stands_for_a_run_of_equal_ones(length, rows):
+    observed = np.full(length, 1 / 3)
+    observed[1] += 1e-12  # nothing that is shown
+    observed[4] = 0.5
+    observed[-1] = 0.333334  # the last digit that is shown
+    found = item_weights(WeightProbe(Plan((1,) * length, length), "sum"), observed, 0)
+    assert len(found) == rows
+    if rows == 4:
+        assert [row.micro_batches for row in found] == ["0-3", "4", "5-11", "12"]
+        assert [row.observed for row in found] == [1 / 3, 0.5, 1 / 3, 0.333334]
+
+
+def test_runs_of_numbers_are_written_by_their_ends():
+    assert ranges_text([]) == ""
+    assert ranges_text([3]) == "3"
+    assert ranges_text([0, 1]) == "0-1"
+    assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+    assert ranges_text([300, 301, 303]) == "300-301, 303"  # no longer one object each
+
+
+def test_a_micro_batch_is_held_where_one_of_its_items_weighs_anything():
+    assert held_by(PLAN, np.array([0.0, 0.0, 0.0, -1e-300, 0.0, 0.0])) == [1]
+    assert held_by(PLAN, np.array([1.0, 0.0, 0.0, 0.0, 0.0, 2.0])) == [0, 2]
+    assert held_by(PLAN, np.zeros(6)) == []

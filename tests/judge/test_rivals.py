@@ -1,0 +1,542 @@
+"""Faults that were once named after a rival, each beside a rival that keeps its own name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Plan, check, verify
+from gradcheck_suite.core.comparison import Comparison, Layout
+from gradcheck_suite.judge.elements import diagnose_elements
+from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.run.instance import leaves, map_leaves
+from gradcheck_suite.studies.zoo.bug import (
+    step_with,
+    train_with_the_gradients_before,
+    train_with_weights,
+    window_gradients,
+)
+from gradcheck_suite.verification.probe_plans import slopes_case
+from tests.judge.explaining import DATA, as_it_is, explained, then, weight_of
+
+
+def _by_part(change):
+    """Return a loop that changes each micro-batch's part of the window's loss, given its place."""
+
+    def loop(run):
+        for window in windows(run):
+            total = window_count(run, window)
+            for place, batch in enumerate(window):
+                change(part_of_window(run, batch, total), place).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _by_weights(weight):
+    return lambda run: train_with_weights(run, weight)
+
+
+# Weights of micro-batches
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "says"),
+    [
+        (
+            lambda loss, place: loss + 0.1 * loss * loss,
+            "weighted-by-loss",
+            "and 0.166667 with a loss 2**-20 times as large",
+        ),
+        (lambda loss, place: loss * torch.sigmoid(loss.detach() / 50), "weighted-by-loss", "a focal weight"),
+        (
+            lambda loss, place: loss / (1 + place),
+            "weighted-by-place",
+            "window: 1, 0.5, 0.333333, 0.25 times",
+        ),
+        (lambda loss, place: loss / 3, "wrong-scale", "weighs 0.333333 times"),
+    ],
+)
+def test_weights_by_loss_and_by_place(change, name, says):
+    found, sentence, _ = explained(_by_part(change), plan=Plan((2, 1, 3), 3))
+    assert found == name
+    assert says in sentence
+
+
+def test_a_penalty_on_the_gradient_is_told_from_a_constant_term():
+    def penalise(factor):
+        def loop(run):
+            parameters = list(run.model.parameters())
+            for window in windows(run):
+                total = window_count(run, window)
+                for batch in window:
+                    loss = part_of_window(run, batch, total)
+                    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+                    (loss + factor * sum((g * g).sum() for g in gradients)).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+        return loop
+
+    name, sentence, _ = explained(penalise(0.01))
+    assert name == "added-term"
+    assert "grows with the square of the loss" in sentence
+    name, sentence, _ = explained(then(lambda run: [p.grad.add_(0.01) for p in run.model.parameters()]))
+    assert name == "added-term"
+    assert "does not depend on the loss" in sentence
+
+
+@pytest.mark.parametrize(
+    ("of_window", "says"),
+    [
+        (lambda counts: sum(counts) - len(counts), "one with one target too few for each micro-batch"),
+        (lambda counts: sum(counts) + len(counts), "one with one target too many for each micro-batch"),
+        (lambda counts: max(counts) * len(counts), "its micro-batches times that of its largest micro-batch"),
+        (sum, None),
+    ],
+)
+def test_a_window_is_divided_by_another_count(of_window, says):
+    def loop(run):
+        before = 1.0 if says else 2.0
+        train_with_weights(run, lambda w, b: before * run.count(b) / of_window([float(run.count(x)) for x in w]))
+
+    name, sentence, _ = explained(loop, plan=Plan((3, 4, 1), 2))
+    assert name == "wrong-scale"
+    assert (says or "2 times what it should") in sentence
+    assert ("times that of" in sentence or "one target" in sentence) == bool(says)
+
+
+UNDIVIDED = "a division is left out"
+
+
+@pytest.mark.parametrize(
+    ("count", "divide_by", "says"),
+    [
+        (1.25, lambda counts, items: int(sum(counts)), "made a whole number"),
+        (1.25, lambda counts, items: round(sum(counts)), "made a whole number"),
+        (1.25, lambda counts, items: 1.0, UNDIVIDED),
+        (1.25, lambda counts, items: items, "divide by run.count(batch), which is not the number of items"),
+        (2.0, lambda counts, items: max(1, sum(counts) - len(counts)), "one target too few for each micro-batch"),
+        (2.0, lambda counts, items: 1.0, UNDIVIDED),
+        (2.0, lambda counts, items: sum(counts) + items, "one target too many is counted for every item"),
+    ],
+)
+def test_what_one_item_that_counts_more_or_less_than_1_is_divided_by(count, divide_by, says):
+    """Its window alone does not tell these apart, and a probe that counts items does not show them."""
+
+    def loop(run):
+        def weight(window, batch):
+            items = sum(len(next(leaves(b))) for b in window)
+            return run.count(batch) / divide_by([float(run.count(b)) for b in window], items)
+
+        train_with_weights(run, weight)
+
+    name, sentence, _ = explained(loop, plan=Plan((1, 1), 1), w=np.full(8, count))
+    assert name == "wrong-scale"
+    assert says in sentence
+    assert (UNDIVIDED in sentence) == (says == UNDIVIDED)
+
+
+def test_a_factor_of_vectors_alone_is_said_to_be_so_where_one_element_is_wrong():
+    """The probe's only parameter is a vector, so that it shows this factor of every item."""
+
+    def shrink_vectors(run):
+        for p in run.model.parameters():
+            if p.ndim < 2:
+                p.grad.mul_(0.1)
+
+    def one_bias(seed):
+        linear = torch.nn.Linear(3, 1, dtype=torch.float64)
+        torch.nn.init.ones_(linear.weight)
+        torch.nn.init.ones_(linear.bias)
+        return linear
+
+    name, sentence, _ = explained(then(shrink_vectors), plan=Plan((1,), 1), model=one_bias, y=DATA["y"][:, :1])
+    assert name == "wrong-scale"
+    assert sentence.startswith("in bias alone, while weight is right: every item of the window weighs 0.1 times")
+    _, sentence, _ = explained(then(lambda run: [p.grad.mul_(0.1) for p in run.model.parameters()]), plan=Plan((1,), 1))
+    assert "alone" not in sentence
+
+
+def test_tasks_that_have_a_count_each_are_told_from_means_of_weight_one():
+    def two_tasks(run):
+        for window in windows(run):
+            for task in (window[::2], window[1::2]):
+                if task:
+                    backward_window(run, task)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    name, sentence, _ = explained(two_tasks)
+    assert name == "mean-of-means"
+    assert "dealt to 2 groups, as to tasks or ranks, and the groups' means are added up" in sentence
+    name, sentence, _ = explained(_by_weights(lambda window, batch: 1.0))
+    assert name == "wrong-scale"
+    assert "each micro-batch's mean has weight 1" in sentence
+
+
+def test_a_factor_that_grows_with_the_steps_is_given_for_each():
+    def warm_up(run):
+        for step, window in enumerate(windows(run)):
+            total = window_count(run, window)
+            for batch in window:
+                (part_of_window(run, batch, total) * min(1.0, (step + 1) / 4)).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    name, sentence, _ = explained(warm_up, plan=Plan((2,), 1))
+    assert name == "wrong-scale"
+    assert "the factors are 0.25, 0.25, 0.5, 0.75, which no usual count or quotient of counts gives" in sentence
+
+
+def test_what_the_wrong_micro_batches_have_in_common_is_said():
+    def three_items_twice(run):
+        train_with_weights(
+            run,
+            lambda w, b: run.count(b) / window_count(run, w) * (2 if len(next(leaves(b))) == 3 else 1),
+        )
+
+    name, sentence, _ = explained(three_items_twice, plan=Plan((1, 3), 2))
+    assert name == "repeated-micro-batch"
+    assert "they all have 3 items, and no right one has" in sentence
+    _, sentence, _ = explained(_by_part(lambda loss, place: loss * (2 if place == 1 else 1)), plan=Plan((1, 3), 2))
+    assert "they all have" not in sentence
+
+
+def test_a_step_that_is_not_finite_on_the_probe_is_no_evidence_on_another():
+    def spoil(run):
+        if weight_of(run) is None:
+            for p in run.model.parameters():
+                p.grad.fill_(torch.nan)
+
+    def halve(run):
+        for p in run.model.parameters():
+            p.grad.mul_(0.5)
+
+    assert explained(then(halve, spoil), window=0)[0] == "wrong-scale"
+
+
+# Other windows
+
+
+def _dealt(order):
+    """Return a loop that trains the micro-batches of each epoch in another order, given those of the loader."""
+
+    def loop(run):
+        for _ in range(run.epochs):
+            batches = order(list(run.loader))
+            for first in range(0, len(batches), run.accumulation_steps):
+                backward_window(run, batches[first : first + run.accumulation_steps])
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("order", "window", "is_reordered"),
+    [
+        (lambda batches: batches[1::2] + batches[::2], 0, True),
+        (lambda batches: sorted(batches, key=lambda b: len(next(leaves(b)))), 0, True),
+        (lambda batches: batches[::-1], 0, True),
+        (lambda batches: [*batches[:-1], batches[0]], 1, False),
+        (lambda batches: [*batches[1:], batches[-2]], 0, False),
+    ],
+)
+@pytest.mark.parametrize("plan", [Plan((3, 1), 1, 2), Plan((3, 1, 2, 2), 2)])
+def test_micro_batches_in_another_order_are_told_from_others_in_their_place(order, window, is_reordered, plan):
+    name, sentence, _ = explained(_dealt(order), plan=plan, window=window)
+    assert ("in another order than the loader yields them" in sentence) == is_reordered, sentence
+    assert name == "other-window" or not is_reordered
+
+
+# Batches that are split
+
+
+def _split(parts, weigh):
+    """Return a loop that sends parts of each micro-batch backward, given the counts of all parts of the window."""
+
+    def loop(run):
+        for window in windows(run):
+            pieces = [map_leaves(lambda t, p=part: t[p], b) for b in window for part in parts(len(next(leaves(b))))]
+            pieces = [piece for piece in pieces if run.count(piece)]
+            counts = [float(run.count(piece)) for piece in pieces]
+            for place, piece in enumerate(pieces):
+                (run.loss(run.model, piece) * weigh(place, counts)).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    return loop
+
+
+def _singly(items):
+    return [slice(i, i + 1) for i in range(items)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "weigh", "name", "says"),
+    [
+        (_singly, lambda place, counts: 1 / len(counts), "mean-of-means", "the means of a micro-batch's parts"),
+        (_singly, lambda place, counts: 0.5**place, "unequal-items", "parts weigh 1, 0.5, 0.25"),
+        (lambda n: [slice(0, max(1, n - 1))], lambda place, counts: counts[place] / sum(counts), "changed-batch", ""),
+    ],
+)
+def test_parts_of_micro_batches_are_told_from_other_batches(parts, weigh, name, says):
+    found, sentence, _ = explained(_split(parts, weigh), plan=Plan((3, 2, 2), 2), w=(1, 3, 2, 0, 1, 1, 1, 1))
+    assert found == name, sentence
+    assert says in sentence
+
+
+# Elements
+
+
+def _quantise(run):
+    if (weight := weight_of(run)) is not None:
+        step = weight.grad.abs().max() / 127
+        weight.grad.copy_((weight.grad / step).round() * step)
+
+
+def _zero_a_column(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad[:, 1] = 0
+
+
+def _average(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.copy_(weight.grad.mean(0, keepdim=True).expand_as(weight.grad))
+
+
+def _centre(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.sub_(weight.grad.mean(0, keepdim=True))
+
+
+SIGNS = [[100, -50.0], [1, 20], [-30, 2], [1, -90], [50, 8], [3, 9], [-80, 4], [7, 7]]
+
+
+def _absolute(run):
+    if (weight := weight_of(run)) is not None:
+        weight.grad.abs_()
+
+
+def _rectify(run):
+    handles = [p.register_hook(lambda g: g.clamp(min=0)) for p in run.model.parameters()]
+    then(as_it_is)(run)
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("loop", "name", "says"),
+    [
+        (then(_quantise), "rounded-gradient", "multiples of 1/127 of the largest"),
+        (then(_zero_a_column), "partial-gradient", "in columns 1, and are 0"),
+        (then(_average), "projected-gradient", "each of its elements is the mean of its column"),
+        (then(_centre), "projected-gradient", "the mean of each column has been subtracted"),
+        (then(_absolute), "partial-gradient", "elements are wrong and no others (abs, clamp, relu)"),
+        (_rectify, "partial-gradient", "only the positive elements are in the step's"),
+    ],
+)
+def test_elements_that_are_wrong(loop, name, says):
+    found, sentence, _ = explained(loop, y=SIGNS)
+    assert found == name, sentence
+    assert says in sentence
+
+
+def _by_elements(combine):
+    """Return a loop that combines each element from those of the micro-batches, (micro-batches, ...)."""
+
+    def loop(run):
+        for window in windows(run):
+            parts = [window_gradients(run, [batch]) for batch in window]
+            shares = [run.count(batch) / window_count(run, window) for batch in window]
+            step_with(
+                run,
+                {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]},
+            )
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("combine", "sizes", "name", "says"),
+    [
+        (lambda parts: parts.median(0).values * 3, (1, 2, 2), "not-summed", "the median of those"),
+        (lambda parts: parts.median(0).values * 2, (1, 2), "not-summed", "the smallest of those"),
+        (lambda parts: parts.amax(0), (1, 2, 2), "not-summed", "the largest of those"),
+        (lambda parts: parts.norm(dim=0), (1, 2), "not-summed", "the root of the sum of the squares"),
+        (
+            lambda parts: parts.sum(0) * (parts.sign().sum(0).abs() == len(parts)),
+            (4, 4),
+            "not-summed",
+            "sum where their signs agree",
+        ),
+        # functions of micro-batches, not of elements
+        (lambda parts: parts[0], (1, 2), "first-only", "the window's first micro-batch"),
+        (lambda parts: parts.mean(0), (1, 2), "wrong-scale", "one over the window's micro-batches, 1/2"),
+    ],
+)
+def test_other_functions_of_the_elements_than_their_sum(combine, sizes, name, says):
+    found, sentence, _ = explained(_by_elements(combine), y=SIGNS, plan=Plan(sizes, len(sizes)))
+    assert found == name, sentence
+    assert says in sentence
+
+
+SMALL, LARGE, SHARD = "what drops small elements", "what changes large elements", "a slice, a mask or a shard"
+
+
+@pytest.mark.parametrize(
+    ("expected", "wrong", "factor", "causes"),
+    [
+        ((3.0, -1.0, 2.0), [1], 0.0, {SMALL, SHARD}),
+        ((3.0, 1.0, 2.0), [2], 0.0, {SHARD}),
+        ((3.0, 1.0, 2.0), [0], 0.5, {LARGE, SHARD}),
+        ((3.0, 1.0, 2.0), [0], 0.0, {SHARD}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [1, 3, 5], 0.0, {SMALL}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [2, 6, 7], 0.5, {LARGE}),
+        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [0, 1, 2], 0.5, {SHARD}),
+    ],
+)
+def test_sizes_that_wrong_elements_have_in_common_are_said(expected, wrong, factor, causes):
+    """Two of three elements are easily the largest by chance; three of nine are not."""
+    expected = np.array(expected)
+    observed = expected.copy()
+    observed[wrong] *= factor
+    layout = Layout(("a",), (expected.shape,))
+    found = diagnose_elements(Comparison(layout, expected, observed, np.full(len(expected), 1e-12)), {})
+    assert found.name == "partial-gradient"
+    assert {cause for cause in (SMALL, LARGE, SHARD) if cause in found.sentence} == causes
+
+
+@pytest.mark.parametrize("wrong", ["vectors", "matrix", "one vector"])
+def test_the_number_of_dimensions_that_tells_wrong_parameters_from_right_ones_is_said(wrong):
+    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (2,)))
+    expected = np.arange(1.0, 10.0)
+    off = {"vectors": slice(4, 9), "matrix": slice(0, 4), "one vector": slice(7, 9)}[wrong]
+    observed = expected.copy()
+    observed[off] *= 0.1
+    comparison = Comparison(layout, expected, observed, np.full(9, 1e-12))
+    sentence = diagnose_elements(comparison, {}).sentence
+    assert ("all parameters with fewer than two dimensions are wrong" in sentence) == (wrong == "vectors")
+    assert ("all parameters with two or more dimensions are wrong" in sentence) == (wrong == "matrix")
+
+
+@pytest.mark.parametrize(("factor", "says"), [(0.0, "and are 0"), (-1.0, "and are -1 times"), (None, "")])
+def test_elements_of_several_parameters_that_are_wrong_by_one_factor(factor, says):
+    layout = Layout(("a", "b", "c"), ((2, 2), (2,), (2,)))
+    expected = np.array([1.0, 2, 3, 4, 5, 6, 7, 8])
+    observed = expected.copy()
+    off = [1, 4, 5]
+    observed[off] = expected[off] * factor if factor is not None else (3, 4, 1)
+    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
+    if factor is None:
+        assert found is None
+        return
+    assert found.name == "partial-gradient"
+    assert "3 of the 8 elements are wrong, in a, b" in found.sentence
+    assert says in found.sentence
+
+
+def test_parameters_of_which_some_have_one_element_are_wrong_by_one_factor():
+    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (1,)))
+    expected = np.arange(1.0, 9.0)
+    observed = expected * np.repeat([1.0, 0.1], 4)
+    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
+    assert found.name == "wrong-scale"
+    assert found.sentence.startswith("in b, c alone, while a is right (all parameters with fewer than two dimensions")
+
+
+# Two names
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+        self.out = torch.nn.Linear(3, 2, dtype=torch.float64)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.out(self.last(torch.tanh(self.first(x / 10))))
+
+
+def _untied(run):
+    for window in windows(run):
+        copies = {name: p.detach().clone().requires_grad_() for name, p in run.model.named_parameters()}
+
+        class Copy(torch.nn.Module):
+            def forward(self, *args, copies=copies):
+                return torch.func.functional_call(run.model, copies, args, tie_weights=False)
+
+        for batch in window:
+            (run.loss(Copy(), batch) * run.count(batch) / window_count(run, window)).backward()
+        for name, p in run.model.named_parameters():
+            p.grad = copies[name].grad
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def _once_per_name(run):
+    for _, p in run.model.named_parameters(remove_duplicate=False):
+        p.grad.mul_(0.5 if p.ndim == 2 and p.shape[0] == 3 else 1)
+
+
+def test_a_use_of_a_tied_weight_that_is_missing_is_told_from_what_is_done_once_per_name():
+    name, sentence, _ = explained(_untied, model=lambda seed: _Tied())
+    assert name == "untied-weights"
+    assert "its use as last.weight is not in the gradient" in sentence
+    name, sentence, _ = explained(then(_once_per_name), model=lambda seed: _Tied())
+    assert name == "wrong-scale"
+    assert "what is done once per name is done 2 times to it" in sentence
+
+
+# On the weight probes
+
+
+def _adds(size):
+    return then(
+        lambda run: [
+            p.grad.add_(torch.linspace(1, 2, p.numel(), dtype=p.dtype), alpha=size) for p in run.model.parameters()
+        ]
+    )
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-19])
+def test_a_term_that_only_tiny_gradients_show_is_no_leak(size):
+    violation = check(_adds(size), slopes_case(frozenset(), "float64", "cpu")).violation
+    assert violation.diagnosis == "added-term"
+    assert "does not shrink with the loss" in violation.explanation
+
+
+@pytest.mark.full
+def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
+    """Of a probe's parameter a window has few elements, so a quantile of all is 0."""
+
+    def cut_at_a_quantile(run):
+        def change(run):
+            for p in run.model.parameters():
+                if p.grad is not None and p.numel() > 1:
+                    p.grad = p.grad.to_dense()
+                    most = float(p.grad.abs().double().quantile(0.9))
+                    p.grad.clamp_(-most, most)
+
+        then(change)(run)
+
+    assert verify(cut_at_a_quantile).violation.diagnosis == "partial-gradient"
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (lambda run: train_with_the_gradients_before(run, lambda own, before: before or {}), "delayed-window"),
+        (then(lambda run: [p.grad.zero_() for p in run.model.parameters()]), "no-gradient"),
+        (then(lambda run: [p.grad.sub_(p.grad.mean()) for p in run.model.parameters()]), "projected-gradient"),
+    ],
+)
+def test_a_gradient_of_0_on_the_probe_is_told_by_items_that_weigh_differently(loop, name, epochs):
+    """Five items of one micro-batch weigh the same: their mean is all of them."""
+    assert explained(loop, plan=Plan((5,), 2, epochs=epochs))[0] == name

@@ -1,0 +1,85 @@
+"""The short story as Markdown, its pictures, the JSON, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from gradcheck_suite.cli import run
+from gradcheck_suite.page import render
+from gradcheck_suite.page.content import Answer, Figure, Report, Section, Table, to_json
+from gradcheck_suite.studies.report.build import build
+from tests.studies.report.made_up import claim, counterexample, fill, verdict
+
+MOST_LINES = 300
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    fill(folder)
+    counterexample(folder)
+    return folder
+
+
+def test_markdown_is_short_and_its_tables_keep_their_columns(tmp_path):
+    for i in range(20):
+        verdict(tmp_path, f"loop {i} | <b>")
+        claim(tmp_path, f"C9.{i}", text="<script>alert(1)</script> | `a|b` *c*")
+    text = render.markdown_render(build(tmp_path), lambda figure: f"{figure.key}.svg")
+    assert "<script>" not in text
+    assert len(text.splitlines()) <= MOST_LINES
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(tables) > 20
+    assert all(line.count("|") - line.count("\\|") in (4, 3) for line in tables)
+
+
+def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys):
+    (reports / "pictures").mkdir(exist_ok=True)
+    (reports / "pictures" / "of-an-earlier-report.svg").write_text("")
+    assert run(["report", "--reports", str(reports)]) == 0
+    data = json.loads((reports / "report.json").read_text())
+    assert [s["key"] for s in data["sections"]] == [
+        "verified", "decision", "memory", "costs", "compiled", "claims", "zoo", "calibration", "bridge", "trainers",
+        "provenance",
+    ]  # fmt: skip
+    story = (reports / "report.md").read_text()
+    drawn = {path.name for path in (reports / "pictures").iterdir()}
+    assert drawn == {line.rpartition("(pictures/")[2][:-1] for line in story.splitlines() if line.startswith("![")}
+    assert {"unused-parameter.svg", "kept-gradient.svg", "zoo-totals.svg"} <= drawn
+    for path in (reports / "pictures").iterdir():
+        picture = ElementTree.parse(path).getroot()
+        assert picture.find("{http://www.w3.org/2000/svg}title").text
+        assert "var(--" not in path.read_text()
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_picture_has_its_text_as_text():
+    drawing = render.svg({"data": {"values": [{"a": "<b>&"}]}, "mark": "bar", "encoding": {
+        "y": {"field": "a", "type": "nominal"}, "x": {"value": 20}}, "height": 30}, "less < more")  # fmt: skip
+    root = ElementTree.fromstring(drawing)
+    assert root.find("{http://www.w3.org/2000/svg}title").text == "less < more"
+    assert "<b>&" in [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
+    assert run(["report", "--reports", str(tmp_path)]) == 2
+    assert "there are no records" in capsys.readouterr().err
+    assert run(["report", "--compare", str(tmp_path), str(tmp_path)]) == 2
+    assert f"--compare {tmp_path}: there are no records" in capsys.readouterr().err
+
+
+def test_the_json_holds_what_the_page_does():
+    table = Table("c", ("a",), ((1.5,),))
+    section = Section("k", "t", "cost", ("p",), figures=(Figure("f", {"mark": "bar"}, "alt", "cap"),), tables=(table,))
+    report = Report(
+        "title", "subtitle", "now", (Answer("k", "q", "b", "a", "cost"),), (section,), ((("processor", "x"),),)
+    )
+    data = json.loads(json.dumps(to_json(report)))
+    assert data["schema"] == 2
+    assert data["answers"][0]["answer"] == "a"
+    assert data["sections"][0]["figures"] == [{"key": "f", "alt": "alt", "caption": "cap", "sources": []}]
+    assert data["sections"][0]["tables"] == [{"caption": "c", "columns": ["a"], "rows": [[1.5]], "note": ""}]
+    assert data["environments"] == [{"processor": "x"}]

@@ -1,0 +1,197 @@
+"""The time limit: it ends what hangs, and leaves no trace behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from gradcheck_suite.run.time_limits import TimedOut, rest_of_limit, time_limit
+
+SHORT, LONGER = 0.05, 0.5
+FOREVER = 20.0
+
+
+def _hang():
+    end = time.monotonic() + FOREVER
+    while time.monotonic() < end:
+        pass
+
+
+def test_what_hangs_is_stopped():
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT) as limit:
+        _hang()
+    assert limit.expired
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_a_sleep_is_stopped():
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        time.sleep(FOREVER)
+
+
+@pytest.mark.parametrize(
+    ("passed", "computed", "rest"),
+    [
+        (30.0, 30.0, 0.0),  # computed all the time
+        (30.0, 29.0, 3.0),  # nearly: a tenth of the limit more
+        (30.0, 10.0, 20.0),  # a third: others had the processor
+        (30.0, 0.5, 0.0),  # idle
+        (290.0, 25.0, 5.0),
+        (295.0, 10.0, 5.0),  # no more than ten limits in all
+        (300.0, 10.0, 0.0),
+    ],
+)
+def test_a_busy_machine_gives_more_time(passed, computed, rest):
+    assert rest_of_limit(30.0, passed, computed) == pytest.approx(rest)
+
+
+def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):
+    started = time.monotonic()
+    # others take three quarters: of each second that passes, the process's own clock shows a quarter
+    monkeypatch.setattr("time.process_time", lambda: (time.monotonic() - started) / 4)
+    with time_limit(SHORT) as limit:
+        while time.monotonic() - started < 3 * SHORT:
+            pass
+    assert not limit.expired
+
+
+@pytest.fixture
+def slow_module(tmp_path, monkeypatch):
+    """The name of a module whose import takes three and a half times `LONGER`."""
+    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({3.5 * LONGER})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "slow_to_import"
+    sys.modules.pop("slow_to_import", None)
+
+
+def test_an_import_does_not_count(slow_module):
+    """Nor does its rest after the limit began anew: the block waits, which would be stopped at once."""
+    with time_limit(LONGER) as limit:
+        __import__(slow_module)
+        time.sleep(0.7 * LONGER)
+    assert not limit.expired
+
+
+def test_what_hangs_after_an_import_is_stopped(slow_module):
+    def imports_and_hangs():
+        __import__(slow_module)
+        _hang()
+
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        imports_and_hangs()
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_an_import_that_never_ends_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.run.time_limits.STARTUP_S", 3 * SHORT)
+    (tmp_path / "endless_import.py").write_text(f"import time\ntime.sleep({FOREVER})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        __import__("endless_import")
+
+
+def test_an_except_exception_inside_does_not_swallow_it():
+    def patient():
+        try:
+            _hang()
+        except Exception:
+            return
+
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        patient()
+
+
+def test_what_swallows_everything_is_stopped_all_the_same():
+    def stubborn():
+        for _ in range(5):
+            try:
+                _hang()
+            except BaseException:
+                continue
+
+    started = time.monotonic()
+    with pytest.raises(TimedOut), time_limit(SHORT):
+        stubborn()
+    assert time.monotonic() - started < FOREVER / 2
+
+
+def test_what_returns_in_time_is_left_alone():
+    with time_limit(FOREVER) as limit:
+        done = True
+    assert done
+    assert not limit.expired
+
+
+def test_errors_pass_through():
+    with pytest.raises(ZeroDivisionError), time_limit(FOREVER):
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_timer_the_handler_and_the_tracer_are_as_before(hangs):
+    def mine(signum, frame):
+        pass
+
+    previous = signal.signal(signal.SIGALRM, mine)
+    tracer = sys.gettrace()
+    try:
+        try:
+            with time_limit(SHORT if hangs else FOREVER):
+                if hangs:
+                    _hang()
+        except TimedOut:
+            assert hangs
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert sys.gettrace() is tracer
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_none_is_no_limit():
+    with time_limit(None) as limit:
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert not limit.expired
+
+
+def test_another_thread_has_no_limit_and_no_error():
+    seen = []
+
+    def work():
+        with time_limit(SHORT) as limit:
+            time.sleep(3 * SHORT)
+        seen.append(limit.expired)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+STOPPED = """
+import os, signal, subprocess, sys, time
+from gradcheck_suite.run.time_limits import time_limit
+waker = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(1.5); os.kill({os.getpid()}, 18)"])
+with time_limit(0.8) as limit:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep({seconds})
+print("returned")
+waker.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+@pytest.mark.full
+@pytest.mark.parametrize(("seconds", "returns"), [(0.2, True), (5.0, False)])
+def test_the_time_in_which_the_process_is_stopped_does_not_count(seconds, returns):
+    script = STOPPED.replace("{seconds}", str(seconds))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ("returned" in done.stdout) == returns
+    assert returns or "TimedOut" in done.stderr

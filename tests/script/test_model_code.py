@@ -1,0 +1,136 @@
+"""The text of every layer and every loss, in plain torch, means what the catalogue means."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from gradcheck_suite.catalogue.tables import LAYERS, LOSSES
+from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
+from gradcheck_suite.core.results import Violation
+from gradcheck_suite.reference.large_batch import parameter_gradients
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.script import script_text, writer
+from gradcheck_suite.strategies.cases import cases
+from gradcheck_suite.strategies.plans import plans
+from gradcheck_suite.studies.zoo.bugs.micro_batches import no_divide
+from gradcheck_suite.verification.check import check
+from tests.script.problems import layer_problems, load, loss_problems, status
+
+PLAN = Plan((1, 2), 2)
+RELATIVE = 1e-12
+NAME = "somebodys.py:loop"
+KINDS = [*(("layer", name) for name in LAYERS), *(("loss", name) for name in LOSSES)]
+
+
+def problems(what, name):
+    return list(layer_problems(name) if what == "layer" else loss_problems(name))
+
+
+def assert_same(observed, expected):
+    __tracebackhide__ = True
+    expected = np.asarray(expected)
+    largest = max(1.0, np.abs(expected).max(initial=0.0))
+    np.testing.assert_allclose(np.asarray(observed), expected, rtol=0, atol=RELATIVE * largest)
+
+
+def assert_text_means_the_same(case):
+    """Compare a script's data, count, model and loss with the catalogue's torch; return the script."""
+    __tracebackhide__ = True
+    # the shortest script: without a loop
+    text = script_text(no_divide, NAME, Violation("not-accumulable", "planted", "planted", case))
+    script, instance = load(text), generated_instance(case)
+    for j, items in enumerate(script.MICRO_BATCHES):
+        batch, own = script.batch_of(items), instance.batch(case.plan.items(j))
+        assert batch.keys() == own.keys()
+        assert all(torch.equal(batch[key], own[key]) and batch[key].dtype == own[key].dtype for key in own)
+        assert script.count(batch).dtype == instance.count(own).dtype
+        assert float(script.count(batch)) == float(instance.count(own))
+    model, its = script.make_model(), instance.model()
+    loss, expected = script.loss(model, batch), instance.problem.loss(its, own)
+    assert_same(loss.detach(), expected.detach())
+    observed, right = parameter_gradients(loss, model), parameter_gradients(expected, its)
+    assert {n for n, g in observed.items() if g is None} == {n for n, g in right.items() if g is None}
+    assert observed.keys() == right.keys()
+    for parameter, gradient in right.items():
+        if gradient is not None:
+            assert_same(observed[parameter], gradient)
+    return script
+
+
+def assert_texts_mean_the_same(specs):
+    __tracebackhide__ = True
+    return [assert_text_means_the_same(Case(spec, PLAN, seed=seed)) for seed, spec in enumerate(specs)]
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [pytest.param(*kind, marks=[pytest.mark.full] * (i % 3 > 0)) for i, kind in enumerate(KINDS)]
+)
+def test_every_variant_means_what_the_catalogue_means(what, name):
+    scripts = assert_texts_mean_the_same(problems(what, name))
+    assert scripts[0].main() == 0, "the objective is a sum over items"
+
+
+@pytest.mark.parametrize("tie", [("2", "0"), ("2.0", "0.0"), ("2.0.weight", "0.0.weight")])
+def test_ties_mean_what_the_catalogue_means(tie):
+    block = Layer("residual", Layer("linear", features=2, bias=True), Layer("tanh"))
+    problem = ProblemSpec(Input("vector", size=2), (block, Layer("tanh"), block), Loss("mse", reduction="mean"), (tie,))
+    text = assert_text_means_the_same(Case(problem, PLAN, seed=1))
+    assert len(list(text.Model().parameters())) == (3 if tie[0].endswith("weight") else 2)
+
+
+@settings(max_examples=10)
+@given(cases(plan=plans(max_epochs=1, max_windows=2, max_accumulation_steps=2)))
+def test_drawn_models_mean_what_the_catalogue_means(case):
+    """Layers of several kinds behind and inside each other."""
+    assert_text_means_the_same(case)
+
+
+@pytest.mark.parametrize(("name", "option"), [("leaky_relu", "negative_slope"), ("attention", "causal"),
+                                              ("embedding", "padding_idx"), ("conv2d", "stride")])  # fmt: skip
+def test_a_planted_slip_in_a_layers_text_is_seen(name, option, monkeypatch):
+    """An option that the text forgets, or a wrong one where it cannot be left out."""
+    values = {o.o[option] for spec in layer_problems(name) for o in spec.layers if o.kind == name}
+    assert len(values) > 1
+    real = writer.constructor_call
+
+    def slip(module, sources):
+        call = real(module, sources)
+        if option == "causal":
+            return call.replace("causal=True", "causal=False")
+        return re.sub(rf"(, )?{option}=[^,()]*(\([^()]*\))?", "", call)
+
+    monkeypatch.setattr(writer, "constructor_call", slip)
+    with pytest.raises((AssertionError, RuntimeError, UserWarning)):
+        assert_texts_mean_the_same(layer_problems(name))
+
+
+@pytest.mark.parametrize(("name", "slip"), [("mse", ('batch, "mean"', 'batch, "sum"')),
+                                            ("cross_entropy", ("0.1", "0.2"))])  # fmt: skip
+def test_a_planted_slip_in_a_losss_text_is_seen(name, slip, monkeypatch):
+    real = writer.generated_text
+    monkeypatch.setattr(writer, "generated_text", lambda *a: real(*a).replace(*slip))
+    with pytest.raises(AssertionError):
+        assert_texts_mean_the_same(loss_problems(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("what", "name"), KINDS)
+def test_a_script_is_right_about_its_loop(what, name):
+    """With the planted fault: status 1, and JAX's literal is the large batch that the script computes. Mended: 0."""
+    # the simplest of some kinds have a gradient of 0, such as a softmax of one feature
+    specs = [probe_case(PLAN).spec] if name in ("readout", "identity") else problems(what, name)
+    verdicts = (check(no_divide, Case(spec, PLAN, seed=1)) for spec in specs)
+    violation = next(verdict.violation for verdict in verdicts if verdict.violation)
+    script = load(script_text(no_divide, NAME, violation))
+    recomputed = script.large_batch()
+    assert recomputed.keys() == script.EXPECTED.keys()
+    for parameter, gradient in recomputed.items():
+        # where the loss does not reach a parameter, torch's gradient is None and JAX's is zeros
+        assert_same(0.0 if gradient is None else gradient, script.EXPECTED[parameter])
+    assert status(script, no_divide) == 1
+    assert status(script) == 0
