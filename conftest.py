@@ -45,7 +45,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # cuBLAS is deterministic only with a workspace of a fixed size. It reads the variable when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _STARTED = time.monotonic()
-PLAIN_DATA = [Path(__file__).parent / "tests" / name for name in ("mutation", "numerics", "records", "schema")]
+PLAIN_DATA = [Path(__file__).parent / "tests" / name for name in ("core", "mutation")]
 """Directories of tests that start without torch."""
 # imports make objects that live until the end: collecting garbage among them takes a third of the time of collection
 gc.set_threshold(100_000, 20, 20)

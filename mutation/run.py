@@ -68,33 +68,22 @@ def _torch_targets(package: str, modules: str, *tests: str, seconds: float = 60.
 _GRADIENTS = tuple(f"tests/judge/test_gradient{of}.py" for of in ("", "_by_hand", "_on_cases", "_on_probe"))
 _JUDGED = ("tests/verification/test_judgement.py", "tests/verification/test_check.py")
 TARGETS = {
-    "core/case": Target("tests/core/test_case.py tests/core/test_case.py"),
-    "core/comparison": Target("tests/core/test_comparison.py"),
-    "judge/fitted_weights": Target("tests/judge/test_least_squares.py"),
+    "core/case": Target("tests/core/test_case.py"),
+    "core/comparison": Target("tests/core/test_comparison.py tests/core/test_bounds_by_hand.py"),
     "studies/rivals": Target("tests/studies/test_baselines.py"),
-    "core/comparison": Target("tests/core/test_bounds_by_hand.py"),
     "judge/weights": Target("tests/judge/test_weights.py"),
-    **_torch_targets("diagnosis", "gradient gradient_on_case", *_GRADIENTS),
-    **_torch_targets("diagnosis", "step_count", seconds=20.0),
-    "judge/probe": Target("tests/judge/test_probe_weights.py tests/judge/test_gradient_on_probe.py", TORCH),
-    "judge/fitted_weights": Target("tests/judge/test_fitted_weights.py", TORCH),
-    **_torch_targets(
-        "references", "window window_bounds drawn_comparison agreement", "tests/reference/test_reference.py"
+    **_torch_targets("judge", "gradient", *_GRADIENTS),
+    "judge/probe": Target(
+        " ".join(f"tests/judge/test_{of}.py" for of in ("probe_weights", "gradient_on_probe", "step_count")), TORCH
     ),
-    **_torch_targets("references", "reference"),
-    **_torch_targets("verification", "accumulable divergence gradient_violation", *_JUDGED),
-    **_torch_targets(
-        "verification",
-        "judge_run",
-        *_JUDGED,
-        "tests/verification/test_judge_run.py",
-        "tests/verification/test_judge_run.py",
-        "tests/verification/test_judge_run.py",
-        "tests/verification/test_check.py",
-        seconds=120.0,
-    ),
+    "judge/fitted_weights": Target("tests/judge/test_least_squares.py tests/judge/test_fitted_weights.py", TORCH),
+    **_torch_targets("reference", "large_batch noise", "tests/reference/test_reference.py"),
+    **_torch_targets("verification", "separability", *_JUDGED),
+    **_torch_targets("verification", "judge_run", *_JUDGED, seconds=120.0),
     **_torch_targets("verification", "check", *_JUDGED, "tests/verification/test_refusals.py"),
-    **_torch_targets("verification", "search", "tests/verification/test_finite_gradients.py"),
+    **_torch_targets(
+        "verification", "verify", "tests/verification/test_search.py", "tests/verification/test_finite_gradients.py"
+    ),
 }
 
 

@@ -37,7 +37,7 @@ def copy(tmp_path):
 
 def test_a_planted_upward_import_breaks_a_contract_and_nothing_else_does(copy):
     assert _broken_contracts(copy) == ""
-    with (copy / PACKAGE / "schema" / "plan.py").open("a") as file:
+    with (copy / PACKAGE / "core" / "case.py").open("a") as file:
         file.write("\n\ndef _late():\n    import torch\n\n    from gradcheck_suite.run import runner\n")
     broken = _broken_contracts(copy)
     assert "gradcheck_suite.core.case -> gradcheck_suite.run.runner" in broken

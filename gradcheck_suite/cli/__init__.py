@@ -1,7 +1,7 @@
 """The command line: parses arguments, prints results, returns an exit status.
 
 Must not judge, measure or explain anything itself. Each command is a module with `add_arguments(parser)` and
-`run(arguments) -> int`; a new command is one row in `COMMANDS`.
+`run(arguments) -> int`; a new command is one row in `COMMANDS`. The commands of the studies are found by name alone.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ COMMANDS = {
     "report": "build one page from the records: HTML, Markdown and JSON",
     "doctor": "say what is installed and what can run here",
 }
+STUDIES = ("zoo", "atlas", "steps", "calibrate", "claims", "trainers", "campaign", "report")
+"""The commands whose modules stand in `studies/commands/`."""
+
+
+def module_of(command: str) -> str:
+    """Return the full name of a command's module."""
+    return f"gradcheck_suite.{'studies.commands' if command in STUDIES else 'cli'}.{command}"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
                 warnings.simplefilter("ignore")
             command, rest = _command(argv)
             program = f"{PROGRAM} {command}"
-            module = import_module(f"gradcheck_suite.cli.{command}")
+            module = import_module(module_of(command))
             parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.epilog(command))
             module.add_arguments(parser)
             # what follows a script that is run belongs to the script

@@ -156,30 +156,36 @@ def _umask() -> int:
 JUDGING = (
     "bridge",
     "catalogue",
-    "diagnosis",
-    "execution",
-    "generation",
-    "numerics",
-    "references",
-    "schema",
+    "core/case.py",
+    "core/comparison.py",
+    "core/contract.py",
+    "core/results.py",
+    "judge",
+    "reference",
+    "run",
+    "strategies",
     "verification",
 )
-"""The packages that decide a verdict and its name."""
+"""The packages and modules that decide a verdict and its name."""
 
-MEASURING = ("loops", "measure")
-"""The packages that decide what is measured."""
+LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
+MEASURING = (
+    *LOOPS,
+    *(f"studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),
+)
+"""The modules that decide what is measured."""
 _SPEAKS_OF = {
-    "atlas": (*JUDGING, "studies"),
-    "audit": (*JUDGING, "live"),
+    "atlas": (*JUDGING, "studies/atlas.py", "studies/atlas_points.py"),
+    "audit": (*JUDGING, "auditing"),
     "benchmark": MEASURING,
-    "calibration": (*JUDGING, "studies"),
-    "claim": (*JUDGING, *MEASURING, "studies"),
+    "calibration": (*JUDGING, "studies/calibration.py", "studies/tally.py"),
+    "claim": (*JUDGING, *MEASURING, "studies/claim_checks.py", "studies/claims.py"),
     "memory": MEASURING,
-    "step": ("steps",),
-    "traffic": MEASURING,
-    "trainer": (*JUDGING, "trainers"),
-    "verify": (*JUDGING, "loops"),
-    "zero-or-none": ("studies",),
+    "step": ("studies/optimizer_steps.py", "studies/optimizers.py"),
+    "traffic": (*MEASURING, "run/ranks.py"),
+    "trainer": (*JUDGING, "loops/trainers", "studies/trainers.py"),
+    "verify": (*JUDGING, *LOOPS),
+    "zero-or-none": ("studies/zero_or_none.py", "studies/zero_or_none_laws.py"),
     "zoo": (*JUDGING, "studies/zoo"),
 }
 """Kind of record -> the packages whose change makes its figures old, where they are not those that judge alone."""
@@ -203,7 +209,7 @@ def sources_digest(names: Iterable[str]) -> str:
     Comments, docstrings, annotations of arguments, imports and layout do not change the digest.
 
     Args:
-        names: paths in the package, such as `"numerics"` or `"execution/runner.py"`.
+        names: paths in the package, such as `"judge"` or `"execution/runner.py"`.
     """
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()

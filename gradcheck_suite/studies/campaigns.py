@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli import exit_status, module_of
 from gradcheck_suite.cli.arguments import DEFAULTS, OPTIONS, Parser
 from gradcheck_suite.core.records import judge_digest, records_path, write_text
 from gradcheck_suite.core.results import json_number
@@ -180,7 +180,7 @@ def plan(what: str, rest: Sequence[str]) -> Plan:
     Raises:
         UsageError: a wrong argument.
     """
-    module = import_module(f"gradcheck_suite.cli.{what}")
+    module = import_module(module_of(what))
     parser = Parser(prog=f"gradcheck-suite campaign {what}", add_help=False)
     module.add_arguments(parser)
     asked = parser.parse_intermixed_args(list(rest))

@@ -52,6 +52,6 @@ def test_a_decorator_of_the_suites_own_is_left_out_and_a_foreign_one_kept():
 
 def test_one_name_cannot_stand_for_two_things():
     sources = CopiedSource()
-    sources.add("gradcheck_suite.catalogue.convolution", "_length")
-    with pytest.raises(AssertionError, match=r"_length of gradcheck_suite\.catalogue\.pooling and of another"):
-        sources.add("gradcheck_suite.catalogue.convolution", "_length")
+    sources.add("gradcheck_suite.catalogue.classification_losses", "_targets")
+    with pytest.raises(AssertionError, match=r"_targets of gradcheck_suite\.catalogue\.tables and of another"):
+        sources.add("gradcheck_suite.catalogue.tables", "_targets")

@@ -382,8 +382,8 @@ def test_a_reference_that_is_not_finite_is_not_judged_far_from_the_start(rate, s
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_the_references_are_looked_at_where_parameters_moved_or_a_gradient_is_wrong(case, wrong, monkeypatch):
     asked = {"disagreement": [], "accumulation_fault": [], "precision_fault": []}
-    for name, windows in asked.items():
-        monkeypatch.setattr(module, name, lambda window, windows=windows: windows.append(window.index) and None)
+    for name, seen in asked.items():
+        monkeypatch.setattr(module, name, lambda window, seen=seen: seen.append(window.index) and None)
     outcome = _ran(case=case)
     for step in range(4):
         outcome = _with_gradient(outcome, step, torch.tensor([(2.5, 6.5)[step % 2] * (1 + 1e-13)]).double())

@@ -96,8 +96,8 @@ TURNS = "step, experts by turns"
 COMPILED_KEY, COMPILED_TITLE, COMPILED_TAB = "compiled", "Compiled steps and captured graphs", "cost"
 COMPILED_COMMAND = "pytest properties/benchmarks/bench_compiled.py --bench-records reports"
 NOT_CAPTURED = (
-    f"No CUDA graph was captured. `{COMPILED_COMMAND} --bench-device cuda` captures them and records which reset leaves the "
-    "right gradients after a replay."
+    f"No CUDA graph was captured. `{COMPILED_COMMAND} --bench-device cuda` captures them and records which reset "
+    "leaves the right gradients after a replay."
 )
 CAPTURED = (
     "A CUDA graph replays kernels, not Python. A reset that consists of kernels may run inside the graph or between "
