@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
-__version__ = "0.1.0"
-
 _LAZY = {
     "audit": "auditing.context",
     "cases": "strategies.cases",
@@ -69,6 +67,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f"gradcheck_suite.{_LAZY[name]}"), name)
+    if name == "__version__":
+        return environment.own_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

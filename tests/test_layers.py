@@ -54,6 +54,31 @@ def test_importing_the_package_imports_neither_framework():
     assert loaded == "[]"
 
 
+WITHOUT_STUDIES = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"optax", "pytest_benchmark", "ray"} or name.startswith("gradcheck_suite.studies"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from gradcheck_suite.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("command", [("verify", "zero_", "--examples", "2"), ("audit", "{script}"), ("steps",)])
+def test_the_product_needs_neither_studies_nor_their_packages(command, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(2):\n    optimizer.zero_grad()\n    torch.nn.functional.mse_loss(model(torch.ones(3, 2)), torch.zeros(3, 1)).backward()\n"
+        "    optimizer.step()\n"
+    )
+    words = [word.format(script=script) for word in command]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_STUDIES, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode == 0) == (command != ("steps",)), done.stdout + done.stderr
+
+
 def test_importing_the_package_is_fast():
     """In processor time, which other work on the machine does not change."""
     code = f"import time; t = time.process_time(); import {PACKAGE}; print(time.process_time() - t)"

@@ -292,7 +292,7 @@ def read(terms: Sequence[Term], steps: int | None, history: History, ranks: int 
     return _scaled(given, counted, weight, totals, factors, length, steps, history, tolerance, ranks)
 
 
-def _scaled(
+def _scaled(  # noqa: PLR0913 - all that is known of one window
     given: tuple[Term, ...],
     counted: Sequence[Term],
     weight: float,

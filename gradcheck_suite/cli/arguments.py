@@ -22,6 +22,7 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.core.records import FOLDER, expect_writable_folder
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.environment import own_version
 
 # The argument parser, whose errors are one line, and the types of option values.
 
@@ -43,8 +44,6 @@ class Parser(argparse.ArgumentParser):
 
 def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
     """Return the parser of what stands before a command: `--help`, `--version`, or a word that is no command."""
-    from gradcheck_suite import __version__
-
     listed = "\n".join(f"  {line}" for line in aligned(commands.items()))
     parser = Parser(
         prog=program,
@@ -53,7 +52,7 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
         epilog=f"commands:\n{listed}\n\n`{program} COMMAND --help` says what each takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{program} {__version__}")
+    parser.add_argument("--version", action="version", version=f"{program} {own_version()}")
     parser.add_argument("COMMAND", nargs="?", type=one_of(commands), help=argparse.SUPPRESS)
     return parser
 

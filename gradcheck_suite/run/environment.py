@@ -14,6 +14,7 @@ import platform
 import re
 import stat
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,22 @@ CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 """The environment variable with the folder of compiled programs and gradients; if it is empty, none are kept."""
 
 
+def own_version() -> str:
+    """Return the suite's version: the installed one's, or that of the checkout that runs without an installation."""
+    try:
+        return importlib.metadata.version("gradcheck-suite")
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+
+
 def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
     """Return the version of the suite, of Python and of each package that the suite uses, None where it is missing.
 
     Args:
         optional: further packages, listed only where they are installed.
     """
-    from gradcheck_suite import __version__
-
-    found: dict[str, str | None] = {"gradcheck-suite": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"gradcheck-suite": own_version(), "python": platform.python_version()}
     for package in (*MINIMUM, *optional):
         try:
             found[package] = importlib.metadata.version(package)

@@ -506,7 +506,7 @@ def _through_time(
     return lax.scan(lambda s, x: cell(s, x, weights), state, xs, reverse=reverse)
 
 
-def _layers(
+def _layers(  # noqa: PLR0913 - the arguments of torch's recurrent operations
     cell: Cell,
     x: Array,
     states: Sequence[Array],
