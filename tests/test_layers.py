@@ -71,7 +71,8 @@ def test_the_product_needs_neither_studies_nor_their_packages(command, tmp_path)
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
-        "for _ in range(2):\n    optimizer.zero_grad()\n    torch.nn.functional.mse_loss(model(torch.ones(3, 2)), torch.zeros(3, 1)).backward()\n"
+        "for _ in range(2):\n    optimizer.zero_grad()\n"
+        "    torch.nn.functional.mse_loss(model(torch.ones(3, 2)), torch.zeros(3, 1)).backward()\n"
         "    optimizer.step()\n"
     )
     words = [word.format(script=script) for word in command]
