@@ -49,25 +49,40 @@ class Bug:
 
 DECLARED: list[Bug] = []
 """The bugs of the modules that were imported so far, in the order of their definitions."""
+_REPORTS: dict[Loop, dict[str, Any]] = {}
 
 
-def bug(*wanted: str, needs: str, reported: str = "", **others: Any) -> Callable[[Loop], Loop]:
-    """Return a decorator that declares a loop to be a known bug: its docstring is the mechanism, its name the bug's.
+def bug(wanted: str, *, needs: str, **others: Any) -> Callable[[Loop], Loop]:
+    """Return a decorator that declares a loop to be a known bug: its name is the bug's, its docstring the mechanism.
 
     Args:
-        wanted: the diagnoses that it may get.
+        wanted: the diagnoses that it may get, separated by commas.
         needs: what a case must have to show it.
-        reported: where it was reported, separated by commas.
         others: further attributes of `Bug`.
     """
 
     def declare(loop: Loop) -> Loop:
         name, mechanism = loop.__name__.replace("_", "-"), " ".join((loop.__doc__ or "").split())
-        citations = tuple(reported.split(", ")) if reported else ()
-        DECLARED.append(Bug(name, mechanism, needs, loop, frozenset(wanted), citations=citations, **others))
+        report = _REPORTS.get(loop, {})
+        DECLARED.append(Bug(name, mechanism, needs, loop, frozenset(wanted.split(", ")), **report, **others))
         return loop
 
     return declare
+
+
+def reported(where: str, number: int | None = None) -> Callable[[Loop], Loop]:
+    """Return a decorator, to be written below `bug`, that says where a bug was reported.
+
+    Args:
+        where: the citations, separated by commas.
+        number: of its entry in the corpus.
+    """
+
+    def note(loop: Loop) -> Loop:
+        _REPORTS[loop] = {"citations": tuple(where.split(", ")), "number": number}
+        return loop
+
+    return note
 
 
 # Models and data of a Problem.

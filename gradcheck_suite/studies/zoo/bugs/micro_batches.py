@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, Batch, Problem, T
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.studies.zoo.bug import (
     bug,
+    epoch_windows,
     gradients_of,
     normal_rows,
+    reported,
     seeded,
     step_with,
     train_soundly,
@@ -26,35 +29,22 @@ from gradcheck_suite.studies.zoo.bug import (
 # Denominators: the gradient is divided by the wrong number, so items have the wrong weight.
 
 
-@bug(
-    "gradient/mean-of-means",
-    number=1,
-    needs="unequal counts in one window",
-    reported="transformers#24725, transformers#34191, torchtune#1875, nanochat#59, mlx-lm#1413",
-)
+@bug("gradient/mean-of-means", needs="unequal counts in one window")
+@reported("transformers#24725, transformers#34191, torchtune#1875, nanochat#59, mlx-lm#1413", number=1)
 def mean_of_means(run: TrainingRun) -> None:
     """Each micro-batch's loss is a mean over its own targets, and the means are averaged."""
     train_with_weights(run, lambda window, batch: 1 / len(window))
 
 
-@bug(
-    "gradient/wrong-scale",
-    number=2,
-    needs="2 micro-batches in a window",
-    reported="transformers#35438, guided-diffusion#111, LlamaFactory#7743, Liger-Kernel#802",
-    assumes=(EQUAL_MICRO_BATCHES,),
-)
+@bug("gradient/wrong-scale", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES,))
+@reported("transformers#35438, guided-diffusion#111, LlamaFactory#7743, Liger-Kernel#802", number=2)
 def no_divide(run: TrainingRun) -> None:
     """The division by the accumulation steps is left out; Adam hides it in the parameters."""
     train_with_weights(run, lambda window, batch: 1)
 
 
-@bug(
-    "gradient/wrong-scale",
-    number=3,
-    needs="accumulation_steps of 2 or more",
-    reported="accelerate#3533, ms-swift#10116, unsloth#3597",
-)
+@bug("gradient/wrong-scale", needs="accumulation_steps of 2 or more")
+@reported("accelerate#3533, ms-swift#10116, unsloth#3597", number=3)
 def double_divide(run: TrainingRun) -> None:
     """Two layers of the software both divide by the accumulation steps: the gradient is 1/K of its size."""
     for window in windows(run):
@@ -69,13 +59,8 @@ def _loss_with_keywords(run: TrainingRun, batch: Batch, **kwargs: Any) -> torch.
     return run.loss(run.model, batch)
 
 
-@bug(
-    "gradient/wrong-scale",
-    number=4,
-    needs="2 micro-batches in a window",
-    reported="transformers#47688",
-    assumes=(EQUAL_MICRO_BATCHES,),
-)
+@bug("gradient/wrong-scale", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES,))
+@reported("transformers#47688", number=4)
 def signature_sniff(run: TrainingRun) -> None:
     """A trainer skips its division because the model's forward accepts **kwargs; the model ignores the count."""
     takes_count = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(_loss_with_keywords).parameters.values())
@@ -88,7 +73,8 @@ def signature_sniff(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/wrong-scale", number=5, needs="a mean, and 2 windows", reported="trl#6024")
+@bug("gradient/wrong-scale", needs="a mean, and 2 windows")
+@reported("trl#6024", number=5)
 def wrong_window_count(run: TrainingRun) -> None:
     """The token count covers another number of batches than are accumulated before the step."""
     for _ in range(run.epochs):
@@ -104,12 +90,8 @@ def wrong_window_count(run: TrainingRun) -> None:
 RANKS = 2
 
 
-@bug(
-    "gradient/mean-of-means",
-    number=6,
-    needs="unequal counts on two ranks",
-    reported="transformers#34242, transformers#34373, transformers#39392",
-)
+@bug("gradient/mean-of-means", needs="unequal counts on two ranks")
+@reported("transformers#34242, transformers#34373, transformers#39392", number=6)
 def rank_mean_of_means(run: TrainingRun) -> None:
     """Every rank divides by its own number of targets, and data parallelism averages over the ranks."""
     for window in windows(run):
@@ -122,7 +104,8 @@ def rank_mean_of_means(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/wrong-scale", number=7, needs="a mean", reported="transformers#37474, transformers#40799")
+@bug("gradient/wrong-scale", needs="a mean")
+@reported("transformers#37474, transformers#40799", number=7)
 def rank_over_correct(run: TrainingRun) -> None:
     """The count is gathered over all ranks, but the gradients are averaged over the ranks as well."""
     train_with_weights(run, lambda window, batch: run.count(batch) / window_count(run, window) / RANKS)
@@ -141,14 +124,11 @@ class Router(torch.nn.Module):
         return (self.main(x) - 1).square().mean(), self.router(x).square().mean()
 
 
-@bug(
-    "gradient/mean-of-means",
-    "gradient/wrong-scale",
-    number=8,
-    needs="2 micro-batches in a window",
-    reported="NeMo Automodel#3359",
-    problem=Problem(seeded(Router), normal_rows(6), lambda model, batch: sum(model.losses(batch))),
-)
+ROUTED = Problem(seeded(Router), normal_rows(6), lambda model, batch: sum(model.losses(batch)))
+
+
+@bug("gradient/mean-of-means, gradient/wrong-scale", needs="2 micro-batches in a window", problem=ROUTED)
+@reported("NeMo Automodel#3359", number=8)
 def aux_loss_unscaled(run: TrainingRun) -> None:
     """The main loss is normalized, the auxiliary one is not: K times too large on the router alone."""
     for window in windows(run):
@@ -163,27 +143,23 @@ def aux_loss_unscaled(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/weighted-by-count", number=9, needs="a mean, unequal counts", reported="open_clip#1211")
+@bug("gradient/weighted-by-count", needs="a mean, unequal counts")
+@reported("open_clip#1211", number=9)
 def own_size_coefficient(run: TrainingRun) -> None:
     """A loss that is scaled for the whole window is multiplied by the micro-batch's own share of it."""
     train_with_weights(run, lambda window, batch: (run.count(batch) / window_count(run, window)) ** 2)
 
 
-@bug(
-    "gradient/wrong-scale",
-    number=10,
-    needs="a mean, and a micro-batch whose targets are all ignored",
-    reported="prime-rl#1961",
-)
+@bug("gradient/wrong-scale", needs="a mean, and a micro-batch whose targets are all ignored")
+@reported("prime-rl#1961", number=10)
 def skipped_items_counted(run: TrainingRun) -> None:
     """A rollout batch without valid targets contributes no gradient and is counted all the same."""
     # clamped to be safe from a division by zero
     train_with_weights(run, lambda window, batch: run.count(batch) / sum(float(run.count(b).clamp(1)) for b in window))
 
 
-@bug(
-    "gradient/wrong-count", number=11, needs="a mean whose count is not the number of items", reported="OpenNMT-py#526"
-)
+@bug("gradient/wrong-count", needs="a mean whose count is not the number of items")
+@reported("OpenNMT-py#526", number=11)
 def sentences_for_tokens(run: TrainingRun) -> None:
     """The loss is a mean over tokens, and the micro-batches are weighted by sentences: the wrong unit."""
     train_with_weights(run, lambda window, batch: len(batch["x"]) / sum(len(b["x"]) for b in window))
@@ -212,20 +188,19 @@ def perturbed_parameters(run: TrainingRun) -> None:
 @bug("gradient/changed-batch", needs="2 epochs, and inputs that are no integers")
 def normalised_in_place(run: TrainingRun) -> None:
     """Cached batches are normalized in place, so a later epoch trains on what is normalized twice."""
-    batches, k = list(run.loader), run.accumulation_steps
+    cached = epoch_windows(run)
     for epoch in range(run.epochs):
-        for batch in batches if epoch else ():
+        for batch in chain.from_iterable(cached) if epoch else ():
             if batch["x"].is_floating_point():
                 batch["x"].div_(2)
-        for first in range(0, len(batches), k):
-            backward_window(run, batches[first : first + k])
+        for window in cached:
+            backward_window(run, window)
             run.optimizer.step()
             run.optimizer.zero_grad()
 
 
 @bug(
-    "gradient/skipped-non-finite",
-    "none-pattern/skipped-non-finite",
+    "gradient/skipped-non-finite, none-pattern/skipped-non-finite",
     needs="a micro-batch whose targets are all ignored, or a gradient of NaN",
     least_micro_batches=2,
 )
@@ -255,13 +230,11 @@ def _contrastive(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
-@bug(
-    "not-accumulable/not-accumulable",
-    number=41,
-    needs="2 micro-batches in a window",
-    reported="sentence-transformers#1822, GradCache#7",
-    problem=Problem(seeded(lambda: torch.nn.Linear(3, 2)), _pairs, _contrastive),
-)
+CONTRASTED = Problem(seeded(lambda: torch.nn.Linear(3, 2)), _pairs, _contrastive)
+
+
+@bug("not-accumulable/not-accumulable", needs="2 micro-batches in a window", problem=CONTRASTED)
+@reported("sentence-transformers#1822, GradCache#7", number=41)
 def in_batch_negatives(run: TrainingRun) -> None:
     """The other items of a batch are each item's negatives: a smaller batch is another objective."""
     train_soundly(run)
@@ -280,13 +253,11 @@ class Normalized(torch.nn.Module):
         return self.norm(y) if len(x) > 1 else y
 
 
-@bug(
-    "not-accumulable/not-accumulable",
-    number=42,
-    needs="2 micro-batches in a window",
-    reported="mmcv#1869, yolov5#1630",
-    problem=Problem(seeded(Normalized), normal_rows(3), lambda model, batch: model(batch).pow(3).mean()),
-)
+NORMALIZED = Problem(seeded(Normalized), normal_rows(3), lambda model, batch: model(batch).pow(3).mean())
+
+
+@bug("not-accumulable/not-accumulable", needs="2 micro-batches in a window", problem=NORMALIZED)
+@reported("mmcv#1869, yolov5#1630", number=42)
 def batch_norm(run: TrainingRun) -> None:
     """Mean and variance are the micro-batch's own: a smaller batch is another function."""
     train_soundly(run)
@@ -296,16 +267,12 @@ def batch_norm(run: TrainingRun) -> None:
 
 
 @bug(
-    "none-pattern/missing-gradient",
-    "gradient/dropped-micro-batch",
-    "gradient/reset-inside-window",
-    "gradient/no-gradient",
-    number=45,
+    "none-pattern/missing-gradient, gradient/dropped-micro-batch, gradient/reset-inside-window, gradient/no-gradient",
     needs="any case",
-    reported="pytorch#112583",
 )
+@reported("pytorch#112583", number=45)
 def autocast_cache(run: TrainingRun) -> None:
-    """autocast caches a weight's cast; one made under no_grad has no graph, and its weight no gradient."""
+    """autocast caches a weight's cast; one made under no_grad has no graph, and its weight no gradient."""  # noqa: D403
     for window in windows(run):
         run.optimizer.zero_grad()
         for j, loss in enumerate(window_losses(run, window)):
@@ -333,13 +300,11 @@ class Experts(torch.nn.Module):
         return out
 
 
-@bug(
-    "none-pattern/missing-gradient",
-    number=47,
-    needs="a parameter that only some micro-batches reach",
-    reported="pytorch#69031",
-    problem=Problem(seeded(Experts), normal_rows(2), lambda model, batch: (model(batch) - 1).square().mean()),
-)
+OF_EXPERTS = Problem(seeded(Experts), normal_rows(2), lambda model, batch: (model(batch) - 1).square().mean())
+
+
+@bug("none-pattern/missing-gradient", needs="a parameter that only some micro-batches reach", problem=OF_EXPERTS)
+@reported("pytorch#69031", number=47)
 def missing_from_the_last(run: TrainingRun) -> None:
     """Gradients are reduced after the last backward; a parameter that it does not reach is taken for unused."""
     for window in windows(run):
@@ -375,11 +340,8 @@ def _size(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-@bug(
-    "gradient/repeated-micro-batch",
-    needs="2 micro-batches in a window",
-    reported="python FAQ: lambdas defined in a loop",
-)
+@bug("gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@reported("python FAQ: lambdas defined in a loop")
 def last_k_times(run: TrainingRun) -> None:
     """Closures that are made in a loop see the variable's last value: the last micro-batch is there K times."""
     for window in windows(run):
@@ -393,11 +355,8 @@ def last_k_times(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug(
-    "gradient/repeated-micro-batch",
-    needs="2 micro-batches in a window",
-    reported="discuss.pytorch.org: next(iter(loader)) in a loop",
-)
+@bug("gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@reported("discuss.pytorch.org: next(iter(loader)) in a loop")
 def first_k_times(run: TrainingRun) -> None:
     """A new iterator is made for every micro-batch, so each is the window's first."""
     _train_on(run, lambda window: [window[0]] * len(window))
@@ -480,13 +439,11 @@ class Static(torch.nn.Module):
         return out
 
 
-@bug(
-    "gradient/stolen-buffer",
-    number=29,
-    needs="2 micro-batches in a window",
-    reported="pytorch#181723, pytorch#96693, TransformerEngine#2937, torchtitan#4584",
-    problem=Problem(lambda seed: Static(), normal_rows(2), _mean_square),
-)
+STATIC = Problem(lambda seed: Static(), normal_rows(2), _mean_square)
+
+
+@bug("gradient/stolen-buffer", needs="2 micro-batches in a window", problem=STATIC)
+@reported("pytorch#181723, pytorch#96693, TransformerEngine#2937, torchtitan#4584", number=29)
 def stolen_buffer(run: TrainingRun) -> None:
     """Where .grad is None, autograd keeps the tensor that backward returns; if it is a buffer that the next backward
     writes, the sum is overwritten. The reset mode changes the gradient.
@@ -526,13 +483,11 @@ class Tied(torch.nn.Module):
         return out
 
 
-@bug(
-    "gradient/not-linear",
-    number=30,
-    needs="a weight that is used twice",
-    reported="TransformerEngine#3437, TransformerEngine#545",
-    problem=Problem(lambda seed: Tied(), normal_rows(2), _mean_square),
-)
+TIED = Problem(lambda seed: Tied(), normal_rows(2), _mean_square)
+
+
+@bug("gradient/not-linear", needs="a weight that is used twice", problem=TIED)
+@reported("TransformerEngine#3437, TransformerEngine#545", number=30)
 def tied_weights_overwritten(run: TrainingRun) -> None:
     """A fused backward writes the weight's gradient itself; a tied weight's second use overwrites the first."""
     train_with_sums(run, lambda j, total, gradient: gradient if total is None else total + gradient, "main_grad")

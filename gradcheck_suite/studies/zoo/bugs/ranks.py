@@ -19,14 +19,15 @@ from gradcheck_suite.studies.zoo.bug import (
     fill_missing,
     gradients_of,
     reduce_each,
+    reported,
     train_over_ranks,
     window_losses,
 )
 
 rank_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS))
 count_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS, MEAN_REDUCTION))
-HANG = ("raised/deadlock", "raised/mismatched-collectives")
-ALONE = ("gradient/not-reduced", "gradient/partly-reduced")
+HANG = "raised/deadlock, raised/mismatched-collectives"
+ALONE = "gradient/not-reduced, gradient/partly-reduced"
 
 # Gradients that are added up, of losses that were divided by the wrong number.
 
@@ -43,7 +44,8 @@ def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@count_bug("gradient/mean-of-means", needs="ranks with different counts", reported="transformers#34242")
+@count_bug("gradient/mean-of-means", needs="ranks with different counts")
+@reported("transformers#34242")
 def mean_of_ranks_means(run: TrainingRun) -> None:
     """each rank divides by the targets of its own micro-batches, and the ranks' gradients are averaged."""
     train_over_ranks(run, lambda own, total: own, reduce=_averaged)
@@ -55,7 +57,8 @@ def local_count(run: TrainingRun) -> None:
     train_over_ranks(run, lambda own, total: own)
 
 
-@count_bug("gradient/wrong-scale", needs="two ranks", reported="transformers#37474")
+@count_bug("gradient/wrong-scale", needs="two ranks")
+@reported("transformers#37474")
 def count_gathered_gradient_averaged(run: TrainingRun) -> None:
     """the losses are divided by the targets of all ranks, and the wrapper averages over the ranks once more."""
     train_over_ranks(run, reduce=_averaged)
@@ -154,10 +157,7 @@ def _train(run: TrainingRun, micro_batches: list[Batch]) -> None:
 
 
 @rank_bug(
-    "gradient/repeated-micro-batch",
-    "gradient/stale-window",
-    "gradient/wrong-scale",
-    "gradient/unrecognised-weights",
+    "gradient/repeated-micro-batch, gradient/stale-window, gradient/wrong-scale, gradient/unrecognised-weights, "
     "gradient/mean-of-means",
     needs="a rank with fewer micro-batches",
     least_micro_batches=4,
@@ -172,9 +172,7 @@ def sampler_pads_by_repeated_items(run: TrainingRun) -> None:
 
 
 @rank_bug(
-    "gradient/dropped-micro-batch",
-    "gradient/first-only",
-    "gradient/first-only or dropped-micro-batch",
+    "gradient/dropped-micro-batch, gradient/first-only, gradient/first-only or dropped-micro-batch, "
     "step-count/dropped-window",
     needs="a rank with fewer micro-batches",
 )
@@ -184,7 +182,7 @@ def uneven_tail_dropped(run: TrainingRun) -> None:
         _train(run, list(islice(run.loader, _agreed(len(run.loader), dist.ReduceOp.MIN))))
 
 
-@rank_bug(*HANG, needs="a rank without a micro-batch in a window", least_micro_batches=4, assumes=(DENSE_GRADIENTS,))
+@rank_bug(HANG, needs="a rank without a micro-batch in a window", least_micro_batches=4, assumes=(DENSE_GRADIENTS,))
 def idle_rank_skips_the_all_reduce(run: TrainingRun) -> None:
     """a rank that has no micro-batch left does not take part in the all-reduce that the others wait in."""
     for window in windows(run):
@@ -195,7 +193,7 @@ def idle_rank_skips_the_all_reduce(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@rank_bug(*HANG, needs="two ranks")
+@rank_bug(HANG, needs="two ranks")
 def rank_skips_its_all_reduce(run: TrainingRun) -> None:
     """rank 1 leaves out the all-reduce, and the others wait for it."""
 
@@ -206,7 +204,7 @@ def rank_skips_its_all_reduce(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=reduce)
 
 
-@rank_bug(*HANG, needs="accumulation steps of two", least_micro_batches=4)
+@rank_bug(HANG, needs="accumulation steps of two", least_micro_batches=4)
 def ranks_at_different_steps(run: TrainingRun) -> None:
     """the ranks' counters of micro-batches differ by one, so they step at different ones."""
     for _ in range(run.epochs):
@@ -221,7 +219,7 @@ def ranks_at_different_steps(run: TrainingRun) -> None:
 
 
 @rank_bug(
-    *HANG,
+    HANG,
     needs="a rank without a micro-batch, or one that does not reach a parameter",
     least_micro_batches=4,
     assumes=(DENSE_GRADIENTS,),
@@ -258,25 +256,25 @@ def _train_in_ddp(run: TrainingRun, synchronised: Callable[[int], bool]) -> None
         run.optimizer.step()
 
 
-@rank_bug(*ALONE, needs="two ranks")
+@rank_bug(ALONE, needs="two ranks")
 def never_reduced(run: TrainingRun) -> None:
     """no rank adds up its gradients with the others."""
     train_over_ranks(run, reduce=lambda run: None)
 
 
-@rank_bug(*ALONE, needs="two ranks")
+@rank_bug(ALONE, needs="two ranks")
 def no_sync_left_on_at_the_step(run: TrainingRun) -> None:
     """the last backward of a window runs under no_sync, so no rank has the others' gradients at the step."""
     _train_in_ddp(run, synchronised=lambda j: False)
 
 
-@rank_bug(*ALONE, *HANG, needs="a short last window")
+@rank_bug(f"{ALONE}, {HANG}", needs="a short last window")
 def no_sync_in_the_short_window(run: TrainingRun) -> None:
     """gradients are synchronised after every K micro-batches, and not at the end of the loader."""
     _train_in_ddp(run, synchronised=lambda j: j == run.accumulation_steps)
 
 
-@rank_bug(*ALONE, needs="two ranks")
+@rank_bug(ALONE, needs="two ranks")
 def buckets_reduced_before_the_last_backward(run: TrainingRun) -> None:
     """the gradients are added up over ranks while the last micro-batch's backward is still to come."""
     for window in windows(run):
@@ -289,7 +287,7 @@ def buckets_reduced_before_the_last_backward(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@rank_bug(*ALONE, needs="a window of two micro-batches of one rank", least_micro_batches=3)
+@rank_bug(ALONE, needs="a window of two micro-batches of one rank", least_micro_batches=3)
 def first_micro_batch_only_reduced(run: TrainingRun) -> None:
     """only the first micro-batch's gradient is added up over ranks."""
     for window in windows(run):
@@ -302,9 +300,7 @@ def first_micro_batch_only_reduced(run: TrainingRun) -> None:
 
 
 @rank_bug(
-    "gradient/reduced-repeatedly",
-    "gradient/wrong-scale",
-    "gradient/rescaled-accumulator",
+    "gradient/reduced-repeatedly, gradient/wrong-scale, gradient/rescaled-accumulator",
     needs="accumulation steps of two",
     least_micro_batches=4,
 )
@@ -320,7 +316,7 @@ def running_sum_reduced_each_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@rank_bug(*ALONE, needs="two ranks")
+@rank_bug(ALONE, needs="two ranks")
 def one_parameter_not_reduced(run: TrainingRun) -> None:
     """the last parameter is in no bucket, so its gradient is the rank's own."""
     train_over_ranks(run, reduce=lambda run: reduce_each(fill_missing(run)[:-1]))
@@ -337,7 +333,7 @@ def gradient_broadcast_from_rank_0(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=broadcast)
 
 
-@rank_bug("gradient/rounded-weights", "gradient/rounded-gradient", needs="a gradient that bfloat16 does not hold")
+@rank_bug("gradient/rounded-weights, gradient/rounded-gradient", needs="a gradient that bfloat16 does not hold")
 def gradient_reduced_in_bfloat16(run: TrainingRun) -> None:
     """gradients are rounded to bfloat16 before they are added up over ranks."""
 
@@ -350,7 +346,7 @@ def gradient_reduced_in_bfloat16(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=reduce)
 
 
-@rank_bug(*ALONE, needs="two windows", least_micro_batches=4)
+@rank_bug(ALONE, needs="two windows", least_micro_batches=4)
 def stale_bucket_view_after_set_to_none(run: TrainingRun) -> None:
     """gradients are views of buckets until zero_grad sets them to None; the buckets are reduced all the same."""
     buckets = fill_missing(run)

@@ -16,6 +16,7 @@ from gradcheck_suite.studies.zoo.bug import (
     epoch_windows,
     fill_missing,
     gradients_of,
+    reported,
     step_with,
     window_gradients,
     window_losses,
@@ -24,12 +25,8 @@ from gradcheck_suite.studies.zoo.bug import (
 # Resets: gradients are never reset, reset too often, reset in part, or reset by an operation that keeps a NaN.
 
 
-@bug(
-    "gradient/stale-window",
-    number=17,
-    needs="2 windows, or 2 epochs",
-    reported="discuss.pytorch.org: zero_grad forgotten",
-)
+@bug("gradient/stale-window", needs="2 windows, or 2 epochs")
+@reported("discuss.pytorch.org: zero_grad forgotten", number=17)
 def no_reset(run: TrainingRun) -> None:
     """No reset at all: every window's gradient contains all earlier ones."""
     for window in windows(run):
@@ -37,12 +34,8 @@ def no_reset(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug(
-    "gradient/reset-inside-window",
-    number=18,
-    needs="2 micro-batches in a window",
-    reported="RAE#67, openWakeWord#316, mmf#747, opacus#93",
-)
+@bug("gradient/reset-inside-window", needs="2 micro-batches in a window")
+@reported("RAE#67, openWakeWord#316, mmf#747, opacus#93", number=18)
 def reset_per_micro_batch(run: TrainingRun) -> None:
     """`zero_grad` stands inside the accumulation: only the last micro-batch's gradient survives."""
     for window in windows(run):
@@ -52,14 +45,8 @@ def reset_per_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug(
-    "gradient/repeated-micro-batch",
-    "gradient/wrong-scale",
-    "gradient/unrecognised-weights",
-    number=19,
-    needs="any case",
-    reported="Lightning#557, Lightning#591",
-)
+@bug("gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights", needs="any case")
+@reported("Lightning#557, Lightning#591", number=19)
 def cross_model_residue(run: TrainingRun) -> None:
     """The generator's backward fills the discriminator's gradients too, and only the generator's are cleared."""
     for window in windows(run):
@@ -69,7 +56,8 @@ def cross_model_residue(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/stale-window", number=20, needs="2 windows or epochs", reported="rslearn#217")
+@bug("gradient/stale-window", needs="2 windows or epochs")
+@reported("rslearn#217", number=20)
 def own_groups_only(run: TrainingRun) -> None:
     """`optimizer.zero_grad` resets its own groups alone; a parameter that is unfrozen later keeps its sum."""
     parameters = [p for p in run.model.parameters() if p.requires_grad]
@@ -82,7 +70,8 @@ def own_groups_only(run: TrainingRun) -> None:
             first.zero_grad()
 
 
-@bug("gradient/wrong-scale", number=21, needs="any case", reported="Lightning#6147")
+@bug("gradient/wrong-scale", needs="any case")
+@reported("Lightning#6147", number=21)
 def closure_without_reset(run: TrainingRun) -> None:
     """LBFGS calls its closure up to 20 times a step; the reset stands outside of it."""
     for window in windows(run):
@@ -103,13 +92,11 @@ def _twice(seed: int) -> torch.nn.Module:
     return model
 
 
-@bug(
-    "non-finite/poisoned-by-earlier-window",
-    number=22,
-    needs="a NaN gradient in an earlier window",
-    reported="optax MultiSteps 0.2.8",
-    problem=Problem(_twice, _from_zero, lambda model, batch: model(batch).sqrt().mean()),
-)
+ROOT = Problem(_twice, _from_zero, lambda model, batch: model(batch).sqrt().mean())
+
+
+@bug("non-finite/poisoned-by-earlier-window", needs="a NaN gradient in an earlier window", problem=ROOT)
+@reported("optax MultiSteps 0.2.8", number=22)
 def reset_by_multiplication(run: TrainingRun) -> None:
     """The accumulator is reset by a factor 0; 0 * NaN is NaN, so one bad micro-batch poisons all that follow."""
     for window in windows(run):
@@ -119,12 +106,8 @@ def reset_by_multiplication(run: TrainingRun) -> None:
             g.mul_(0)
 
 
-@bug(
-    "raised/raised",
-    number=24,
-    needs="a parameter that no item reaches, or a frozen one",
-    reported="pytorch/examples#1172, trl#1422",
-)
+@bug("raised/raised", needs="a parameter that no item reaches, or a frozen one")
+@reported("pytorch/examples#1172, trl#1422", number=24)
 def none_breaks_readers(run: TrainingRun) -> None:
     """A parameter that no item of the window reached has no gradient after a release; reading it raises."""
     for window in windows(run):
@@ -198,24 +181,24 @@ def short_windows_are_not_reset(run: TrainingRun) -> None:
 # Other windows: a step holds another window's gradient, beside its own or in its place.
 
 
+def _delay(run: TrainingRun, before: Gradients | None) -> None:
+    """Step with the gradient of the window before; for the first one that is `before`, or its own where that is None."""
+    for window in windows(run):
+        own = window_gradients(run, window)
+        step_with(run, own if before is None else before)
+        before = own
+
+
 @bug("gradient/delayed-window", needs="any case")
 def delayed_by_one(run: TrainingRun) -> None:
     """The step applies the gradient of the window before it; the first step has none."""
-    before: Gradients = {}
-    for window in windows(run):
-        own = window_gradients(run, window)
-        step_with(run, before)
-        before = own
+    _delay(run, {})
 
 
 @bug("gradient/delayed-window", needs="2 windows")
 def delayed_after_warm_up(run: TrainingRun) -> None:
     """Communication overlaps the next window, and the step applies the gradient that has arrived by then."""
-    before: Gradients | None = None
-    for window in windows(run):
-        own = window_gradients(run, window)
-        step_with(run, own if before is None else before)
-        before = own
+    _delay(run, None)
 
 
 @bug("gradient/other-window", needs="2 windows")
@@ -305,24 +288,15 @@ def _step_where(run: TrainingRun, condition: Callable[[int], bool]) -> None:
                 run.optimizer.zero_grad()
 
 
-@bug(
-    "gradient/wrong-scale",
-    number=12,
-    needs="a short last window",
-    reported="transformers#39659, ms-swift#10084, Lightning#19987",
-    assumes=(EQUAL_MICRO_BATCHES,),
-)
+@bug("gradient/wrong-scale", needs="a short last window", assumes=(EQUAL_MICRO_BATCHES,))
+@reported("transformers#39659, ms-swift#10084, Lightning#19987", number=12)
 def tail_divided_by_steps(run: TrainingRun) -> None:
     """The last window of an epoch has r < K micro-batches and is divided by K: scaled r/K."""
     _step_where(run, lambda i: (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader))
 
 
-@bug(
-    "step-count/tail-leak",
-    number=13,
-    needs="a short last window; 2 epochs to leak",
-    reported="transformers#22098, AnimaLoraStudio#305",
-)
+@bug("step-count/tail-leak", needs="a short last window; 2 epochs to leak")
+@reported("transformers#22098, AnimaLoraStudio#305", number=13)
 def tail_leak(run: TrainingRun) -> None:
     """An epoch's short last window is neither stepped nor cleared, so it joins the next epoch's first window."""
     for window in windows(run):
@@ -332,7 +306,8 @@ def tail_leak(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-@bug("step-count/tail-dropped", number=14, needs="a short last window", reported="transformers#22098")
+@bug("step-count/tail-dropped", needs="a short last window")
+@reported("transformers#22098", number=14)
 def tail_dropped(run: TrainingRun) -> None:
     """A data set shorter than the accumulation steps never updates anything; the end of a longer one is lost."""
     for window in windows(run):
@@ -344,37 +319,25 @@ def tail_dropped(run: TrainingRun) -> None:
 
 
 @bug(
-    "step-count/inverted-condition",
-    "gradient/inverted-condition",
-    number=15,
+    "step-count/inverted-condition, gradient/inverted-condition",
     needs="any accumulation_steps but 2, or one window",
-    reported="accelerate#435",
     assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
 )
+@reported("accelerate#435", number=15)
 def inverted_condition(run: TrainingRun) -> None:
     """`if (i + 1) % K:` in place of `if (i + 1) % K == 0:`."""
     _step_where(run, lambda i: (i + 1) % run.accumulation_steps != 0)
 
 
-@bug(
-    "gradient/shifted-window",
-    number=15,
-    needs="2 micro-batches in a window",
-    reported="LLMs-from-scratch#299, torchtune#1275",
-    assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
-)
+@bug("gradient/shifted-window", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
+@reported("LLMs-from-scratch#299, torchtune#1275", number=15)
 def off_by_one(run: TrainingRun) -> None:
     """`i % K == 0` in place of `(i + 1) % K == 0`: steps fall one micro-batch into each window."""
     _step_where(run, lambda i: i % run.accumulation_steps == 0)
 
 
-@bug(
-    "gradient/dropped-micro-batch",
-    "gradient/reset-inside-window",
-    number=16,
-    needs="2 micro-batches in the first window",
-    reported="transformers#22143, mmcv#2093",
-)
+@bug("gradient/dropped-micro-batch, gradient/reset-inside-window", needs="2 micro-batches in the first window")
+@reported("transformers#22143, mmcv#2093", number=16)
 def resume_in_mid_window(run: TrainingRun) -> None:
     """A checkpoint in mid-window holds no gradients: the first step after a resume is under-accumulated."""
     resumed = False

@@ -14,6 +14,7 @@ from gradcheck_suite.studies.zoo.bug import (
     bug,
     epoch_windows,
     gradients_of,
+    reported,
     train_soundly,
     window_losses,
 )
@@ -77,7 +78,7 @@ def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("step-count/skipped-steps", "step-count/skipped-by-size", needs="an element above the threshold")
+@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="an element above the threshold")
 def large_gradients_skipped(run: TrainingRun) -> None:
     """A guard skips the step of a window with a large gradient."""
     for window in windows(run):
@@ -88,12 +89,8 @@ def large_gradients_skipped(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-@bug(
-    "step-count/skipped-steps",
-    "step-count/skipped-by-size",
-    needs="a gradient that overflows",
-    reported="pytorch: GradScaler skips optimizer.step() if gradients contain inf",
-)
+@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="a gradient that overflows")
+@reported("pytorch: GradScaler skips optimizer.step() if gradients contain inf")
 def scaler_overflows(run: TrainingRun) -> None:
     """The loss scale is so large that every window's gradient overflows, and every step is skipped."""
     for window in windows(run):
@@ -115,12 +112,8 @@ def _dense(run: TrainingRun) -> Gradients:
     return {p: g for p, g in gradients_of(run).items() if not g.is_sparse}
 
 
-@bug(
-    "gradient/clipped",
-    number=34,
-    needs="a norm above the threshold before the window's end",
-    reported="transformers#1563, lingua#59, diffusers#721",
-)
+@bug("gradient/clipped", needs="a norm above the threshold before the window's end")
+@reported("transformers#1563, lingua#59, diffusers#721", number=34)
 def clip_per_micro_batch(run: TrainingRun) -> None:
     """The norm is clipped after each backward, not once before the step."""
     for window in windows(run):
@@ -132,7 +125,8 @@ def clip_per_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/clipped", number=35, needs="a dense gradient above threshold / scale", reported="Lightning#9330")
+@bug("gradient/clipped", needs="a dense gradient above threshold / scale")
+@reported("Lightning#9330", number=35)
 def clip_before_unscale(run: TrainingRun) -> None:
     """The scaled gradient is clipped: the threshold is off by the loss scale."""
     for window in windows(run):
@@ -145,7 +139,8 @@ def clip_before_unscale(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/added-term", number=36, needs="any case", reported="keras#19990")
+@bug("gradient/added-term", needs="any case")
+@reported("keras#19990", number=36)
 def decay_per_micro_batch(run: TrainingRun) -> None:
     """Weight decay belongs to a step, and is added to the gradient at every micro-batch."""
     for window in windows(run):
@@ -157,7 +152,8 @@ def decay_per_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("step-count/step-per-micro-batch", number=37, needs="2 micro-batches in a window", reported="pytorch#124523")
+@bug("step-count/step-per-micro-batch", needs="2 micro-batches in a window")
+@reported("pytorch#124523", number=37)
 def optimizer_in_backward(run: TrainingRun) -> None:
     """An optimizer that lives in backward hooks steps at every micro-batch: nothing is accumulated."""
     for window in windows(run):
@@ -167,12 +163,8 @@ def optimizer_in_backward(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-@bug(
-    "step-count/scheduler-per-micro-batch",
-    number=38,
-    needs="2 micro-batches in a window",
-    reported="Lightning#1476, accelerate#999",
-)
+@bug("step-count/scheduler-per-micro-batch", needs="2 micro-batches in a window")
+@reported("Lightning#1476, accelerate#999", number=38)
 def scheduler_per_micro_batch(run: TrainingRun) -> None:
     """The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to."""
     with warnings.catch_warnings():
@@ -188,13 +180,10 @@ def scheduler_per_micro_batch(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/rescaled-accumulator",
-    "gradient/wrong-scale",
-    "gradient/unrecognised-weights",
-    number=39,
+    "gradient/rescaled-accumulator, gradient/wrong-scale, gradient/unrecognised-weights",
     needs="2 micro-batches in a window",
-    reported="pytorch#36601",
 )
+@reported("pytorch#36601", number=39)
 def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
     """`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again each time."""
     scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
@@ -209,13 +198,10 @@ def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/rescaled-accumulator",
-    "gradient/wrong-scale",
-    "gradient/unrecognised-weights",
-    number=39,
+    "gradient/rescaled-accumulator, gradient/wrong-scale, gradient/unrecognised-weights",
     needs="2 micro-batches in a window",
-    reported="pytorch#36601",
 )
+@reported("pytorch#36601", number=39)
 def unscale_per_micro_batch(run: TrainingRun) -> None:
     """The running sum is unscaled at every micro-batch, so earlier ones are divided again and again."""
     for window in windows(run):
@@ -227,12 +213,8 @@ def unscale_per_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug(
-    "gradient/clipped",
-    number=40,
-    needs="an element above the clamp",
-    reported="discuss.pytorch.org: register_hook clip under accumulation",
-)
+@bug("gradient/clipped", needs="an element above the clamp")
+@reported("discuss.pytorch.org: register_hook clip under accumulation", number=40)
 def tensor_hook_clip(run: TrainingRun) -> None:
     """A tensor hook sees each contribution by itself: a clamp at c lets the sum be K times c."""
     clampable = [p for p in run.model.parameters() if p.requires_grad and p.ndim != 2]

@@ -15,6 +15,7 @@ from gradcheck_suite.studies.zoo.bug import (
     bug,
     gradients_of,
     normal_rows,
+    reported,
     seeded,
     step_with,
     train_with_sums,
@@ -25,15 +26,10 @@ from gradcheck_suite.studies.zoo.bug import (
 # Accumulators: a contribution to the sum is lost, repeated, rescaled or rounded away.
 
 
-@bug(
-    "gradient/rescaled-accumulator",
-    "gradient/wrong-scale",
-    number=25,
-    needs="2 micro-batches in a window",
-    reported="torchtitan#1733, Megatron-LM#3023",
-)
+@bug("gradient/rescaled-accumulator, gradient/wrong-scale", needs="2 micro-batches in a window")
+@reported("torchtitan#1733, Megatron-LM#3023", number=25)
 def rescaled_accumulator(run: TrainingRun) -> None:
-    """acc = (acc + g) / K each time: geometric weights."""
+    """acc = (acc + g) / K each time: geometric weights."""  # noqa: D403
     for window in windows(run):
         run.optimizer.zero_grad()
         for batch in window:
@@ -43,7 +39,8 @@ def rescaled_accumulator(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/first-only", number=26, needs="2 micro-batches in a window", reported="Megatron-LM#7186, Primus#1046")
+@bug("gradient/first-only", needs="2 micro-batches in a window")
+@reported("Megatron-LM#7186, Primus#1046", number=26)
 def first_only(run: TrainingRun) -> None:
     """A flag that marks a window's first micro-batch keeps the later ones out of the main gradient."""
     for window in windows(run):
@@ -54,33 +51,24 @@ def first_only(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/reset-inside-window", number=26, needs="2 micro-batches in a window", reported="open-instruct#1498")
+@bug("gradient/reset-inside-window", needs="2 micro-batches in a window")
+@reported("open-instruct#1498", number=26)
 def last_only(run: TrainingRun) -> None:
     """The main gradient is assigned where it should be added to."""
     train_with_sums(run, lambda j, total, gradient: gradient)
 
 
-@bug(
-    "gradient/dropped-micro-batch",
-    "gradient/reset-inside-window",
-    number=27,
-    needs="2 micro-batches in a window",
-    reported="DeepSpeed#6550",
-)
+@bug("gradient/dropped-micro-batch, gradient/reset-inside-window", needs="2 micro-batches in a window")
+@reported("DeepSpeed#6550", number=27)
 def overwrites_in_mid_window(run: TrainingRun) -> None:
     """In mid-window the averaged gradient is copied over the running one: the sum before it is lost."""
     train_with_sums(run, lambda j, total, gradient: gradient if j == 1 or total is None else total + gradient)
 
 
-@bug(
-    "gradient/rescaled-accumulator",
-    "gradient/repeated-micro-batch",
-    number=28,
-    needs="2 micro-batches in a window",
-    reported="Megatron-LM#6660",
-)
+@bug("gradient/rescaled-accumulator, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@reported("Megatron-LM#6660", number=28)
 def doubling(run: TrainingRun) -> None:
-    """acc = 2 acc + g: the main gradient is added to the gradient that contains it already."""
+    """acc = 2 acc + g: the main gradient is added to the gradient that contains it already."""  # noqa: D403
     for window in windows(run):
         run.optimizer.zero_grad()
         for loss in window_losses(run, window):
@@ -91,31 +79,23 @@ def doubling(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/dropped-micro-batch",
-    "gradient/reset-inside-window",
-    number=31,
+    "gradient/dropped-micro-batch, gradient/reset-inside-window",
     needs="5 micro-batches in a window",
-    reported="mxnet#18499, mxnet#17989, mxnet#16708",
     least_micro_batches=5,
 )
+@reported("mxnet#18499, mxnet#17989, mxnet#16708", number=31)
 def ignores_add_mode(run: TrainingRun) -> None:
     """An operation's sum ignores the request to add from the fifth summand on."""
     train_with_sums(run, lambda j, total, gradient: gradient if total is None or j >= 4 else total + gradient)
 
 
-@bug(
-    "gradient/running-loss",
-    "gradient/repeated-micro-batch",
-    number=32,
-    needs="2 micro-batches in a window",
-    reported="pytorch#187268",
-)
+@bug("gradient/running-loss, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@reported("pytorch#187268", number=32)
 def hook_accumulates_the_sum(run: TrainingRun) -> None:
     """A post-accumulate hook reads p.grad, the running sum, and adds it to a sum of its own."""
-    collected: Gradients = {}
+    collected: dict[torch.Tensor, torch.Tensor] = {}
 
     def collect(p: torch.Tensor) -> None:
-        assert isinstance(p, torch.nn.Parameter)
         assert p.grad is not None
         gradient = p.grad.to_dense()
         collected[p] = collected[p] + gradient if p in collected else gradient.clone()
@@ -132,13 +112,8 @@ def hook_accumulates_the_sum(run: TrainingRun) -> None:
         handle.remove()
 
 
-@bug(
-    "gradient/running-loss",
-    "gradient/repeated-micro-batch",
-    number=33,
-    needs="2 micro-batches in a window",
-    reported="discuss.pytorch.org: backward of the total loss",
-)
+@bug("gradient/running-loss, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@reported("discuss.pytorch.org: backward of the total loss", number=33)
 def running_loss(run: TrainingRun) -> None:
     """`total += loss; total.backward(retain_graph=True)`: the first micro-batch counts K times."""
     for window in windows(run):
@@ -150,13 +125,8 @@ def running_loss(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug(
-    "gradient/rounded-gradient",
-    "gradient/rounded-weights",
-    number=44,
-    needs="a gradient that bfloat16 does not hold exactly",
-    reported="DeepSpeed#2768",
-)
+@bug("gradient/rounded-gradient, gradient/rounded-weights", needs="a gradient that bfloat16 does not hold exactly")
+@reported("DeepSpeed#2768", number=44)
 def low_precision_accumulator(run: TrainingRun) -> None:
     """Gradients are added up in bfloat16: small contributions are rounded away."""
 
@@ -265,12 +235,8 @@ def small_elements_dropped(run: TrainingRun) -> None:
         g[g.abs() < 0.1] = 0
 
 
-@bug(
-    "gradient/wrong-scale",
-    needs="any case",
-    reported="discuss.pytorch.org: scaler.scale(loss).backward() and optimizer.step()",
-    says=("loss scale",),
-)
+@bug("gradient/wrong-scale", needs="any case", says=("loss scale",))
+@reported("discuss.pytorch.org: scaler.scale(loss).backward() and optimizer.step()")
 def never_unscaled(run: TrainingRun) -> None:
     """The loss is scaled, and `optimizer.step()` is called in place of `scaler.step(optimizer)`."""
     for g in each_gradient(run):
@@ -292,8 +258,7 @@ def centred_gradient(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/permuted-gradient",
-    "gradient/swapped-gradients",
+    "gradient/permuted-gradient, gradient/swapped-gradients",
     needs="2 parameters whose names are not in the model's order",
 )
 def flat_buffer_in_another_order(run: TrainingRun) -> None:
@@ -352,9 +317,7 @@ def last_parameter_zero(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/delayed-window",
-    "gradient/other-window",
-    "gradient/delayed-window or other-window",
+    "gradient/delayed-window, gradient/other-window, gradient/delayed-window or other-window",
     needs="2 parameters, and 2 windows",
     says=("alone",),
 )
@@ -370,10 +333,8 @@ def last_parameter_stale(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/reset-inside-window",
-    "gradient/reset-inside-window or dropped-micro-batch",
-    "gradient/no-gradient or dropped-micro-batch",
-    "none-pattern/missing-gradient",
+    "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch, "
+    "gradient/no-gradient or dropped-micro-batch, none-pattern/missing-gradient",
     needs="2 parameters, and 2 micro-batches in a window",
 )
 def last_parameter_overwritten(run: TrainingRun) -> None:
@@ -430,11 +391,10 @@ class TwoHeads(torch.nn.Module):
         return out
 
 
-@bug(
-    "gradient/swapped-gradients",
-    needs="2 parameters of one shape",
-    problem=Problem(seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean()),
-)
+TWO_HEADS = Problem(seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean())
+
+
+@bug("gradient/swapped-gradients", needs="2 parameters of one shape", problem=TWO_HEADS)
 def heads_swapped(run: TrainingRun) -> None:
     """Parameters are matched by position, in another order than the model's: two of one shape are swapped."""
     for gradients in before_each_step(run):
