@@ -52,7 +52,8 @@ def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
             for name, p in model.named_parameters():
                 p.copy_(done.parameters.get(name, p))
             outcome.append(float(instance.problem.loss(model, instance.batch(range(4)))))
-    return bool(np.isclose(*outcome, rtol=TOLERANCE, atol=TOLERANCE))
+    accumulated, at_once = outcome
+    return bool(np.isclose(accumulated, at_once, rtol=TOLERANCE, atol=TOLERANCE))
 
 
 def gradients_agree(loop: Loop, problem: Problem | None, plan: Plan) -> bool:
@@ -130,12 +131,7 @@ class Row:
     @property
     def rightly_named(self) -> int:
         """Number of runs with a diagnosis that is wanted, or `a or b` of which one is."""
-        right = 0
-        for name, count in self.names.items():
-            kind, _, diagnosis = name.partition("/")
-            open_ones = {f"{kind}/{one}" for one in names_of(diagnosis)}
-            right += count if self.bug.wanted & {name, *open_ones} else 0
-        return right
+        return sum(count for name, count in self.names.items() if self.bug.wanted & _readings(name))
 
     @property
     def unnamed(self) -> int:
@@ -151,14 +147,8 @@ class Row:
     def sizes(self) -> list[tuple[int, int, int]]:
         """Windows, micro-batches and layers of the runs' smallest cases."""
         cases = [run.violation.case for run in self.runs if run.violation is not None]
-        return [
-            (
-                len(case.plan.windows),
-                len(case.plan.micro_batches),
-                0 if case.spec is None else len(case.spec.layer_kinds),
-            )
-            for case in cases
-        ]
+        layers = [0 if case.spec is None else len(case.spec.layer_kinds) for case in cases]
+        return [(len(c.plan.windows), len(c.plan.micro_batches), n) for c, n in zip(cases, layers, strict=True)]
 
     @property
     def largest(self) -> tuple[int, int, int]:
@@ -183,11 +173,7 @@ class Row:
         """Return the row as JSON-ready data."""
         windows, micro_batches, layers = self.largest
         return {
-            "number": self.bug.number,
-            "name": self.bug.name,
-            "citations": list(self.bug.citations),
-            "mechanism": self.bug.mechanism,
-            "needs": self.bug.needs,
+            **{field: getattr(self.bug, field) for field in ("number", "name", "citations", "mechanism", "needs")},
             "runs": len(self.runs),
             "found": self.found,
             "within_rounding": self.within,
@@ -203,6 +189,12 @@ class Row:
             "small": self.small,
             "others": dict(self.others),
         }
+
+
+def _readings(name: str) -> set[str]:
+    """Return a name and, of `kind/a or b`, both `kind/a` and `kind/b`."""
+    kind, _, diagnosis = name.partition("/")
+    return {name, *(f"{kind}/{one}" for one in names_of(diagnosis))}
 
 
 @kept_ranks()

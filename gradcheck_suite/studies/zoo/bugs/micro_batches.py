@@ -124,7 +124,7 @@ class Router(torch.nn.Module):
         return (self.main(x) - 1).square().mean(), self.router(x).square().mean()
 
 
-ROUTED = Problem(seeded(Router), normal_rows(6), lambda model, batch: sum(model.losses(batch)))
+ROUTED = Problem(seeded(Router), normal_rows(6), lambda model, batch: sum(model.losses(batch)))  # type: ignore
 
 
 @bug("gradient/mean-of-means, gradient/wrong-scale", needs="2 micro-batches in a window", problem=ROUTED)
@@ -249,7 +249,7 @@ class Normalized(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, 2)."""
-        y: torch.Tensor = self.linear(x)
+        y = self.linear(x)
         return self.norm(y) if len(x) > 1 else y
 
 
@@ -402,8 +402,7 @@ def middle_twice(run: TrainingRun) -> None:
 
 
 def _mean_square(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    out: torch.Tensor = model(batch)
-    return out.square().mean()
+    return model(batch).square().mean()
 
 
 class Reusing(torch.autograd.Function):
@@ -435,8 +434,7 @@ class Static(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,)."""
         self.buffer = self.buffer.to(self.weight.device, self.weight.dtype)
-        out: torch.Tensor = Reusing.apply(x, self.weight, self.buffer)
-        return out
+        return Reusing.apply(x, self.weight, self.buffer)
 
 
 STATIC = Problem(lambda seed: Static(), normal_rows(2), _mean_square)
@@ -479,8 +477,7 @@ class Tied(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, 2)."""
         once = FusedLinear.apply(x, self.weight)
-        out: torch.Tensor = FusedLinear.apply(torch.tanh(once), self.weight)
-        return out
+        return FusedLinear.apply(torch.tanh(once), self.weight)
 
 
 TIED = Problem(lambda seed: Tied(), normal_rows(2), _mean_square)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 
 import torch
 
@@ -182,7 +181,7 @@ def short_windows_are_not_reset(run: TrainingRun) -> None:
 
 
 def _delay(run: TrainingRun, before: Gradients | None) -> None:
-    """Step with the gradient of the window before; for the first one that is `before`, or its own where that is None."""
+    """Step with the gradient of the window before; the first one with `before`, or with its own if that is None."""
     for window in windows(run):
         own = window_gradients(run, window)
         step_with(run, own if before is None else before)
@@ -231,7 +230,7 @@ def first_window_always(run: TrainingRun) -> None:
 def prefetched_micro_batch(run: TrainingRun) -> None:
     """The first micro-batch of the next window is computed ahead, and its gradient joins this window's."""
     everything = list(windows(run))
-    for window, following in zip_longest(everything, everything[1:]):
+    for window, following in zip(everything, [*everything[1:], []], strict=True):
         run.optimizer.zero_grad()
         backward_window(run, window)
         if following:
@@ -243,7 +242,7 @@ def prefetched_micro_batch(run: TrainingRun) -> None:
 def traces_of_the_next(run: TrainingRun) -> None:
     """An interpolation between windows has a weight of 1e-7 for the next one."""
     everything = [window_gradients(run, window) for window in windows(run)]
-    for own, ahead in zip_longest(everything, everything[1:], fillvalue={}):
+    for own, ahead in zip(everything, [*everything[1:], {}], strict=True):
         step_with(run, {p: own.get(p, 0) + 1e-7 * ahead.get(p, torch.zeros_like(p)) for p in own | ahead})
 
 

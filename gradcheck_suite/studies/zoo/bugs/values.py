@@ -160,18 +160,18 @@ def _norm(gradients: Gradients) -> float:
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
-def _clipping(gradients: Gradients, most: float) -> float:
-    """Return the factor that clips the norm."""
-    return min(most / max(_norm(gradients), 1e-300), 1.0)
+def _clip(gradients: Gradients, most: float) -> None:
+    """Clip the norm of all gradients together, in place."""
+    factor = min(most / max(_norm(gradients), 1e-300), 1.0)
+    for g in gradients.values():
+        g.mul_(factor)
 
 
 @bug("gradient/clipped", needs="a norm above the threshold")
 def clip_norm_per_window(run: TrainingRun) -> None:
     """The window's gradient is clipped, on purpose or by a default."""
     for gradients in before_each_step(run):
-        factor = _clipping(gradients, 0.5)
-        for g in gradients.values():
-            g.mul_(factor)
+        _clip(gradients, 0.5)
 
 
 @bug("gradient/clipped", needs="an element above the threshold")
@@ -191,9 +191,9 @@ def clip_each_micro_batch(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
             loss.backward()
             own = {p: g.to_dense() for p, g in gradients_of(run).items()}
-            factor = _clipping(own, 0.2)
+            _clip(own, 0.2)
             for p, g in own.items():
-                sums[p] = sums.get(p, torch.zeros_like(p)) + factor * g
+                sums[p] = sums.get(p, torch.zeros_like(p)) + g
         step_with(run, sums)
 
 
@@ -387,8 +387,7 @@ class TwoHeads(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, 3)."""
-        out: torch.Tensor = self.left(x).square() + self.right(x).tanh()
-        return out
+        return self.left(x).square() + self.right(x).tanh()
 
 
 TWO_HEADS = Problem(seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean())
