@@ -108,7 +108,7 @@ def normal_rows(features: int) -> Callable[[int, int], Batch]:
 # Sound parts of a loop.
 
 
-Gradients = dict[torch.nn.Parameter, torch.Tensor]
+ByParameter = dict[torch.nn.Parameter, torch.Tensor]
 
 
 def window_losses(run: TrainingRun, window: list[Batch]) -> Iterator[torch.Tensor]:
@@ -132,12 +132,12 @@ def train_soundly(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-def gradients_of(run: TrainingRun) -> Gradients:
+def gradients_of(run: TrainingRun) -> ByParameter:
     """Return the gradients that there are at this moment, by parameter."""
     return {p: p.grad for p in run.model.parameters() if p.grad is not None}
 
 
-def window_gradients(run: TrainingRun, window: list[Batch]) -> Gradients:
+def window_gradients(run: TrainingRun, window: list[Batch]) -> ByParameter:
     """Return the right gradient of a window, of the parameters that it reaches; `.grad` is None afterwards."""
     run.optimizer.zero_grad()
     backward_window(run, window)
@@ -146,7 +146,7 @@ def window_gradients(run: TrainingRun, window: list[Batch]) -> Gradients:
     return found
 
 
-def step_with(run: TrainingRun, gradients: Gradients) -> None:
+def step_with(run: TrainingRun, gradients: ByParameter) -> None:
     """Step with these gradients: zeros where a parameter has none."""
     for p in run.model.parameters():
         if p.requires_grad:
@@ -179,7 +179,7 @@ def train_with_sums(
         gradient: the parameters' attribute that holds the gradient after a backward, `.grad` where there is none.
     """
     for window in windows(run):
-        sums: Gradients = {}
+        sums: ByParameter = {}
         for j, loss in enumerate(window_losses(run, window)):
             run.optimizer.zero_grad()
             loss.backward()
@@ -192,7 +192,7 @@ def train_with_sums(
         run.optimizer.step()
 
 
-def before_each_step(run: TrainingRun) -> Iterator[Gradients]:
+def before_each_step(run: TrainingRun) -> Iterator[ByParameter]:
     """Yield the right gradients of every window to a loop whose body changes them; the step then takes them."""
     for window in windows(run):
         gradients = window_gradients(run, window)

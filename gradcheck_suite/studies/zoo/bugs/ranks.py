@@ -29,11 +29,10 @@ count_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS, MEAN_RED
 HANG = "raised/deadlock, raised/mismatched-collectives"
 ALONE = "gradient/not-reduced, gradient/partly-reduced"
 
-# Gradients that are added up, of losses that were divided by the wrong number.
+# ByParameter that are added up, of losses that were divided by the wrong number.
 
 
 def _averaged(run: TrainingRun) -> None:
-    add_up_gradients(run)
     add_up_gradients(run)
     for g in gradients_of(run).values():
         g.div_(run.world_size)
@@ -240,7 +239,7 @@ def reset_on_rank_0_alone(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-# Gradients that are added up too early, too late, in part or not at all.
+# ByParameter that are added up too early, too late, in part or not at all.
 
 
 def _train_in_ddp(run: TrainingRun, synchronised: Callable[[int], bool]) -> None:

@@ -9,7 +9,7 @@ import torch
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Problem, TrainingRun
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.studies.zoo.bug import (
-    Gradients,
+    ByParameter,
     before_each_step,
     bug,
     epoch_windows,
@@ -122,7 +122,7 @@ def none_breaks_readers(run: TrainingRun) -> None:
 
 def _leak(run: TrainingRun, share: float) -> None:
     """Add a share of what the step before had to every window's gradient."""
-    before: Gradients = {}
+    before: ByParameter = {}
     for gradients in before_each_step(run):
         for p, left in before.items():
             gradients[p] = gradients.get(p, torch.zeros_like(p)) + share * left
@@ -180,7 +180,7 @@ def short_windows_are_not_reset(run: TrainingRun) -> None:
 # Other windows: a step holds another window's gradient, beside its own or in its place.
 
 
-def _delay(run: TrainingRun, before: Gradients | None) -> None:
+def _delay(run: TrainingRun, before: ByParameter | None) -> None:
     """Step with the gradient of the window before; the first one with `before`, or with its own if that is None."""
     for window in windows(run):
         own = window_gradients(run, window)

@@ -10,7 +10,7 @@ import torch
 from gradcheck_suite.core.contract import WHOLE_WINDOWS, TrainingRun
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.studies.zoo.bug import (
-    Gradients,
+    ByParameter,
     bug,
     epoch_windows,
     gradients_of,
@@ -108,7 +108,7 @@ def scaler_overflows(run: TrainingRun) -> None:
 # Work that belongs to a step, done per micro-batch or at the wrong scale: clipping, unscaling, weight decay.
 
 
-def _dense(run: TrainingRun) -> Gradients:
+def _dense(run: TrainingRun) -> ByParameter:
     return {p: g for p, g in gradients_of(run).items() if not g.is_sparse}
 
 

@@ -10,7 +10,7 @@ import torch
 from gradcheck_suite.core.contract import Problem, TrainingRun
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.studies.zoo.bug import (
-    Gradients,
+    ByParameter,
     before_each_step,
     bug,
     gradients_of,
@@ -128,7 +128,7 @@ def running_loss(run: TrainingRun) -> None:
 @bug("gradient/rounded-gradient, gradient/rounded-weights", needs="a gradient that bfloat16 does not hold exactly")
 @reported("DeepSpeed#2768", number=44)
 def low_precision_accumulator(run: TrainingRun) -> None:
-    """Gradients are added up in bfloat16: small contributions are rounded away."""
+    """ByParameter are added up in bfloat16: small contributions are rounded away."""
 
     def add(j: int, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
         rounded = gradient.to_dense().bfloat16()
@@ -154,13 +154,13 @@ def each_matrix(run: TrainingRun) -> Iterator[torch.Tensor]:
     return (g for g in each_gradient(run) if g.ndim == 2 and min(g.shape) > 1)
 
 
-def _norm(gradients: Gradients) -> float:
+def _norm(gradients: ByParameter) -> float:
     """Return the norm of all gradients together."""
     norms = [g.norm().double() for g in gradients.values()]
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
-def _clip(gradients: Gradients, most: float) -> None:
+def _clip(gradients: ByParameter, most: float) -> None:
     """Clip the norm of all gradients together, in place."""
     factor = min(most / max(_norm(gradients), 1e-300), 1.0)
     for g in gradients.values():
@@ -186,7 +186,7 @@ def clip_each_micro_batch(run: TrainingRun) -> None:
     """Each micro-batch's gradient is clipped before it is added."""
     # as in private training
     for window in windows(run):
-        sums: Gradients = {}
+        sums: ByParameter = {}
         for loss in window_losses(run, window):
             run.optimizer.zero_grad()
             loss.backward()
@@ -274,7 +274,7 @@ def flat_buffer_in_another_order(run: TrainingRun) -> None:
 @bug("gradient/stale-window", needs="any case", says=("moving average",))
 def moving_average(run: TrainingRun) -> None:
     """A moving average of the gradients is kept in `.grad`, and the optimizer has its own."""
-    average: Gradients = {}
+    average: ByParameter = {}
     for gradients in before_each_step(run):
         for p, g in gradients.items():
             gradients[p] = average[p] = 0.9 * average.get(p, torch.zeros_like(g)) + 0.1 * g
@@ -324,7 +324,7 @@ def last_parameter_zero(run: TrainingRun) -> None:
 def last_parameter_stale(run: TrainingRun) -> None:
     """A bucket of gradients is not waited for: its parameter has the gradient of the step before."""
     *others, last = _trainable(run)
-    before: Gradients = {}
+    before: ByParameter = {}
     for window in windows(run):
         own = window_gradients(run, window)
         stale = {last: before.get(last, torch.zeros_like(last))} if others and before else {}
