@@ -29,7 +29,7 @@ count_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS, MEAN_RED
 HANG = "raised/deadlock, raised/mismatched-collectives"
 ALONE = "gradient/not-reduced, gradient/partly-reduced"
 
-# ByParameter that are added up, of losses that were divided by the wrong number.
+# Gradients that are added up, of losses that were divided by the wrong number.
 
 
 def _averaged(run: TrainingRun) -> None:
@@ -239,7 +239,7 @@ def reset_on_rank_0_alone(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-# ByParameter that are added up too early, too late, in part or not at all.
+# Gradients that are added up too early, too late, in part or not at all.
 
 
 def _train_in_ddp(run: TrainingRun, synchronised: Callable[[int], bool]) -> None:
