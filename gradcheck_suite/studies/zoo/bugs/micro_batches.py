@@ -306,7 +306,7 @@ OF_EXPERTS = Problem(seeded(Experts), normal_rows(2), lambda model, batch: (mode
 @bug("none-pattern/missing-gradient", needs="a parameter that only some micro-batches reach", problem=OF_EXPERTS)
 @reported("pytorch#69031", number=47)
 def missing_from_the_last(run: TrainingRun) -> None:
-    """ByParameter are reduced after the last backward; a parameter that it does not reach is taken for unused."""
+    """Gradients are reduced after the last backward; a parameter that it does not reach is taken for unused."""
     for window in windows(run):
         run.optimizer.zero_grad()
         *others, last = window_losses(run, window)

@@ -128,7 +128,7 @@ def running_loss(run: TrainingRun) -> None:
 @bug("gradient/rounded-gradient, gradient/rounded-weights", needs="a gradient that bfloat16 does not hold exactly")
 @reported("DeepSpeed#2768", number=44)
 def low_precision_accumulator(run: TrainingRun) -> None:
-    """ByParameter are added up in bfloat16: small contributions are rounded away."""
+    """Gradients are added up in bfloat16: small contributions are rounded away."""
 
     def add(j: int, total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
         rounded = gradient.to_dense().bfloat16()
