@@ -11,12 +11,8 @@ from gradcheck_suite.core.comparison import Comparison, Layout
 from gradcheck_suite.judge.elements import diagnose_elements
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.studies.zoo.bug import (
-    step_with,
-    train_with_the_gradients_before,
-    train_with_weights,
-    window_gradients,
-)
+from gradcheck_suite.studies.zoo.bug import step_with, train_with_weights, window_gradients
+from gradcheck_suite.studies.zoo.bugs.resets import delayed_by_one
 from gradcheck_suite.verification.probe_plans import slopes_case
 from tests.judge.explaining import DATA, as_it_is, explained, then, weight_of
 
@@ -532,7 +528,7 @@ def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        (lambda run: train_with_the_gradients_before(run, lambda own, before: before or {}), "delayed-window"),
+        (delayed_by_one, "delayed-window"),
         (then(lambda run: [p.grad.zero_() for p in run.model.parameters()]), "no-gradient"),
         (then(lambda run: [p.grad.sub_(p.grad.mean()) for p in run.model.parameters()]), "projected-gradient"),
     ],
