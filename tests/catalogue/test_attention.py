@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.sequences import visible_keys
+from gradcheck_suite.catalogue.rows import visible_keys
 from gradcheck_suite.catalogue.tables import LAYERS, fill
 
 PADDED = Signal("sequence", (3, 4), padded=True)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue.classification_losses import IGNORE_INDEX
 from gradcheck_suite.catalogue.definitions import LossDefinition, Options, Signal, vector
+from gradcheck_suite.catalogue.losses import IGNORE_INDEX
 from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.case import REDUCTIONS, Loss
 from gradcheck_suite.reference.jax_gradients import objective

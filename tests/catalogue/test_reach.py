@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.linear import THRESHOLD
+from gradcheck_suite.catalogue.rows import THRESHOLD
 from gradcheck_suite.catalogue.tables import LAYERS, build_model
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.reference.jax_gradients import large_batch_gradient
