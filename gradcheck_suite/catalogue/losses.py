@@ -237,10 +237,6 @@ def _kl_counts(options: Options, batch: Arguments) -> jax.Array:
     return one_per_item(options, batch) if options["batchmean"] else elements_per_item(options, batch)
 
 
-def _sum_of_targets(options: Options, batch: Tensors) -> torch.Tensor:
-    return batch["target"].sum()
-
-
 # Helpers of the implementations, in torch and in JAX
 
 
@@ -852,8 +848,6 @@ KINDS = (
         _probe_targets,
         _identity,
         _identity_items,
-        _sum_of_targets,
-        one_per_item,
         drawn=False,
     ),
     _not_separable("in_batch_negatives", _negatives),
