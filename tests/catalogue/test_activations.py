@@ -11,6 +11,8 @@ import torch
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.rows import KINDS
 
+jax.config.update("jax_enable_x64", True)
+
 # 0.5 is both a shrinkage's edge and where softplus(beta=2, threshold=1) turns linear
 KINKS = (-6.0, -3.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 3.0, 6.0, 10.0, 20.0)
 FAR = (-800.0, -50.0, 50.0, 800.0)
