@@ -31,7 +31,7 @@ def test_numbers_come_back_bit_for_bit(value, indent, before):
 
 def test_a_definition_comes_after_what_it_needs():
     sources = CopiedSource()
-    sources.add("gradcheck_suite.catalogue.linear", "Branch")
+    sources.add("gradcheck_suite.catalogue.rows", "Branch")
     definitions = sources.take()
     firsts = [text.splitlines()[0] for text in definitions]
     assert firsts.index("class Routed(torch.nn.Module):") < firsts.index("class Branch(Routed):")
@@ -52,6 +52,6 @@ def test_a_decorator_of_the_suites_own_is_left_out_and_a_foreign_one_kept():
 
 def test_one_name_cannot_stand_for_two_things():
     sources = CopiedSource()
-    sources.add("gradcheck_suite.catalogue.classification_losses", "_targets")
-    with pytest.raises(AssertionError, match=r"_targets of gradcheck_suite\.catalogue\.tables and of another"):
-        sources.add("gradcheck_suite.catalogue.tables", "_targets")
+    sources.add("gradcheck_suite.catalogue.losses", "_weights")
+    with pytest.raises(AssertionError, match=r"_weights of gradcheck_suite\.catalogue\.description and of another"):
+        sources.add("gradcheck_suite.catalogue.description", "_weights")

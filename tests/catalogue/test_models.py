@@ -1,4 +1,7 @@
-"""Layers inside layers in the JAX reference, which applies the chain rule itself."""
+"""Layers inside layers, and modules and parameters under two names, in torch and in the JAX references.
+
+The JAX reference applies the chain rule itself. The gradient of what has two names is the sum of both uses.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, UsageError, check
 from gradcheck_suite.catalogue.tables import build_model, draw_data
-from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference import jax_gradients
-from gradcheck_suite.reference.jax_gradients import large_batch_gradient
+from gradcheck_suite.reference.jax_gradients import large_batch_gradient, whole_gradient
+from gradcheck_suite.reference.large_batch import float_values
+from gradcheck_suite.run.instance import generated_instance
 
 VECTOR = Input("vector", size=2)
 SEQUENCE = Input("sequence", length=3, padded=True, size=2)
 IMAGE = Input("image", channels=2, height=4, width=5)
 LINEAR = Layer("linear", bias=True, features=2)
 TANH = Layer("tanh")
-MODELS = {
-    "residual": (VECTOR, (Layer("residual", LINEAR, TANH), LINEAR)),
-    "residual of one pointwise layer": (VECTOR, (LINEAR, Layer("residual", Layer("relu")), LINEAR)),
+COMPOSITES = {
     "shared": (VECTOR, (Layer("shared", LINEAR, TANH),)),
-    "shared between others": (VECTOR, (LINEAR, Layer("shared", TANH, LINEAR), TANH, LINEAR)),
-    "residual in shared": (VECTOR, (Layer("shared", Layer("residual", LINEAR, TANH)),)),
-    "shared in residual": (VECTOR, (Layer("residual", Layer("shared", LINEAR, TANH), TANH), LINEAR)),
-    "shared in shared": (VECTOR, (Layer("shared", Layer("shared", LINEAR, TANH), LINEAR),)),
     "tied in shared": (VECTOR, (Layer("shared", Layer("tied_linear", features=2)), LINEAR)),
     "frozen in shared": (VECTOR, (Layer("shared", Layer("part_frozen_linear", features=2, frozen="weight")),)),
-    "routed in residual": (VECTOR, (Layer("residual", Layer("branch", features=2)), LINEAR)),
     "routed in shared": (VECTOR, (Layer("shared", Layer("mixture", experts=2, features=2)), LINEAR)),
     "sum": (VECTOR, (Layer("sum", LINEAR, TANH, Layer("scale")), LINEAR)),
     "concatenation": (VECTOR, (Layer("concat", LINEAR, Layer("second_input")), LINEAR)),
@@ -63,9 +62,9 @@ def mean_squared(source: Input, layers) -> ProblemSpec:
     return ProblemSpec(source, tuple(layers), Loss("mse", reduction="mean"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COMPOSITES)
 def test_composites_agree_with_torch(name):
-    assert relative_difference(mean_squared(*MODELS[name]), seed=1) <= 1e-12
+    assert relative_difference(mean_squared(*COMPOSITES[name]), seed=1) <= 1e-12
 
 
 INNER = st.sampled_from((LINEAR, TANH, Layer("relu"), Layer("branch", features=2), Layer("tied_linear", features=1)))
@@ -113,3 +112,72 @@ def _forget_all_branches_but_one(self, windows, saved, cotangent):
 def test_fault_in_the_chain_rule_of_a_composite_is_found(monkeypatch, node, fault, model):
     monkeypatch.setattr(getattr(jax_gradients, node), "backward", fault)
     assert relative_difference(mean_squared(VECTOR, model), seed=1) > 1e-3
+
+
+# Two names for one module or parameter
+
+TOKENS = Input("tokens", length=3, padded=False, vocabulary=5)
+EMBEDDING = Layer("embedding", features=2, padding_idx=True, sparse=True)
+OUTPUT = Layer("linear", bias=True, features=5)
+BLOCK = Layer("residual", LINEAR, TANH)
+TIED = {
+    "a module": (VECTOR, (LINEAR, TANH, LINEAR), ("2", "0")),
+    "a weight": (VECTOR, (LINEAR, TANH, LINEAR), ("2.weight", "0.weight")),
+    "a block": (VECTOR, (BLOCK, TANH, BLOCK), ("2", "0")),
+    "a layer inside another": (VECTOR, (BLOCK, TANH, LINEAR), ("2", "0.0")),
+    "a normalization's buffers": (VECTOR, (Layer("batch_norm1d", affine=True), LINEAR) * 2, ("2", "0")),
+    "embedding and output": (TOKENS, (EMBEDDING, TANH, OUTPUT), ("2.weight", "0.weight")),
+}
+
+
+def _problem(name: str) -> ProblemSpec:
+    source, layers, tie = TIED[name]
+    return ProblemSpec(source, layers, Loss("mse", reduction="mean"), (tie,))
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_models_agree_in_torch_and_jax(name):
+    problem = _problem(name)
+    model = build_model(problem, 0, torch.float64)
+    tied, original = problem.ties[0]
+    state = model.state_dict(keep_vars=True)
+    pairs = [(key, original + key.removeprefix(tied)) for key in state if key == tied or key.startswith(f"{tied}.")]
+    assert pairs
+    assert all(state[one] is state[other] for one, other in pairs)
+    case = Case(problem, Plan((1, 3, 2), 2, 2), seed=3)
+    verdict = check(MODES["zero_"], case)
+    assert verdict.holds, verdict
+    instance = generated_instance(case)
+    values = float_values(instance.model(torch.float64))
+    layered, whole = (f(problem, values, instance.arrays)[1] for f in (large_batch_gradient, whole_gradient))
+    for parameter, _ in instance.model().named_parameters():
+        np.testing.assert_allclose(layered[parameter], whole[parameter], rtol=1e-12, atol=1e-12)
+        assert np.any(layered[parameter])
+
+
+def test_reference_that_forgets_the_second_use_is_found(monkeypatch):
+    real = jax_gradients._Leaf._add
+
+    def forget(self, into_params, windows, gradient):
+        if self.path != "2":
+            real(self, into_params, windows, gradient)
+
+    monkeypatch.setattr(jax_gradients._Leaf, "_add", forget)
+    verdict = check(MODES["zero_"], Case(_problem("a module"), Plan((1, 2), 2), seed=7))
+    assert verdict.finding is not None
+
+
+@pytest.mark.parametrize(
+    ("tie", "message"),
+    [
+        (("2.weight", "0.wieght"), "the model has no module or parameter of that name"),
+        (("3", "0"), "the model has no module or parameter of that name"),
+        (("2", "0.weight"), "expected two modules or two parameters of one shape"),
+        (("2.bias", "0.weight"), "expected two modules or two parameters of one shape"),
+        (("2", "1"), "expected two modules or two parameters of one shape"),
+    ],
+)
+def test_tie_that_does_not_fit_is_refused(tie, message):
+    problem = ProblemSpec(VECTOR, (LINEAR, TANH, LINEAR), Loss("mse"), (tie,))
+    with pytest.raises(UsageError, match=message):
+        build_model(problem, 0, torch.float64)
