@@ -277,6 +277,7 @@ def test_optax_rprop_is_one_step_behind():
 
 @pytest.mark.parametrize(("name", "entry"), [("NAdam", "mu_product"), ("ASGD", "eta")])
 def test_torch_keeps_a_scalar_of_float64_parameters_in_float32(name, entry):
+    # unless the default dtype is float64; torch's `_get_scalar_dtype`
     p = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = getattr(torch.optim, name)([p], lr=0.1)
     _steps_of(optimizer, p, (1,))
