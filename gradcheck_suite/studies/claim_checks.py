@@ -155,11 +155,7 @@ PRINTED = tuple(
         ),
         ("3a: zero_grad, forward, backward, step.", _loop(first=True), _EVERY_STEP),
         ("3b: forward, backward, step, and no zero_grad.", _loop(), _SINGLE_STEP),
-        (
-            "3c: loss over the number of steps; step and reset when (i + 1) % steps == 0.",
-            accumulate_and_divide,
-            _EQUAL,
-        ),
+        ("3c: loss over the number of steps; step and reset when (i + 1) % steps == 0.", accumulate_and_divide, _EQUAL),
     )
 )
 
@@ -229,14 +225,7 @@ def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResul
 DEPTH = 4
 
 
-def train(
-    mode: str,
-    *,
-    width: int,
-    items: int,
-    micro_batches: int,
-    windows: int = 3,
-) -> tuple[Ledger, int]:
+def train(mode: str, *, width: int, items: int, micro_batches: int, windows: int = 3) -> tuple[Ledger, int]:
     """Train `DEPTH` linear layers with tanh between them, float32, plain SGD, a reset after each step.
 
     Args:

@@ -14,9 +14,6 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-# The record of one torch optimizer's step in optax.
-
-
 Settings = Mapping[str, Any]
 
 
@@ -55,9 +52,6 @@ class Counterpart:
     def name(self) -> str:
         """The class's name in lower case."""
         return self.torch.lower()
-
-
-# What the mappings share: the frame around an optimizer's core, and updates computed from an optax state.
 
 
 Transformation = Any
@@ -141,15 +135,7 @@ def _dampened(dampening: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: _Steps(jnp.zeros((), jnp.int32)), advance)
 
 
-def _sgd(
-    *,
-    lr: Any,
-    momentum: Any,
-    dampening: Any,
-    weight_decay: Any,
-    nesterov: Any,
-    maximize: Any,
-) -> Transformation:
+def _sgd(*, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any, maximize: Any) -> Transformation:
     trace = updates_from_state(
         optax.trace(decay=momentum, nesterov=True),
         lambda gradients, updates, state: per_leaf(lambda u, t: jnp.where(nesterov, u, t), updates, state.trace),
@@ -158,27 +144,14 @@ def _sgd(
     return framed(core, lr, weight_decay=weight_decay, maximize=maximize)
 
 
-def _asgd(
-    *,
-    lr: Any,
-    lambd: Any,
-    alpha: Any,
-    weight_decay: Any,
-    maximize: Any,
-) -> Transformation:
+def _asgd(*, lr: Any, lambd: Any, alpha: Any, weight_decay: Any, maximize: Any) -> Transformation:
     def rate(count: Any) -> Any:
         return in_float32(lr / (1.0 + lambd * lr * count) ** alpha)
 
     return framed(optax.add_decayed_weights(lambd), rate, weight_decay=weight_decay, maximize=maximize)
 
 
-def _rprop(
-    *,
-    lr: Any,
-    etas: tuple[Any, Any],
-    step_sizes: tuple[Any, Any],
-    maximize: Any,
-) -> Transformation:
+def _rprop(*, lr: Any, etas: tuple[Any, Any], step_sizes: tuple[Any, Any], maximize: Any) -> Transformation:
     smallest, largest = step_sizes
     inner = optax.scale_by_rprop(
         jnp.clip(lr, smallest, largest), etas[0], etas[1], min_step_size=smallest, max_step_size=largest
@@ -236,13 +209,7 @@ RPROP = Counterpart(
 
 
 def _adagrad(
-    *,
-    lr: Any,
-    lr_decay: Any,
-    weight_decay: Any,
-    initial_accumulator_value: Any,
-    eps: Any,
-    maximize: Any,
+    *, lr: Any, lr_decay: Any, weight_decay: Any, initial_accumulator_value: Any, eps: Any, maximize: Any
 ) -> Transformation:
     def outside(gradients: Any, updates: Any, state: Any) -> Any:
         """Move epsilon out of the root: g / sqrt(s) becomes g / (sqrt(s) + eps)."""
@@ -258,14 +225,7 @@ def _adagrad(
 
 
 def _rmsprop(
-    *,
-    lr: Any,
-    alpha: Any,
-    eps: Any,
-    weight_decay: Any,
-    momentum: Any,
-    centered: bool,
-    maximize: Any,
+    *, lr: Any, alpha: Any, eps: Any, weight_decay: Any, momentum: Any, centered: bool, maximize: Any
 ) -> Transformation:
     scale = optax.scale_by_stddev if centered else optax.scale_by_rms
     core = optax.chain(scale(decay=alpha, eps=eps, eps_in_sqrt=False), optax.trace(decay=momentum))
@@ -343,14 +303,7 @@ def _largest(betas: tuple[Any, Any], eps: Any, state: Any) -> Any:
     return per_leaf(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), state.mu, state.nu_max)
 
 
-def _adamax(
-    *,
-    lr: Any,
-    betas: tuple[Any, Any],
-    eps: Any,
-    weight_decay: Any,
-    maximize: Any,
-) -> Transformation:
+def _adamax(*, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, maximize: Any) -> Transformation:
     return framed(optax.scale_by_adamax(*betas, eps=eps), lr, weight_decay=weight_decay, maximize=maximize)
 
 
@@ -396,13 +349,7 @@ def _nadam(
 
 
 def _radam(
-    *,
-    lr: Any,
-    betas: tuple[Any, Any],
-    eps: Any,
-    weight_decay: Any,
-    decoupled_weight_decay: Any,
-    maximize: Any,
+    *, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, decoupled_weight_decay: Any, maximize: Any
 ) -> Transformation:
     def outside(gradients: Any, updates: Any, state: Any) -> Any:
         """Add epsilon to the root before its bias correction: a factor of the rectified direction of optax."""
@@ -728,29 +675,11 @@ LBFGS = Counterpart(
 )
 
 
-# The step of every torch optimizer in optax: one record each, and the bound that rounding allows their parameters.
-#
-# The only package that imports optax, which the extra `steps` installs. It judges steps alone: gradients are given.
-
-
 COUNTERPARTS: dict[str, Counterpart] = {
     counterpart.name: counterpart
     for counterpart in (
-        SGD,
-        ASGD,
-        RPROP,
-        ADAGRAD,
-        RMSPROP,
-        ADADELTA,
-        ADAM,
-        ADAMW,
-        ADAMAX,
-        NADAM,
-        RADAM,
-        SPARSE_ADAM,
-        ADAFACTOR,
-        MUON,
-        LBFGS,
+        *(SGD, ASGD, RPROP, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX, NADAM, RADAM, SPARSE_ADAM),
+        *(ADAFACTOR, MUON, LBFGS),
     )
 }
 """Every optimizer of `torch.optim` by the name of its class in lower case."""

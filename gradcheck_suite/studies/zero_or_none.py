@@ -20,13 +20,6 @@ from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
 from gradcheck_suite.studies.zero_or_none_laws import Array as Exact
 from gradcheck_suite.studies.zero_or_none_laws import Law, Settings, State
 
-# Exact arithmetic that carries a bound on the rounding error of the same formula in float64.
-#
-# Running error analysis, in units of the unit roundoff and to first order (Higham, Accuracy and Stability of
-# Numerical Algorithms, section 3.3). An operation whose result float64 represents exactly adds nothing, so that the
-# bound of a computation in small dyadic numbers is 0: such a result must be right to the bit.
-
-
 DIGITS = 60
 """Decimal digits of the exact values: sums and products of a few float64 numbers of moderate size are exact."""
 UNIT_ROUNDOFF = Decimal(2) ** -53
@@ -48,6 +41,10 @@ def _comparison(compare: Callable[[Decimal, Decimal], bool]) -> Callable[[Any, A
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounded:
     """A number, and by how much a float64 computation of it may be off.
+
+    This is running error analysis to first order (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
+    An operation whose result float64 represents exactly adds nothing, so that the bound of a computation in small
+    dyadic numbers is 0: such a result must be right to the bit.
 
     Attributes:
         value: the number, with `DIGITS` digits.
@@ -107,9 +104,6 @@ def _power(base: Rounded, exponent: Decimal) -> Rounded:
     return _rounded(value, abs(exponent) * value / base.value * base.error if base.error else Decimal(0))
 
 
-# The prediction: a parameter and its optimizer state after each window, step by step.
-
-
 Point = tuple[Exact, State]
 """A parameter and its state after a window."""
 
@@ -142,9 +136,6 @@ def predict(law: Law, settings: Mapping[str, Any], start: Any, seen: Sequence[An
                 theta, state = law.step(theta, state, exact(gradient), s)
             points.append((theta, state))
         return points
-
-
-# A parameter trained by torch over windows that reach it, miss it, freeze it, or come before it is added.
 
 
 REACHED, MISSED, FROZEN, ABSENT = "reached", "missed", "frozen", "absent"
@@ -313,9 +304,6 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
-# Whether torch did what was predicted: each element of the parameter and of each entry of its state.
-
-
 SLACK = 4
 """Factor on the running error bound, as torch orders the operations of a formula otherwise than the recurrence does.
 
@@ -373,9 +361,6 @@ def _difference(window: int, entry: str, expected: Any, observed: Any) -> Differ
     found = [(abs(o.value - e.value), SLACK * UNIT_ROUNDOFF * e.error) for e, o in pairs]
     error, allowed = max(found, key=lambda pair: pair[0] - pair[1], default=(Decimal(0), Decimal(0)))
     return Difference(window, entry, float(error), float(allowed))
-
-
-# The table: for each optimizer, what one window that misses a parameter changes under zeros and under None.
 
 
 WINDOWS = (REACHED, REACHED, MISSED)
