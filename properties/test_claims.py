@@ -47,8 +47,8 @@ def test_every_claim_is_tested():
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
     draw_only_linear(monkeypatch)
     monkeypatch.setattr(claims, "CASES", FEW)
-    monkeypatch.setattr(claims, "PARAMETERS", {"cpu": (10**4,)})
-    monkeypatch.setattr(claims, "PAIRS", 5)
+    monkeypatch.setattr(step_times, "PARAMETERS", {"cpu": (10**4,)})
+    monkeypatch.setattr(step_times, "PAIRS", 5)
     monkeypatch.setattr(step_times, "flush", lambda device: lambda: None)
     assert_verdict(number)
 

@@ -19,16 +19,9 @@ from gradcheck_suite.core.results import Result
 from gradcheck_suite.loops.reset_modes import bytes_saved_by_releasing, part_of_window, window_count, windows
 from gradcheck_suite.page.content import answer
 from gradcheck_suite.run.observer import ancestors
+from gradcheck_suite.studies import step_times
 from gradcheck_suite.studies.claim_checks import DEPTH, Finding, accumulate_and_divide, train
-from gradcheck_suite.studies.step_times import (
-    ITEMS,
-    MICRO_BATCHES,
-    PAIRS,
-    PARAMETERS,
-    copy_bandwidth,
-    time_paired_steps,
-    timer,
-)
+from gradcheck_suite.studies.step_times import copy_bandwidth, time_paired_steps, timer
 from gradcheck_suite.studies.workload import Size
 from gradcheck_suite.verification.verify import verify
 
@@ -307,12 +300,12 @@ def _very_large() -> Finding:
     short="For small models zeroing suffices",
 )
 def _decision() -> Finding:
-    sizes = [Size(parameters, "few") for parameters in PARAMETERS["cpu"]]
+    sizes = [Size(parameters, "few") for parameters in step_times.PARAMETERS["cpu"]]
     rows = tuple(
-        time_paired_steps(size, items, k, pairs=PAIRS).to_row(size, "cpu")
+        time_paired_steps(size, items, k, pairs=step_times.PAIRS).to_row(size, "cpu")
         for size in sizes
-        for items in ITEMS
-        for k in MICRO_BATCHES
+        for items in step_times.ITEMS
+        for k in step_times.MICRO_BATCHES
     )
     return Finding("conditional", rows=rows, **answer(rows))
 
@@ -388,27 +381,20 @@ def _not_reset() -> Finding:
     short="zero_() is needed where tracking is on",
 )
 def _whenever_tracked() -> Finding:
-    def train(reset: Callable[[torch.nn.Parameter], None]) -> list[float]:
+    def train(reset: str) -> list[float]:
         w = _parameter(1.0)
         seen = []
         for x in (1.0, 2.0, 3.0):
-            reset(w)
+            if reset == "zero_()" and w.grad is not None:
+                w.grad.zero_()
+            elif reset == "None":
+                w.grad = None
             (w * x).sum().backward()
             assert w.grad is not None
             seen.append(w.grad.item())
         return seen
 
-    def zero(w: torch.nn.Parameter) -> None:
-        if w.grad is not None:
-            w.grad.zero_()
-
-    def none(w: torch.nn.Parameter) -> None:
-        w.grad = None
-
-    def nothing(w: torch.nn.Parameter) -> None:
-        pass
-
-    zeroed, released, summed = train(zero), train(none), train(nothing)
+    zeroed, released, summed = train("zero_()"), train("None"), train("none at all")
     assert zeroed == released == [1.0, 2.0, 3.0]
     assert summed == [1.0, 3.0, 6.0]
     return Finding(

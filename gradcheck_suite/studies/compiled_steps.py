@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,6 @@ from gradcheck_suite.run.instance import Instance, generated_instance, seeded
 from gradcheck_suite.studies.ledger import Ledger
 from gradcheck_suite.studies.step_times import COPY_BYTES
 from gradcheck_suite.studies.workload import BATCH, Size, build, micro_batch, sized_workload, workload
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # Training windows of which a part is compiled, and how many graphs `torch.compile` makes for that part.
 #
@@ -102,6 +97,8 @@ def training(
         compiled: whether to compile that part.
         backend: backend of `torch.compile`; `"eager"` captures graphs and compiles nothing.
     """
+    from torch._dynamo import config as dynamo_settings
+
     by_turns = part == PARTS[3]
     model: torch.nn.Module = Experts(size.width // 2, device) if by_turns else build(size, device, torch.float32)
     width = size.width // 2 if by_turns else size.width
@@ -118,7 +115,8 @@ def training(
     if compiled and part == PARTS[0]:
         forward = torch.compile(model, backend=backend)
     elif compiled and part == PARTS[1]:
-        with _compiled_autograd():
+        # `torch.compile` reads this setting when it wraps a function, and then traces the backward too
+        with dynamo_settings.patch(compiled_autograd=True):
             backward = torch.compile(backward, backend=backend)
     elif compiled:
         step = torch.compile(work.optimizer.step, backend=backend)
@@ -133,19 +131,6 @@ def training(
         work.reset()
 
     return run
-
-
-@contextmanager
-def _compiled_autograd() -> Iterator[None]:
-    """Have `torch.compile` trace the backward too; it reads this setting when it wraps a function."""
-    from torch._dynamo import config
-
-    before = config.compiled_autograd
-    config.compiled_autograd = True
-    try:
-        yield
-    finally:
-        config.compiled_autograd = before
 
 
 # A training window captured as a CUDA graph: which resets it allows, and what the optimizer finds after a replay.

@@ -461,8 +461,8 @@ class Ledger(TorchDispatchMode):
         self._find_gradients(adopt=True)
         ledger = weakref.ref(self)
         self._recording.hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _before_step(ledger(), optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(ledger(), optimizer)),
+            register_optimizer_step_pre_hook(lambda *_: _before_step(ledger())),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(ledger(), optimizer)),
         ]
         super().__enter__()
         return self
@@ -584,7 +584,7 @@ def _freed(ledger: Ledger | None, category: str, size: int) -> None:
     ledger._lines[ledger.window, phase, ""]["freed"] += size
 
 
-def _before_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(ledger: Ledger | None) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
     ledger._find_gradients()

@@ -121,27 +121,13 @@ def in_float32(value: Any) -> jax.Array:
 # SGD, averaged SGD and resilient propagation.
 
 
-class _Steps(NamedTuple):
-    taken: jax.Array
-
-
-def _dampened(dampening: Any) -> optax.GradientTransformation:
-    """Multiply every gradient but the first by 1 - dampening."""
-
-    def advance(gradients: Any, state: _Steps, params: Any = None) -> tuple[Any, _Steps]:
-        factor = jnp.where(state.taken == 0, 1.0, 1.0 - dampening)
-        return per_leaf(lambda g: factor * g, gradients), _Steps(state.taken + 1)
-
-    return optax.GradientTransformation(lambda params: _Steps(jnp.zeros((), jnp.int32)), advance)
-
-
 def _sgd(*, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any, maximize: Any) -> Transformation:
     trace = updates_from_state(
         optax.trace(decay=momentum, nesterov=True),
         lambda gradients, updates, state: per_leaf(lambda u, t: jnp.where(nesterov, u, t), updates, state.trace),
     )
-    core = optax.chain(_dampened(dampening), trace)
-    return framed(core, lr, weight_decay=weight_decay, maximize=maximize)
+    dampened = optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))
+    return framed(optax.chain(dampened, trace), lr, weight_decay=weight_decay, maximize=maximize)
 
 
 def _asgd(*, lr: Any, lambd: Any, alpha: Any, weight_decay: Any, maximize: Any) -> Transformation:
@@ -211,16 +197,14 @@ RPROP = Counterpart(
 def _adagrad(
     *, lr: Any, lr_decay: Any, weight_decay: Any, initial_accumulator_value: Any, eps: Any, maximize: Any
 ) -> Transformation:
-    def outside(gradients: Any, updates: Any, state: Any) -> Any:
+    def outside(update: jax.Array, squares: jax.Array) -> jax.Array:
         """Move epsilon out of the root: g / sqrt(s) becomes g / (sqrt(s) + eps)."""
+        return update * (jnp.sqrt(squares) / (jnp.sqrt(squares) + eps))
 
-        def of(update: Any, squares: Any) -> Any:
-            root = jnp.sqrt(squares)
-            return update * (root / (root + eps))
-
-        return per_leaf(of, updates, state.sum_of_squares)
-
-    core = updates_from_state(optax.scale_by_rss(initial_accumulator_value, eps=0.0), outside)
+    core = updates_from_state(
+        optax.scale_by_rss(initial_accumulator_value, eps=0.0),
+        lambda gradients, updates, state: per_leaf(outside, updates, state.sum_of_squares),
+    )
     return framed(core, lambda count: lr / (1.0 + count * lr_decay), weight_decay=weight_decay, maximize=maximize)
 
 

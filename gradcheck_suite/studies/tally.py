@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from scipy import stats
 
@@ -34,6 +34,14 @@ def add_counts(into: Any, other: Any) -> Any:
         into.add(other)
         return into
     return into + other
+
+
+@dataclass
+class _Counts:
+    def add(self, other: Self) -> None:
+        """Add other counts to these."""
+        for each in fields(self):
+            setattr(self, each.name, add_counts(getattr(self, each.name), getattr(other, each.name)))
 
 
 @dataclass
@@ -78,7 +86,7 @@ def spread_from_json(data: Mapping[str, Any]) -> Spread:
 
 
 @dataclass
-class Tally:
+class Tally(_Counts):
     """Counts of checks of sound loops, in one dtype.
 
     Attributes:
@@ -124,11 +132,6 @@ class Tally:
         for kind in ("", *kinds):
             self.over.setdefault(kind, Spread()).note(ratio)
 
-    def add(self, other: Tally) -> None:
-        """Add other counts to these."""
-        for name in _NAMES:
-            setattr(self, name, add_counts(getattr(self, name), getattr(other, name)))
-
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
         return {"judged": self.judged} | {name: _plain(getattr(self, name)) for name in _NAMES}
@@ -166,7 +169,7 @@ def exponents(dtype: str) -> range:
 
 
 @dataclass
-class Curve:
+class Curve(_Counts):
     """The smallest errors that are found, in one dtype.
 
     Attributes:
@@ -183,12 +186,6 @@ class Curve:
         """Count what each rule finds in a case at a place."""
         for rule, k in found.items():
             self.smallest.setdefault(place, {}).setdefault(rule, Counter())[k] += 1
-
-    def add(self, other: Curve) -> None:
-        """Add other counts to these."""
-        self.cases += other.cases
-        self.skipped.update(other.skipped)
-        self.smallest = add_counts(self.smallest, other.smallest)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
