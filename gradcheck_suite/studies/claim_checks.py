@@ -51,9 +51,6 @@ SOURCES = {
 }
 
 
-# The loops that the three sources print, as training loops of this suite, and what each relies on.
-
-
 def _loop(
     *, at_start: bool = False, first: bool = False, last: bool = False, accumulates: bool = False, by_hand: bool = False
 ) -> Loop:
@@ -160,9 +157,6 @@ PRINTED = tuple(
 )
 
 
-# Verify the loops that the sources print, as they stand and under what they rely on.
-
-
 @dataclass(frozen=True)
 class PrintedResult:
     """The results of verifying one printed loop twice.
@@ -217,9 +211,6 @@ def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResul
         plan=plans(**printed.plan) if printed.plan else None,
     )
     return PrintedResult(printed, bare, within)
-
-
-# A plain model trained for a few windows under the ledger, for the claims about memory and traffic.
 
 
 DEPTH = 4

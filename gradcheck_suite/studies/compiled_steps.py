@@ -20,12 +20,6 @@ from gradcheck_suite.studies.ledger import Ledger
 from gradcheck_suite.studies.step_times import COPY_BYTES
 from gradcheck_suite.studies.workload import BATCH, Size, build, micro_batch, sized_workload, workload
 
-# Training windows of which a part is compiled, and how many graphs `torch.compile` makes for that part.
-#
-# `torch.compile` guards on whether `.grad` is None. Where compiled code reads gradients, a reset that releases them
-# changes what it is specialised on; elsewhere all modes compile alike.
-
-
 PARTS = ("model", "forward and backward", "step", "step, experts by turns")
 """The compiled part: the model's forward, with the backward eager; both, by compiled autograd; the optimizer's step
 where every parameter has a gradient; the optimizer's step where each window reaches one expert of `EXPERTS`."""
@@ -53,8 +47,9 @@ class Experts(torch.nn.Module):
 def graphs_needed(part: str, mode: ResetMode) -> int:
     """Return how many graphs a part needs under a mode, from what compiled code is specialised on.
 
-    The forward is one graph, whatever the gradients are. A backward that makes a gradient and a backward that adds to
-    it are two graphs. A step is one graph for each set of gradients that are None, up to the limit.
+    `torch.compile` guards on whether `.grad` is None. The forward is one graph, whatever the gradients are. A backward
+    that makes a gradient and a backward that adds to it are two graphs. A step is one graph for each set of gradients
+    that are None, up to the limit.
     """
     if part == PARTS[1]:
         return 3 if mode.releases else 2
@@ -133,14 +128,6 @@ def training(
     return run
 
 
-# A training window captured as a CUDA graph: which resets it allows, and what the optimizer finds after a replay.
-#
-# A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
-# replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
-# adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
-# that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
-
-
 PLACES = ("inside the graph", "between replays")
 FINDINGS = ("right", "None", "wrong")
 WARM = 3
@@ -148,7 +135,13 @@ WARM = 3
 
 
 class CapturedWindow:
-    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay."""
+    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay.
+
+    A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
+    replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
+    adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
+    that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
 
     def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda") -> None:
         """Warm up and capture.
@@ -202,13 +195,8 @@ class CapturedWindow:
         return FINDINGS[0] if alike else FINDINGS[2]
 
 
-# The same window in JAX: `lax.scan` under `jit` accumulates micro-batches, the gradients' buffers are donated.
-#
-# JAX has no reset mode: the sum starts from zeros inside the program.
-
-
 def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
-    """Compile one window.
+    """Compile one window in JAX, which has no reset mode: the sum starts from zeros inside the program.
 
     Returns:
         The compiled program, which returns the gradients and the losses, and its arguments: the weights, the batches
@@ -272,9 +260,6 @@ def memory_bytes(program: Any) -> dict[str, int]:
         for name in ("argument", "output", "alias", "temp")
         if analysis is not None
     }
-
-
-# Run a training loop under a ledger.
 
 
 def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:

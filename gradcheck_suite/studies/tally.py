@@ -14,9 +14,6 @@ from scipy import stats
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.studies.rivals import RIVALS
 
-# Counts of a campaign as plain data: chunks are counted separately, stored and added up.
-
-
 BINS = 20
 """Number of bins of equal width from 0 to 1 for errors over what was allowed."""
 
@@ -154,9 +151,6 @@ def tally_from_json(data: Mapping[str, Any]) -> Tally:
     return Tally(**values | counters | {"over": over, "drawn_on": spread_from_json(data["drawn_on"])})
 
 
-# The detection curve as counts that add up: in how many cases each rule finds an error of each size.
-
-
 OURS = "gradcheck-suite"
 NEVER = -1
 """Stands in place of an exponent where not even an error of relative size 1 is found."""
@@ -223,9 +217,6 @@ def surely(share: float, cases: int) -> float:
     """
     interval = stats.binomtest(round(share * cases), cases).proportion_ci(0.9, method="wilson")
     return float(interval.low)
-
-
-# The figures of a campaign, computed from its record, for the terminal and for the report.
 
 
 Data = Mapping[str, Any]
@@ -300,9 +291,6 @@ def shown(size: float | None) -> str:
 def percent() -> str:
     """Return the share of cases in which an error of a size must be found, as text."""
     return f"{100 * WANTED:g}%"
-
-
-# The figures of a campaign on a terminal.
 
 
 SHORT = {

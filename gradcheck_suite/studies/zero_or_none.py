@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
-from gradcheck_suite.studies.zero_or_none_laws import Array as Exact
-from gradcheck_suite.studies.zero_or_none_laws import Law, Settings, State
+from gradcheck_suite.studies.zero_or_none_laws import Exact, Law, Settings, State
 
 DIGITS = 60
 """Decimal digits of the exact values: sums and products of a few float64 numbers of moderate size are exact."""

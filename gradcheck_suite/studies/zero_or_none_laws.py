@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.object_]
+Exact = npt.NDArray[np.object_]
 State = dict[str, Any]
 Settings = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ EPS1 = Decimal(2) ** -52
 """The machine epsilon of float64: Adafactor's least second moment is its square, if no other is given."""
 
 
-def _coupled(theta: Array, g: Array, s: Settings) -> Array:
+def _coupled(theta: Exact, g: Exact, s: Settings) -> Exact:
     """Return the gradient with the sign of the objective and the weight decay that is a part of it."""
     g = -g if s.get("maximize") else g
     return g + s["weight_decay"] * theta if s.get("weight_decay") else g
@@ -43,7 +43,7 @@ def _largest(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
-def _root_mean_square(x: Array) -> Any:
+def _root_mean_square(x: Exact) -> Any:
     """Return the root of the mean of squares."""
     return ((x * x).sum() / x.size) ** Decimal("0.5")
 
@@ -52,11 +52,11 @@ def _count(state: State) -> int:
     return int(state.get("step", 0)) + 1
 
 
-def _zeros(theta: Array) -> Array:
+def _zeros(theta: Exact) -> Exact:
     return theta * 0
 
 
-def _sgd(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _sgd(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Stochastic gradient descent; the first momentum buffer is the gradient itself."""
     g, mu = _coupled(theta, g, s), s["momentum"]
     if not mu:
@@ -65,7 +65,7 @@ def _sgd(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, Stat
     return theta - s["lr"] * (g + mu * buffer if s["nesterov"] else buffer), {"momentum_buffer": buffer}
 
 
-def _moments(theta: Array, state: State, g: Array, s: Settings) -> tuple[int, Any, Any, State]:
+def _moments(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[int, Any, Any, State]:
     """Return the step, both betas, and the moving averages of the gradient and its square."""
     beta1, beta2 = s["betas"]
     kept = {
@@ -76,14 +76,14 @@ def _moments(theta: Array, state: State, g: Array, s: Settings) -> tuple[int, An
     return kept["step"], beta1, beta2, kept
 
 
-def _decayed(theta: Array, g: Array, s: Settings) -> tuple[Array, Array]:
+def _decayed(theta: Exact, g: Exact, s: Settings) -> tuple[Exact, Exact]:
     """Return parameter and gradient after weight decay."""
     if not s["decoupled_weight_decay"]:
         return theta, _coupled(theta, g, s)
     return theta * (1 - s["lr"] * s["weight_decay"]), -g if s.get("maximize") else g
 
 
-def _adam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _adam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Adam; AdamW where `decoupled_weight_decay` is set."""
     theta, g = _decayed(theta, g, s)
     t, beta1, beta2, kept = _moments(theta, state, g, s)
@@ -94,7 +94,7 @@ def _adam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, Sta
     return theta - s["lr"] / (1 - beta1**t) * kept["exp_avg"] / root, kept
 
 
-def _sparse_adam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _sparse_adam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Adam on the elements that the gradient has, None elsewhere; epsilon joins the root before its correction."""
     touched = np.array([[x is not None for x in row] for row in g])
     t, beta1, beta2, new = _moments(theta, state, np.where(touched, g, 0), s)
@@ -105,7 +105,7 @@ def _sparse_adam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Arr
     return np.where(touched, after, theta), {"step": t, **kept}
 
 
-def _adamax(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _adamax(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Adam with an infinity norm."""
     g, (beta1, beta2), t = _coupled(theta, g, s), s["betas"], _count(state)
     average = beta1 * state.get("exp_avg", _zeros(theta)) + (1 - beta1) * g
@@ -113,7 +113,7 @@ def _adamax(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, S
     return theta - s["lr"] / (1 - beta1**t) * average / norm, {"step": t, "exp_avg": average, "exp_inf": norm}
 
 
-def _nadam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _nadam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Adam with Nesterov momentum, whose coefficients change with the step."""
     theta, g = _decayed(theta, g, s)
     t, beta1, beta2, kept = _moments(theta, state, g, s)
@@ -125,7 +125,7 @@ def _nadam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, St
     return theta - s["lr"] * move / root, kept
 
 
-def _radam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _radam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Adam whose adaptive rate starts once its variance is tractable."""
     theta, g = _decayed(theta, g, s)
     t, beta1, beta2, kept = _moments(theta, state, g, s)
@@ -138,7 +138,7 @@ def _radam(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, St
     return theta - s["lr"] * move, kept
 
 
-def _rmsprop(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _rmsprop(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """The gradient over the root of a moving average of its square."""
     g, a = _coupled(theta, g, s), s["alpha"]
     square = a * state.get("square_avg", _zeros(theta)) + (1 - a) * g * g
@@ -152,7 +152,7 @@ def _rmsprop(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, 
     return theta - s["lr"] * move, kept
 
 
-def _adagrad(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _adagrad(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """The gradient over the root of the sum of all squares."""
     g, t = _coupled(theta, g, s), _count(state)
     total = state.get("sum", _zeros(theta) + s["initial_accumulator_value"]) + g * g
@@ -160,7 +160,7 @@ def _adagrad(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, 
     return theta - s["lr"] / (1 + (t - 1) * s["lr_decay"]) * move, {"step": t, "sum": total}
 
 
-def _adadelta(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _adadelta(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """The gradient times the root of a moving average of squared moves, over that of squared gradients."""
     g, rho, eps = _coupled(theta, g, s), s["rho"], s["eps"]
     square = rho * state.get("square_avg", _zeros(theta)) + (1 - rho) * g * g
@@ -170,7 +170,7 @@ def _adadelta(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array,
     return theta - s["lr"] * move, kept
 
 
-def _asgd(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _asgd(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Decay by `lambd`, a step of a falling rate, and an average of the parameters from step `t0` on."""
     g, t, eta = _coupled(theta, g, s), _count(state), state.get("eta", s["lr"])
     theta = theta * (1 - s["lambd"] * eta) - eta * g
@@ -180,7 +180,7 @@ def _asgd(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, Sta
     return theta, {"step": t, "ax": ax, "eta": eta, "mu": 1 / _largest(t - s["t0"], Decimal(1))}
 
 
-def _rprop(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _rprop(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """The sign of the gradient times a step size, which grows while the sign stays and shrinks when it turns."""
     g = _coupled(theta, g, s)
     (minus, plus), (low, high) = s["etas"], s["step_sizes"]
@@ -192,14 +192,14 @@ def _rprop(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, St
     return theta - sign * size, {"step": _count(state), "prev": g, "step_size": size}
 
 
-def _adafactor(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _adafactor(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """The gradient over the root of its second moment, factored for matrices, limited in its root mean square."""
     g, t = -g if s.get("maximize") else g, _count(state)
     weight = Decimal(t) ** s["beta2_decay"]
     rate = _largest(s["eps"][1], _root_mean_square(theta)) * -_largest(-s["lr"], -1 / Decimal(t) ** Decimal("0.5"))
     theta = theta * (1 - s["lr"] * s["weight_decay"])
 
-    def average(name: str, now: Array) -> Array:
+    def average(name: str, now: Exact) -> Exact:
         return state.get(name, now * 0) * (1 - weight) + weight * now
 
     if theta.ndim > 1:
@@ -215,7 +215,7 @@ def _adafactor(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array
     return theta - rate / limit * move, {"step": t, **kept}
 
 
-def _newton_schulz(x: Array, s: Settings) -> Array:
+def _newton_schulz(x: Exact, s: Settings) -> Exact:
     """Return the matrix that Muon moves along: the iteration drives all singular values towards 1."""
     a, b, c = s["ns_coefficients"]
     x = x.T if x.shape[0] > x.shape[1] else x
@@ -226,7 +226,7 @@ def _newton_schulz(x: Array, s: Settings) -> Array:
     return x
 
 
-def _muon(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _muon(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """Momentum whose singular values are driven towards 1; the parameters here are square matrices."""
     mu = s["momentum"]
     buffer = mu * state.get("momentum_buffer", _zeros(theta)) + (1 - mu) * g
@@ -234,7 +234,7 @@ def _muon(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, Sta
     return theta * (1 - s["lr"] * s["weight_decay"]) - s["lr"] * move, {"momentum_buffer": buffer}
 
 
-def _lbfgs(theta: Array, state: State, g: Array, s: Settings) -> tuple[Array, State]:
+def _lbfgs(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
     """One iteration of L-BFGS without a line search, by the two-loop recursion (Nocedal and Wright, algorithm 7.4)."""
     t = int(state.get("n_iter", 0)) + 1
     kept: State = {"n_iter": t, "func_evals": t, "prev_flat_grad": g}
