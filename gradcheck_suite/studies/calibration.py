@@ -101,11 +101,7 @@ def scaled_and_back(run: TrainingRun, factor: float = 3) -> None:
 
 LOOPS: dict[str, Loop] = {
     **BUILT_IN,
-    "float_shares": float_shares,
-    "one_backward": one_backward,
-    "any_order": any_order,
-    "autograd_grad": autograd_grad,
-    "scaled_and_back": scaled_and_back,
+    **{loop.__name__: loop for loop in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back)},
 }
 """The sound loops that the campaign judges."""
 

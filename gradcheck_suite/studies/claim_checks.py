@@ -133,28 +133,19 @@ _EQUAL: dict[str, Any] = {
 PRINTED = tuple(
     PrintedLoop(says[:2], says, loop, **needs)
     for says, loop, needs in (
-        (
-            "1a: one reset before training; then forward, backward, step, reset.",
-            _loop(at_start=True, last=True),
-            _EVERY_STEP,
-        ),
-        (
-            "1b: loss over accumulation_steps; step and reset after that many micro-batches of the epoch.",
-            _loop(at_start=True, last=True, accumulates=True),
-            _EQUAL,
-        ),
+        ("1a: one reset before training; then forward, backward, step, reset.", _loop(at_start=True, last=True),
+         _EVERY_STEP),
+        ("1b: loss over accumulation_steps; step and reset after that many micro-batches of the epoch.",
+         _loop(at_start=True, last=True, accumulates=True), _EQUAL),
         ("2a: three iterations without a reset.", _three_iterations, _SINGLE_STEP),
         ("2b: optimizer.zero_grad() first in each iteration.", _loop(first=True), _EVERY_STEP),
-        (
-            "2c: p.grad.zero_() for each parameter whose gradient is not None.",
-            _loop(first=True, by_hand=True),
-            _EVERY_STEP,
-        ),
+        ("2c: p.grad.zero_() for each parameter whose gradient is not None.", _loop(first=True, by_hand=True),
+         _EVERY_STEP),
         ("3a: zero_grad, forward, backward, step.", _loop(first=True), _EVERY_STEP),
         ("3b: forward, backward, step, and no zero_grad.", _loop(), _SINGLE_STEP),
         ("3c: loss over the number of steps; step and reset when (i + 1) % steps == 0.", accumulate_and_divide, _EQUAL),
     )
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

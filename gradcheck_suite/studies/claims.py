@@ -62,6 +62,11 @@ def claim(number: str, text: str, how: str, *, short: str) -> Callable[[Check], 
     return join
 
 
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
 # Claims of the blog post (C1.1 to C1.6 and C1.9): memory and traffic, counted exactly.
 
 
@@ -129,11 +134,10 @@ def _assigned() -> Finding:
     seen: list[int] = []
     handle = w.register_hook(lambda g: seen.append(g.data_ptr()))
     (w * torch.arange(3.0)).sum().backward()
-    assert w.grad is not None
-    taken = w.grad.data_ptr() == seen[0]
-    first = w.grad.data_ptr()
+    first = _gradient(w).data_ptr()
+    taken = first == seen[0]
     (w * torch.arange(3.0)).sum().backward()
-    added = w.grad.data_ptr() == first
+    added = _gradient(w).data_ptr() == first
     handle.remove()
     transposed = torch.nn.Parameter(torch.ones(2, 3))
     (transposed.T * torch.ones(3, 2)).sum().backward()
@@ -321,16 +325,14 @@ def _sum_of_four() -> Finding:
     w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     for gradient in gradients:
         (w * gradient / 4).sum().backward()
-    assert w.grad is not None
-    right = torch.stack(gradients).sum(dim=0) / 4
-    assert torch.equal(w.grad, right)
+    assert torch.equal(_gradient(w), torch.stack(gradients).sum(dim=0) / 4)
     return Finding(
         "confirmed",
         "After four backwards the buffer holds the sum of the four gradients; with the loss divided by 4, as in the "
         "loop, that sum is their mean.",
         figures={
             "gradients of the losses divided by 4": [(g / 4).tolist() for g in gradients],
-            "held: the sum of these": w.grad.tolist(),
+            "held: the sum of these": _gradient(w).tolist(),
         },
     )
 
@@ -358,9 +360,8 @@ def _not_reset() -> Finding:
         loss = ((weight * x[i] + bias - target[i]) ** 2).sum()
         (own,) = torch.autograd.grad(loss, bias, retain_graph=True)
         loss.backward()
-        assert bias.grad is not None
         alone.append(own.item())
-        held.append(bias.grad.item())
+        held.append(_gradient(bias).item())
     sums = [math.fsum(alone[: i + 1]) for i in range(3)]
     assert held == sums
     assert abs(held[1]) < abs(held[0])
@@ -390,8 +391,7 @@ def _whenever_tracked() -> Finding:
             elif reset == "None":
                 w.grad = None
             (w * x).sum().backward()
-            assert w.grad is not None
-            seen.append(w.grad.item())
+            seen.append(_gradient(w).item())
         return seen
 
     zeroed, released, summed = train("zero_()"), train("None"), train("none at all")
@@ -507,8 +507,7 @@ def _clear(optimizer: torch.optim.Optimizer, *parameters: torch.Tensor, by_hand:
     if by_hand:
         with torch.no_grad():
             for p in parameters:
-                assert p.grad is not None
-                p.grad.zero_()
+                _gradient(p).zero_()
     else:
         optimizer.zero_grad(set_to_none=not keep)
 
@@ -537,8 +536,7 @@ def _graph_nodes(*, by_hand: bool) -> list[int]:
         for _ in range(3):
             (w**3).sum().backward(create_graph=True)
             _clear(optimizer, w, by_hand=by_hand, keep=True)
-            assert w.grad is not None
-            held.append(sum(1 for _ in ancestors([w.grad])))
+            held.append(sum(1 for _ in ancestors([_gradient(w)])))
     w.grad = None
     return held
 
@@ -574,8 +572,7 @@ def _sparse() -> list[str]:
         table = torch.nn.Embedding(8, 2, sparse=True)
         table(torch.tensor([1, 2])).sum().backward()
         _clear(torch.optim.SGD(table.parameters(), lr=0.1), table.weight, by_hand=by_hand, keep=True)
-        assert table.weight.grad is not None
-        shown.append(str(table.weight.grad._nnz()))
+        shown.append(str(_gradient(table.weight)._nnz()))
     return shown
 
 
@@ -593,14 +590,13 @@ def _tracking() -> Finding:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 (w**3).sum().backward(create_graph=create_graph)
-                assert w.grad is not None
+                left = _gradient(w)
                 with torch.set_grad_enabled(tracked):
-                    w.grad.zero_()
-                left = w.grad
+                    left.zero_()
                 (w**3).sum().backward(create_graph=create_graph)
-            assert w.grad.item() == 12.0, "the next gradient is right either way"
+            assert _gradient(w).item() == 12.0, "the next gradient is right either way"
             name = f"create_graph={create_graph}, {'tracking on' if tracked else 'under no_grad'}"
-            figures[name] = f"requires_grad {left.requires_grad}, next gradient {w.grad.item()}"
+            figures[name] = f"requires_grad {left.requires_grad}, next gradient {_gradient(w).item()}"
             attached = bool(left.requires_grad)
             assert attached == create_graph
             w.grad = None
@@ -633,14 +629,13 @@ def _worked_numbers() -> Finding:
     w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     for gradient in (first, second):
         (w * gradient).sum().backward()
-    assert w.grad is not None
     right = torch.tensor([-0.05, 0.1, 0.05], dtype=torch.float64)
-    off = (w.grad - right).abs().max().item()
+    off = (_gradient(w) - right).abs().max().item()
     assert off < 1e-16
     return Finding(
         "confirmed",
         "The optimizer sees the sum of both gradients.",
-        figures={"gradient seen": w.grad.tolist(), "largest difference from the claim": off},
+        figures={"gradient seen": _gradient(w).tolist(), "largest difference from the claim": off},
     )
 
 
@@ -765,8 +760,7 @@ def _grows_without_bound() -> Finding:
         seen, last = 0.0, 0.0
         for step in range(steps):
             ((w - 1) ** 2 / 2).sum().backward()
-            assert w.grad is not None
-            seen = max(seen, w.grad.abs().item())
+            seen = max(seen, _gradient(w).abs().item())
             optimizer.step()
             if step >= steps - 100:
                 last = max(last, abs(w.item() - 1))
@@ -805,9 +799,8 @@ def _never_reset_on_one_sign() -> list[float]:
     held = []
     for step in range(1, 1001):
         w.sum().backward()
-        assert w.grad is not None
         if step in (10, 100, 1000):
-            held.append(w.grad.item())
+            held.append(_gradient(w).item())
     return held
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -409,18 +410,13 @@ def compare(counterpart: Counterpart, seeds: Iterable[int], device: str = "cpu")
         seeds: of the drawn numbers.
         device: where torch computes; JAX computes on the CPU.
     """
-    drawn, cases, undecided = list(seeds), 0, 0
-    ratios = dict.fromkeys(DTYPES, 0.0)
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        for settings in counterpart.variants:
-            for implementation in counterpart.implementations:
-                for seed in drawn:
-                    scale = SCALES[seed % len(SCALES)]
-                    about = {"dtype": dtype, "implementation": implementation, "seed": seed, "scale": scale}
-                    steps = draw_steps(counterpart, settings, device=device, **about)
-                    found = in_optax(counterpart, steps, dtype, implementation)
-                    ratios[name] = max(ratios[name], found.ratio(steps.parameters))
-                    undecided += int(found.undecided.sum())
-                    cases += 1
-    return Row(counterpart, cases, ratios, undecided)
+    every = list(product(DTYPES, counterpart.variants, counterpart.implementations, seeds))
+    ratios, undecided = dict.fromkeys(DTYPES, 0.0), 0
+    for name, settings, implementation, seed in every:
+        dtype, scale = getattr(torch, name), SCALES[seed % len(SCALES)]
+        about = {"dtype": dtype, "implementation": implementation, "seed": seed, "scale": scale}
+        steps = draw_steps(counterpart, settings, device=device, **about)
+        found = in_optax(counterpart, steps, dtype, implementation)
+        ratios[name] = max(ratios[name], found.ratio(steps.parameters))
+        undecided += int(found.undecided.sum())
+    return Row(counterpart, len(every), ratios, undecided)
