@@ -9,16 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from gradcheck_suite.auditing.losses import Received
+from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
 from gradcheck_suite.core.results import MAX_ROWS, LiveViolation, WeightRow
 from gradcheck_suite.judge.naming import diagnose, names_nothing
-from gradcheck_suite.judge.weights import TOLERANCE as WEIGHTS_TOLERANCE
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 # A call of a loss as it is in the gradient of a step: its count, and the weight of each item.
 
 
-TOLERANCE = 1e-6
-"""Relative difference of weights that is nobody's fault: counts and quotients are often computed in float32."""
 ROUNDINGS = 16
 """Roundings between a loss and what goes backward: scaling, division by counts, a sum of losses, a cast."""
 
@@ -67,7 +65,7 @@ class Term:
     @property
     def tolerance(self) -> float:
         """Relative difference of weights that rounding explains."""
-        return max(TOLERANCE, ROUNDINGS * self.unit)
+        return max(LIVE_WEIGHT_TOLERANCE, ROUNDINGS * self.unit)
 
 
 def term(received: Received, micro_batch: int, factor: float) -> Term:
@@ -188,7 +186,9 @@ class History:
         first, self.first = self.first, self.first if reading.status == "coefficient" else None
         if first is None or reading.status != "right" or reading.length <= first.length:
             return None
-        if not all(near(factor, first.factor, TOLERANCE) and r == first.length for _, r, factor, _ in self.seen):
+        if not all(
+            near(factor, first.factor, LIVE_WEIGHT_TOLERANCE) and r == first.length for _, r, factor, _ in self.seen
+        ):
             return None  # a coefficient that grows
         if not near(first.factor, first.length / reading.length, max(t.tolerance for t in first.terms)):
             return None
@@ -661,7 +661,7 @@ def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
             epoch=0,
             reduction="mean",
             items=() if len({t.rows for t in counted}) == 1 else tuple(t.rows for t in counted),
-            tolerance=max(tolerance, WEIGHTS_TOLERANCE),
+            tolerance=tolerance,
         )
         found = diagnose(weights)
         if names_nothing(found):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.core.comparison import elementwise_error
+from gradcheck_suite.core.comparison import LOSS_TOLERANCE, elementwise_error
 from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
 from gradcheck_suite.reference.large_batch import parameter_gradients
 from gradcheck_suite.run.observer import Observation, Observer, Structure, TooManySteps, structure, structure_changes
@@ -32,7 +32,7 @@ from gradcheck_suite.run.optimizers import (
     fault_between,
     fault_of_step,
 )
-from gradcheck_suite.verification.separability import SEPARABILITY_TOLERANCE, adds_up
+from gradcheck_suite.verification.separability import adds_up
 
 SHOWN = 8
 
@@ -217,7 +217,7 @@ def is_sum_over_items(
     other = {name: sum(broadcast(*(gradient[name] for gradient in gradients))) for name in one}
     error, size = largest_difference(one, other), max(largest_difference(g, dict.fromkeys(g)) for g in gradients)
     print(f"the gradients of the two differ by at most {error:.3g}, the largest element is {size:.3g}")
-    return right and error <= SEPARABILITY_TOLERANCE * size
+    return right and error <= LOSS_TOLERANCE * size
 
 
 def gradient_accumulates(

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.catalogue.tables import CROSS_SAMPLE_LOSSES, is_accumulable
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite.core.comparison import LOSS_TOLERANCE
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.errors import UsageError
@@ -33,7 +34,6 @@ from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.verification import separability as module
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.separability import (
-    ITEM_WEIGHTS_TOLERANCE,
     gradient_fault,
     objective_fault,
     proportion,
@@ -351,7 +351,7 @@ def test_an_item_that_weighs_nothing_or_less_is_in_no_mean(weights):
 
 def test_an_item_beside_which_the_first_is_lost_has_no_weight():
     """Losses of 4, 0 and 1: the first two together come to 4 times the first's share, here the tolerance itself."""
-    for share, found in ((ITEM_WEIGHTS_TOLERANCE, False), (1.01 * ITEM_WEIGHTS_TOLERANCE, True)):
+    for share, found in ((LOSS_TOLERANCE, False), (1.01 * LOSS_TOLERANCE, True)):
         mean = weighted((1, (1 - share) / share, 2), (4.0, 0.0, 1.0))
         weights = weights_of_items(lambda batch, m=mean, s=share: 4 * s if list(batch) == [0, 1] else m(batch), 3)
         assert (weights is not None) == found
@@ -361,14 +361,12 @@ def test_a_batch_may_be_off_by_the_tolerance():
     """Losses of 5, -3 and 1 weighed 1, 1 and 3: the last two together come to 0, and the largest is 5."""
     mean = weighted((1, 1, 3), (5.0, -3.0, 1.0))
     assert mean([1, 2]) == 0
-    for off in (ITEM_WEIGHTS_TOLERANCE * 5, -ITEM_WEIGHTS_TOLERANCE * 5):
+    for off in (LOSS_TOLERANCE * 5, -LOSS_TOLERANCE * 5):
         assert weights_of_items(lambda batch, off=off: mean(batch) or off, 3) == [1, 1, 3]
         assert weights_of_items(lambda batch, off=off: mean(batch) or 1.01 * off, 3) is None
 
 
-@pytest.mark.parametrize(
-    ("apart", "unequal"), [(0.9 * ITEM_WEIGHTS_TOLERANCE, False), (1.1 * ITEM_WEIGHTS_TOLERANCE, True)]
-)
+@pytest.mark.parametrize(("apart", "unequal"), [(0.9 * LOSS_TOLERANCE, False), (1.1 * LOSS_TOLERANCE, True)])
 def test_weights_are_the_same_up_to_the_tolerance(apart, unequal):
     for weights in ((1, 1 + apart, 1), (1 + apart, 1, 1)):
         assert (weights_of_items(weighted(weights, (3.0, 1.0, 2.0)), 3) is not None) == unequal

@@ -32,15 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     environment.prepare()
     from gradcheck_suite.run.instance import checked_device
     from gradcheck_suite.studies import atlas
+    from gradcheck_suite.studies.atlas_points import POINTS
 
     checked_device(arguments.device)
-    known = dict.fromkeys(point.operation for point in atlas.POINTS)
+    known = dict.fromkeys(point.operation for point in POINTS)
     if unknown := [name for name in arguments.operations if name not in known]:
         near = get_close_matches(unknown[0], known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`gradcheck-suite atlas` prints all of them"
         raise UsageError(f"expected an operation of the atlas, got {unknown[0]!r}: {hint}")
     wanted = set(arguments.operations or known)
-    rows = atlas.run([point for point in atlas.POINTS if point.operation in wanted], device=arguments.device)
+    rows = atlas.run([point for point in POINTS if point.operation in wanted], device=arguments.device)
     print("\n".join(_lines(rows)))
     differ = len({(row.point.operation, row.point.at) for row in rows if not row.agree})
     count = len(rows) // len(atlas.DTYPES)

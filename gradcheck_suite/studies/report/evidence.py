@@ -500,7 +500,7 @@ def zero_or_none(records: Sequence[Record]) -> Section | None:
             "No item of the window uses this parameter. After a release its gradient is None and the optimizer skips "
             "it. After zeroing its gradient is zero, and the optimizer steps on it.",
             " ".join(_moved(optimizers)),
-            f"torch did what both derivations predict in {predicted} of {len(every)} settings.",
+            f"torch did what the published step predicts in {predicted} of {len(every)} settings.",
         ),
         tables=(
             Table(

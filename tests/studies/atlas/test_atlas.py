@@ -16,8 +16,8 @@ import torch
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.catalogue.rows import KINDS
 from gradcheck_suite.run import environment
-from gradcheck_suite.studies.atlas import DTYPES, POINTS, ROUNDING, agrees, run
-from gradcheck_suite.studies.atlas_points import Point
+from gradcheck_suite.studies.atlas import DTYPES, ROUNDING, agrees, run
+from gradcheck_suite.studies.atlas_points import POINTS, Point
 
 EXPECTED = Path(__file__).with_name("conventions.json")
 """Point -> dtype -> [whether torch and JAX agree, convention], as torch 2.13.0 and jax 0.10.2 gave them on a CPU."""
