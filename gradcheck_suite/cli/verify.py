@@ -206,7 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from gradcheck_suite.page.render import expect_installed
 
-        expect_installed()
+        expect_installed("the HTML report", ["jinja2"])
     from gradcheck_suite.cli.loading import expect_file
 
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
@@ -307,12 +307,12 @@ def _verify_all(
 def _write_page(path: Path, done: _Run) -> None:
     """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
     from gradcheck_suite.core.records import write_text
-    from gradcheck_suite.page.render import render_violations
+    from gradcheck_suite.page.render import violations_html
     from gradcheck_suite.page.violation import read_violation
 
     count = len(done.stored)
     title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
-    write_text(path, render_violations(title, done.lines, [read_violation(stored) for stored in done.stored]))
+    write_text(path, violations_html(title, done.lines, [read_violation(stored) for stored in done.stored]))
     print(f"page    {path}", flush=True)
     if done.stored:
         open_page(path)

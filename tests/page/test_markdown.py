@@ -28,7 +28,7 @@ def test_markdown_is_short_and_its_tables_keep_their_columns(tmp_path):
     for i in range(20):
         verdict(tmp_path, f"loop {i} | <b>")
         claim(tmp_path, f"C9.{i}", text="<script>alert(1)</script> | `a|b` *c*")
-    text = render.markdown_render(build(tmp_path), lambda figure: f"{figure.key}.svg")
+    text = render.report_markdown(build(tmp_path), lambda figure: f"{figure.key}.svg")
     assert "<script>" not in text
     assert len(text.splitlines()) <= MOST_LINES
     tables = [line for line in text.splitlines() if line.startswith("| ")]

@@ -38,10 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gradcheck_suite.studies.report.build import build
 
     report = build(reports)
-    html = render.page_render(report)
+    html = render.report_html(report)
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(report)}
     write_text(reports / "report.html", html)
-    write_text(reports / "report.md", render.markdown_render(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
+    write_text(reports / "report.md", render.report_markdown(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
     write_json(reports / "report.json", to_json(report))
     (reports / PICTURES).mkdir(exist_ok=True)
     for path in (reports / PICTURES).glob("*.svg"):
