@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -242,6 +242,21 @@ class Table:
             assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
 
 
+def table(
+    caption: str, rows: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Cell]], note: str = ""
+) -> Table:
+    """Return a table with a line for each of some rows.
+
+    Args:
+        caption: what its rows are.
+        rows: of any type.
+        columns: header -> the field of a row that stands there, or a function of the row.
+        note: under the table.
+    """
+    cells = (tuple(row[of] if isinstance(of, str) else of(row) for of in columns.values()) for row in rows)
+    return Table(caption, tuple(columns), tuple(cells), note)
+
+
 @dataclass(frozen=True)
 class Figure:
     """A plot.
@@ -334,7 +349,7 @@ class Section:
     """A part of the report.
 
     Attributes:
-        key: its anchor.
+        key: its anchor; with the next two, filled in by whoever keeps the list of sections.
         title: its heading.
         tab: the page that it stands on, a key of `TABS`.
         text: paragraphs.
@@ -347,9 +362,9 @@ class Section:
         missing: a sentence on what has not been run yet; None where everything has.
     """
 
-    key: str
-    title: str
-    tab: str
+    key: str = ""
+    title: str = ""
+    tab: str = ""
     text: tuple[str, ...] = ()
     matrices: tuple[Matrix, ...] = ()
     figures: tuple[Figure, ...] = ()

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(old: Path, new: Path) -> int:
     from gradcheck_suite.studies.report.compare import changes, facts, lines
-    from gradcheck_suite.studies.report.verdicts import made_from, read_all
+    from gradcheck_suite.studies.report.reading import made_from, read_all
 
     for folder in (old, new):
         _expect_records(folder, "--compare")
