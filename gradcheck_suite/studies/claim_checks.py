@@ -13,9 +13,9 @@ from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Loop, TrainingRun
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.loops.reset_modes import RESET_MODES, bytes_saved_by_releasing
-from gradcheck_suite.page.content import answer
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.studies.ledger import Ledger
+from gradcheck_suite.studies.report.faster import answer
 from gradcheck_suite.studies.step_times import (
     ITEMS,
     MICRO_BATCHES,

@@ -11,20 +11,11 @@ from typing import Any
 
 from gradcheck_suite.core.records import Record
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.page.content import Answer, Figure, Report, Section, device_name, sources, step_times
+from gradcheck_suite.page.content import Answer, Figure, Report, Section, sources
 from gradcheck_suite.page.violation import stored_violations
-from gradcheck_suite.studies.report import charts, costs, evidence, verdicts
-from gradcheck_suite.studies.report.reading import (
-    Data,
-    Pairs,
-    Part,
-    Records,
-    by_device,
-    current,
-    environments,
-    made_from,
-    read_all,
-)
+from gradcheck_suite.studies.report import charts, costs, evidence, reading, verdicts
+from gradcheck_suite.studies.report.faster import step_times
+from gradcheck_suite.studies.report.reading import Data, Part, Records, by_device, current, device_name
 
 PARTS: tuple[Part, ...] = (
     verdicts.VERIFICATION, verdicts.AUDITS, costs.DECISION, costs.MEMORY, costs.COSTS, costs.COMPILED, costs.TRAFFIC,
@@ -192,7 +183,7 @@ def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:
 
 
 def _true(records: Records) -> Answer:
-    found = evidence.claim_list(records)
+    found = evidence.claim_list(records.of("claim"))
     counts = Counter(claim.verdict for claim in found)
     brief = f"{counts['confirmed']} yes, {counts['conditional']} under a condition, {counts['refuted']} no"
     sentence = (
@@ -219,7 +210,7 @@ SUBTITLE = "zero_ writes zeros to p.grad; None releases it: p.grad = None"
 
 def build(reports: Path) -> Report:
     """Build the report from the records under a folder; a record that cannot be read is left out and named."""
-    (answered, sections), records = made_from(read_all(reports), _parts)
+    (answered, sections), records = reading.made_from(reading.read_all(reports), _parts)
     violations, unread = stored_violations(reports)
     return Report(
         title=TITLE,
@@ -241,5 +232,5 @@ def _parts(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
     return answered, (*sections, *([last] if last else []))
 
 
-def _made_on(records: Records) -> tuple[Pairs, ...]:
-    return environments(record for kind in records.by_kind.values() for record in kind)
+def _made_on(records: Records) -> tuple[reading.Pairs, ...]:
+    return reading.environments(record for kind in records.by_kind.values() for record in kind)

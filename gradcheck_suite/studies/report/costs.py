@@ -8,34 +8,9 @@ from typing import Any
 from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.reset_modes import BENCHMARKED, bytes_saved_by_releasing
-from gradcheck_suite.page import content
-from gradcheck_suite.page.content import (
-    SETTING,
-    Cell,
-    Figure,
-    Matrix,
-    Section,
-    Table,
-    device_name,
-    pooled,
-    sources,
-    step_times,
-    summary,
-    table,
-)
-from gradcheck_suite.studies.report.charts import peaks_plot, ratio_plot, times_plot, window_memory_plot
-from gradcheck_suite.studies.report.reading import (
-    SUBJECTS,
-    Data,
-    Facts,
-    Part,
-    Records,
-    Tone,
-    by_device,
-    current,
-    latest,
-    matrix_of,
-)
+from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
+from gradcheck_suite.studies.report import charts, faster, reading
+from gradcheck_suite.studies.report.reading import Data, Facts, Part, Tone, by_device, current, device_name, latest
 
 BENCHMARKS = "pytest properties/benchmarks"
 INTO = "--bench-records reports"
@@ -56,8 +31,7 @@ def _milliseconds(row: Data | None) -> float | None:
 DECISION_COMMAND = f"{BENCHMARKS}/bench_decision.py {INTO}"
 
 
-def _decision(records: Records) -> Section | None:
-    measured = records.of("benchmark")
+def _decision(measured: list[Record]) -> Section | None:
     mine = current(measured, ["step"])
     if not mine:
         return None
@@ -70,7 +44,7 @@ def _decision(records: Records) -> Section | None:
         text=(
             "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
             "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
-            *(summary(of_device, device_name(device)) for device, of_device in devices.items()),
+            *(faster.summary(of_device, device_name(device)) for device, of_device in devices.items()),
             "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
             "the peak occurs before a backward has made all gradients again. Pages mapped per step show a cost on a "
             "CPU: the next backward maps anew the memory that a release gave back to the system.",
@@ -86,8 +60,8 @@ def _decision(records: Records) -> Section | None:
 
 def timed_steps(records: Iterable[Record]) -> list[Data]:
     """Return the times of steps of each setting, from the benchmark records of all runs on one machine."""
-    rows = pooled([record.data for record in current(records, ["step"])])
-    return sorted(rows, key=lambda d: tuple(d[name] for name in SETTING))
+    rows = faster.pooled([record.data for record in current(records, ["step"])])
+    return sorted(rows, key=lambda d: tuple(d[name] for name in faster.SETTING))
 
 
 def ratio_figures(rows: Sequence[Data], height: int = 240) -> tuple[Figure, ...]:
@@ -100,7 +74,7 @@ def _ratio_figure(rows: Sequence[Data], device: str, height: int) -> Figure:
     bars = " and middle half (bar)" if any(row["low"] is not None for row in shown) else ""
     return Figure(
         f"ratio-{device}",
-        ratio_plot(shown, height),
+        charts.ratio_plot(shown, height),
         f"Time of a step under None over that under zero_ on the {device_name(device)}: "
         + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
         f"Step time on the {device_name(device)}, None / zero_, in turn: median (point){bars} of each setting's pairs. "
@@ -126,7 +100,7 @@ def _ratio(row: Data) -> dict[str, Any]:
 
 
 def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
-    found = step_times(rows)
+    found = faster.step_times(rows)
 
     def predicted(row: Data) -> float | None:
         return None if bandwidth is None else 1000 * bytes_saved_by_releasing(int(row["bytes_between"])) / bandwidth
@@ -136,7 +110,7 @@ def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
 
     return table(
         f"A whole step on the {device_name(device)}, float32: what set_to_none saves",
-        [{**row, "better": content.MODES[better]} for row, better in zip(found.rows, found.faster, strict=True)],
+        [{**row, "better": faster.MODES[better]} for row, better in zip(found.rows, found.faster, strict=True)],
         {
             "parameters": "parameters",
             "items": "items",
@@ -158,7 +132,7 @@ def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
 
 
 DECISION = Part(
-    "decision", "cost", "When does releasing pay?", _decision,
+    "decision", "cost", "When does releasing pay?", "benchmark", _decision, None,
     f"Steps have not been timed yet: run `{DECISION_COMMAND}`.",
 )  # fmt: skip
 
@@ -166,15 +140,15 @@ DECISION = Part(
 # The section on the memory that each reset mode needs.
 
 
+WINDOW = ("device", "parameters", "layout", "dtype", "micro_batches", "mode")
+"""What a row is about."""
 TRACED = {"zero_": "zero_", "set_to_none": "None"}
 """The modes whose windows are drawn, and what the drawing calls them."""
 
 
-def _memory(records: Records) -> Section | None:
-    mine = current(records.of("memory"))
-    if not mine:
-        return None
-    rows = [r.data for r in latest(mine, SUBJECTS["memory"])]
+def _memory(measured: list[Record]) -> Section:
+    mine = current(measured)
+    rows = [r.data for r in latest(mine, WINDOW)]
 
     def mib(name: str, of: str = "") -> Any:
         return lambda row: None if (count := (row.get(of) or {} if of else row).get(name)) is None else count / MIB
@@ -192,7 +166,7 @@ def _memory(records: Records) -> Section | None:
         tables=(
             table(
                 "Memory of a training window, MiB",
-                sorted(rows, key=lambda d: tuple(d[n] for n in SUBJECTS["memory"][:-1])),  # type: ignore[index]
+                sorted(rows, key=lambda d: tuple(d[name] for name in WINDOW[:-1])),
                 {
                     "device": "device",
                     "parameters": "parameters",
@@ -222,7 +196,7 @@ def window_figure(records: Iterable[Record], height: int = 200) -> Figure | None
 
     It shows the largest model with the fewest micro-batches, where the two modes differ most.
     """
-    traced = latest((r for r in records if r.data.get("window") and r.data["mode"] in TRACED), SUBJECTS["memory"])
+    traced = latest((r for r in records if r.data.get("window") and r.data["mode"] in TRACED), WINDOW)
     settings: dict[tuple[int, int], dict[str, Data]] = {}
     for data in (record.data for record in traced):
         modes = settings.setdefault((int(data["parameters"]), -int(data["micro_batches"])), {})
@@ -238,7 +212,7 @@ def window_figure(records: Iterable[Record], height: int = 200) -> Figure | None
     )
     return Figure(
         "window-memory",
-        window_memory_plot({name: data["window"] for name, data in shown.items()}, height),
+        charts.window_memory_plot({name: data["window"] for name, data in shown.items()}, height),
         f"Bytes alive after each operation of one window. {said}",
         f"Bytes of live tensors, counted by the suite's ledger after each operation of one window: K = {-setting[1]} "
         f"micro-batch{'es' * (setting[1] != -1)}, step and reset, {setting[0]:,} parameters. {said}.",
@@ -257,7 +231,7 @@ def _peaks(rows: Sequence[Data]) -> Figure | None:
     ]
     return Figure(
         "memory-peaks",
-        peaks_plot(shown),
+        charts.peaks_plot(shown),
         "Peak memory of a window by the ledger: "
         + "; ".join(f"{row['setting']}, {row['mode']}: {row['MiB']:.1f} MiB" for row in shown),
         "Peak of a window by the ledger, parameters included. Models with float32 gradients, by number of parameters.",
@@ -270,8 +244,8 @@ def _memory_facts(data: Data) -> Facts:
 
 
 MEMORY = Part(
-    "memory", "cost", "What each reset mode costs in memory", _memory,
-    f"Memory has not been measured yet: run `{BENCHMARKS}/bench_memory_modes.py {INTO}`.", "memory", _memory_facts,
+    "memory", "cost", "What each reset mode costs in memory", "memory", _memory, _memory_facts,
+    f"Memory has not been measured yet: run `{BENCHMARKS}/bench_memory_modes.py {INTO}`.",
 )  # fmt: skip
 
 
@@ -290,8 +264,7 @@ Setting = tuple[Any, ...]
 """Parameters, tensors, dtype and micro-batches."""
 
 
-def _costs(records: Records) -> Section | None:
-    measured = records.of("benchmark")
+def _costs(measured: list[Record]) -> Section | None:
     timed = current(measured, ["reset", "backward", "window"])
     names = ("measures", "mode", "dtype", "parameters", "layout", "micro_batches", "device")
     rows = [r.data for r in latest(timed, names)]
@@ -499,7 +472,7 @@ def _reset_figures(rows: Sequence[Data], device: str) -> list[Figure]:
     name = device_name(device)
     figure = Figure(
         f"resets-{device}",
-        times_plot(resets, x="parameters", y="ms"),
+        charts.times_plot(resets, x="parameters", y="ms"),
         f"Time of a reset against the number of parameters, one line per mode, float32 on the {name}",
         f"The reset alone on the {name}, float32. A release makes one call per tensor and moves no bytes.",
     )
@@ -507,8 +480,8 @@ def _reset_figures(rows: Sequence[Data], device: str) -> list[Figure]:
 
 
 def _benchmark_facts(data: Data) -> Facts:
-    names = SUBJECTS["benchmark"]
-    assert not callable(names)
+    names = ("measures", "mode", "device", "dtype", "parameters", "layout", "items", "micro_batches", "part",
+             "compiled")  # fmt: skip
     what = " ".join(f"{n} {data[n]}" if n in names[4:] else str(data[n]) for n in names if data.get(n) is not None)
     if data.get("measures") == "step":
         return {f"{what}: saved by None, share of the step": float(data["saved"]) / float(data["zero"])}
@@ -516,8 +489,8 @@ def _benchmark_facts(data: Data) -> Facts:
 
 
 COSTS = Part(
-    "costs", "cost", "What each reset mode costs", _costs,
-    f"Nothing has been measured yet: run `{BENCHMARKS}/bench_modes.py {INTO}`.", "benchmark", _benchmark_facts,
+    "costs", "cost", "What each reset mode costs", "benchmark", _costs, _benchmark_facts,
+    f"Nothing has been measured yet: run `{BENCHMARKS}/bench_modes.py {INTO}`.",
 )  # fmt: skip
 
 
@@ -542,8 +515,7 @@ def _compiled_rows(measured: Iterable[Record]) -> list[Data]:
     return [r.data for r in latest(current(measured, ["compiled", "captured"]), names)]
 
 
-def _compiled(records: Records) -> Section | None:
-    measured = records.of("benchmark")
+def _compiled(measured: list[Record]) -> Section | None:
     rows = _compiled_rows(measured)
     if not rows:
         return None
@@ -627,7 +599,7 @@ def _captured(rows: Sequence[Data], windows: Sequence[Data]) -> Table:
 
 
 COMPILED = Part(
-    "compiled", "cost", "Compiled steps and captured graphs", _compiled,
+    "compiled", "cost", "Compiled steps and captured graphs", "benchmark", _compiled, None,
     f"Nothing was compiled or captured yet: run `{COMPILED_COMMAND}`.",
 )  # fmt: skip
 
@@ -635,10 +607,7 @@ COMPILED = Part(
 # The ledger of communication: the collectives and bytes of each window, as predicted and as counted.
 
 
-def _traffic(records: Records) -> Section | None:
-    newest = records.newest("traffic")
-    if not newest:
-        return None
+def _traffic(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     agree = sum(as_predicted(data) for data in datas)
     return Section(
@@ -702,7 +671,7 @@ def _traffic_matrix(datas: Sequence[Data]) -> Matrix:
             return "none", ("not counted",)
         return "good" if all(map(as_predicted, windows)) else "bad", tuple(said)
 
-    return matrix_of(
+    return reading.matrix_of(
         "Collectives and bytes of a window, on every reset mode of the wrapper; green: exactly as predicted",
         "wrapper",
         {(n, k): f"{n} ranks, K = {k}" for n, k in sorted({place for row in cells.values() for place in row})},
@@ -716,5 +685,4 @@ def _traffic_facts(data: Data) -> Facts:
     return {what: "{:g} collectives of {:g} bytes".format(*total(data["observed"]))}
 
 
-TRAFFIC = Part("traffic", "cost", "What several ranks send to each other", _traffic, kind="traffic",
-               facts=_traffic_facts)  # fmt: skip
+TRAFFIC = Part("traffic", "cost", "What several ranks send to each other", "traffic", _traffic, _traffic_facts)

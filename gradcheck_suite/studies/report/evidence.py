@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.page.content import Cell, Claim, Figure, Section, Table, answer, sources, table
+from gradcheck_suite.page.content import Cell, Claim, Figure, Section, Table, sources, table
 from gradcheck_suite.studies import tally
 from gradcheck_suite.studies.claims import CLAIMS
 from gradcheck_suite.studies.report.charts import bars_plot, counts_plot, detection_plot, scoreboard_plot
-from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records
+from gradcheck_suite.studies.report.faster import answer
+from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, latest
 from gradcheck_suite.studies.rivals import RIVALS
 from gradcheck_suite.studies.tally import OURS as SUITE
 from gradcheck_suite.studies.tally import Curve, curve_from_json, exponents, share_found, spread_from_json
@@ -40,13 +42,11 @@ def with_steps(records: Records, steps: Sequence[Data]) -> Records:
     return replace(records, by_kind={**records.by_kind, "claim": claims})
 
 
-def claim_list(records: Records) -> tuple[Claim, ...]:
+def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
     """Return the claims with their last verdicts, by origin and number."""
     found = []
-    for record in records.newest("claim"):
+    for record in latest((r for r in records if "number" in r.data), ["number"]):
         data = record.data
-        if "number" not in data:
-            continue
         number, text = str(data["number"]), str(data["text"])
         known = CLAIMS.get(number)
         numbers, figures, series = _figures_of_claim(number, data.get("figures") or {})
@@ -68,9 +68,10 @@ def claim_list(records: Records) -> tuple[Claim, ...]:
     return tuple(sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)]))
 
 
-def _claims(records: Records) -> Section | None:
+def _claims(records: list[Record]) -> Section | None:
     found = claim_list(records)
-    loops = [record.data for record in records.newest("claim") if "loop" in record.data]
+    loops = [record.data for record in latest((r for r in records if "loop" in r.data), ["loop"])]
+    used = [record for record in records if "number" in record.data or "loop" in record.data]
     if not found and not loops:
         return None
     printed = table(
@@ -86,7 +87,6 @@ def _claims(records: Records) -> Section | None:
             "smallest case": lambda d: "\n".join(map(str, d.get("smallest", ()))),
         },
     )
-    used = [record for record in records.of("claim") if "number" in record.data or "loop" in record.data]
     return Section(
         text=(
             "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, "
@@ -162,8 +162,9 @@ def _value(value: object) -> str:
 
 
 CLAIMED = Part(
-    "claims", "claims", "The claims", _claims, "The claims have not been tested yet: run `gradcheck-suite claims`.",
-    "claim", lambda d: {f"claim {d['number']}": str(d["verdict"])} if "number" in d else {},
+    "claims", "claims", "The claims", "claim", _claims,
+    lambda d: {f"claim {d['number']}": str(d["verdict"])} if "number" in d else {},
+    "The claims have not been tested yet: run `gradcheck-suite claims`.",
 )  # fmt: skip
 
 
@@ -173,10 +174,9 @@ CLAIMED = Part(
 OURS = "gradcheck-suite"
 
 
-def _zoo(records: Records) -> Section | None:
-    newest = records.newest("zoo")
+def _zoo(newest: list[Record]) -> Section | None:
     coarser = [record for record in newest if record.data.get("dtype")]
-    own = [record for record in records.of("zoo") if not record.data.get("dtype")][-1:]
+    own = [record for record in newest if not record.data.get("dtype")]
     if not own:
         return None
     data = own[0].data
@@ -288,8 +288,8 @@ def _zoo_facts(data: Data) -> Facts:
 
 
 ZOO = Part(
-    "zoo", "zoo", "The zoo of known bugs", _zoo, "The zoo has not been run yet: run `gradcheck-suite zoo`.",
-    "zoo", _zoo_facts,
+    "zoo", "zoo", "The zoo of known bugs", "zoo", _zoo, _zoo_facts,
+    "The zoo has not been run yet: run `gradcheck-suite zoo`.",
 )  # fmt: skip
 
 
@@ -299,10 +299,7 @@ ZOO = Part(
 PLOTTED = "everywhere"
 
 
-def _calibration(records: Records) -> Section | None:
-    newest = records.newest("calibration")
-    if not newest:
-        return None
+def _calibration(newest: list[Record]) -> Section:
     data = newest[0].data
     reached = ", ".join(
         f"{part['reached']} of {part['reached'] + len(part['missing'])} kinds of {what}"
@@ -448,19 +445,16 @@ def _calibration_facts(data: Data) -> Facts:
 
 
 CALIBRATION = Part(
-    "calibration", "trust", "How far the verdicts can be trusted", _calibration,
-    "The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.", "calibration", _calibration_facts,
+    "calibration", "trust", "How far the verdicts can be trusted", "calibration", _calibration, _calibration_facts,
+    "The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.",
 )  # fmt: skip
 
 
 # Where torch and JAX choose different derivatives: kinks, ties and limits.
 
 
-def _atlas(records: Records) -> Section | None:
-    whole = [record for record in records.of("atlas") if isinstance(record.data.get("rows"), list)][-1:]
-    if not whole:
-        return None
-    rows = [row for row in whole[0].data["rows"] if isinstance(row, dict)]
+def _atlas(newest: list[Record]) -> Section:
+    rows = newest[0].data["rows"]
     agree = sum(bool(row.get("agree")) for row in rows)
     points = len({(row.get("operation"), row.get("point")) for row in rows})
     dtypes = counted(len({row.get("dtype") for row in rows}), "dtype")
@@ -486,7 +480,7 @@ def _atlas(records: Records) -> Section | None:
                 {name: lambda row, name=name: _cell(row.get(name)) for name in names},
             ),
         ),
-        sources=sources(whole),
+        sources=sources(newest),
     )
 
 
@@ -508,12 +502,11 @@ def _atlas_facts(data: Data) -> Facts:
     return {
         f"{row.get('operation')} at {row.get('point')} {row.get('dtype')}": f"torch {row.get('torch')}, "
         f"jax {row.get('jax')}"
-        for row in data.get("rows", ())
+        for row in data["rows"]
     }
 
 
-ATLAS = Part("atlas", "atlas", "Where torch and JAX choose different derivatives", _atlas, kind="atlas",
-             facts=_atlas_facts)  # fmt: skip
+ATLAS = Part("atlas", "atlas", "Where torch and JAX choose different derivatives", "atlas", _atlas, _atlas_facts)
 
 
 # What a gradient of zeros does to a parameter and its optimizer state that None does not, for every optimizer.
@@ -527,10 +520,7 @@ VARIANTS = {
 """The settings that have a column of their own -> how the sentence begins on those that move the parameter."""
 
 
-def _zero_or_none(records: Records) -> Section | None:
-    newest = records.newest("zero-or-none")
-    if not newest:
-        return None
+def _zero_or_none(newest: list[Record]) -> Section:
     optimizers: dict[str, dict[str, Data]] = {}
     for record in newest:
         optimizers.setdefault(str(record.data["optimizer"]), {})[str(record.data["variant"])] = record.data
@@ -618,22 +608,16 @@ def _zero_or_none_facts(data: Data) -> Facts:
     return {f"{data['optimizer']}, {data['variant']}: zeros change": ", ".join(data["zero_changes"]) or "nothing"}
 
 
-ZERO_OR_NONE = Part("zero-or-none", "atlas", "What zeros do that None does not", _zero_or_none, kind="zero-or-none",
-                    facts=_zero_or_none_facts)  # fmt: skip
+ZERO_OR_NONE = Part(
+    "zero-or-none", "atlas", "What zeros do that None does not", "zero-or-none", _zero_or_none, _zero_or_none_facts
+)
 
 
 # The steps of torch's optimizers in optax: where the formulas differ, and how far the parameters are apart.
 
 
-def _steps(records: Records) -> Section | None:
-    newest: dict[str, tuple[int, Data]] = {}
-    for number, record in enumerate(records.of("step")):
-        rows = record.data.get("rows")
-        for row in rows if isinstance(rows, list) else ():
-            if isinstance(row, dict) and isinstance(row.get("torch"), str):
-                newest[row["torch"]] = number, row
-    if not newest:
-        return None
+def _steps(every: list[Record]) -> Section:
+    newest = {row["torch"]: (number, row) for number, record in enumerate(every) for row in record.data["rows"]}
     found = [row for _, row in newest.values()]
     agree = sum(bool(row.get("agree")) for row in found)
 
@@ -667,7 +651,7 @@ def _steps(records: Records) -> Section | None:
                 },
             ),
         ),
-        sources=sources(records.of("step")[number] for number in sorted({number for number, _ in newest.values()})),
+        sources=sources(every[number] for number in sorted({number for number, _ in newest.values()})),
     )
 
 
@@ -676,5 +660,6 @@ def _step_facts(data: Data) -> Facts:
     return {f"step of {row['torch']}": said[bool(row["agree"])] for row in data["rows"]}
 
 
-OPTIMIZER_STEPS = Part("steps", "trust", "The step of each optimizer, by torch and by optax", _steps, kind="step",
-                       facts=_step_facts)  # fmt: skip
+OPTIMIZER_STEPS = Part(
+    "steps", "trust", "The step of each optimizer, by torch and by optax", "step", _steps, _step_facts
+)

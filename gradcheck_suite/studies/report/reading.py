@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from gradcheck_suite.core.records import KINDS, Record, read_records
 from gradcheck_suite.page.content import Matrix, Section
 
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+"""Device -> what a reader calls it."""
 Data = Mapping[str, Any]
 """The data of a record, or a part of them."""
 Pairs = tuple[tuple[str, str], ...]
@@ -24,6 +26,11 @@ FINDINGS = "findings"
 """The folder of what people wrote down about trainers and frameworks, one Markdown file each."""
 
 
+def device_name(device: str) -> str:
+    """Return what a reader calls a device."""
+    return DEVICES.get(device, device)
+
+
 def run_of(data: Data) -> tuple[str, int]:
     """Return an audited script with its arguments, and the number of its ranks."""
     return " ".join([str(data["loop"]), *data.get("arguments", ())]), int(data.get("ranks") or 1)
@@ -31,22 +38,21 @@ def run_of(data: Data) -> tuple[str, int]:
 
 SUBJECTS: dict[str, tuple[str, ...] | Callable[[Data], Hashable] | None] = {
     "verify": ("loop", "dtype", "device", "optimizer", "problem"),
-    "claim": ("number", "loop"),
+    "claim": None,
     "zoo": ("dtype",),
     "calibration": (),
     "trainer": ("trainer", "version", "question"),
     "bridge": ("architecture", "version", "widened"),
-    "benchmark": ("measures", "mode", "device", "dtype", "parameters", "layout", "items", "micro_batches", "part",
-                  "compiled"),
-    "memory": ("device", "parameters", "layout", "dtype", "micro_batches", "mode"),
+    "benchmark": None,
+    "memory": None,
     "atlas": (),
     "zero-or-none": ("optimizer", "variant"),
     "traffic": ("loop", "ranks", "accumulation_steps"),
     "step": None,
     "audit": run_of,
-}  # fmt: skip
+}
 """Kind of record -> the fields that name its subject, of which the newest record counts; no field: the last record;
-None: all records."""
+None: every record."""
 
 
 def latest(records: Iterable[Record], subject: Sequence[str] | Callable[[Data], Hashable]) -> list[Record]:
@@ -70,20 +76,20 @@ class Records:
     Attributes:
         by_kind: the records.
         problems: a line for each that could not be read.
-        findings: the texts of the folder's findings.
+        findings: the texts of the folder's findings, as records that no command made.
     """
 
     by_kind: Mapping[str, list[Record]]
     problems: tuple[str, ...]
-    findings: tuple[str, ...] = ()
+    findings: tuple[Record, ...] = ()
 
     def of(self, kind: str) -> list[Record]:
         """Return a kind's records."""
-        return self.by_kind.get(kind, [])
+        return list(self.findings) if kind == FINDINGS else self.by_kind.get(kind, [])
 
     def newest(self, kind: str) -> list[Record]:
         """Return the last record of each subject of a kind."""
-        subject = SUBJECTS[kind]
+        subject = SUBJECTS.get(kind)
         return self.of(kind) if subject is None else latest(self.of(kind), subject)
 
 
@@ -99,25 +105,24 @@ class Part:
         key: its anchor.
         tab: the page that it stands on.
         title: its heading.
-        content: records -> the section without key, tab and title; None where nothing was recorded.
-        missing: what the section says then; empty where it is left out.
-        kind: of the records that `facts` reads.
+        kind: of the records that it shows.
+        content: newest records -> the section without key, tab and title; None where they say nothing that it shows.
         facts: data of a newest record -> what it says; None where another section has the facts of the kind.
+        missing: what the section says where there are no records; empty where it is left out.
     """
 
     key: str
     tab: str
     title: str
-    content: Callable[[Records], Section | None]
-    missing: str = ""
-    kind: str = ""
+    kind: str
+    content: Callable[[list[Record]], Section | None]
     facts: Callable[[Data], Facts] | None = None
+    missing: str = ""
 
     def section(self, records: Records) -> Section | None:
         """Return the section; None where nothing was recorded and the report does not say so."""
-        found = self.content(records)
-        if found is None and self.missing:
-            found = Section(missing=self.missing)
+        newest = records.newest(self.kind)
+        found = (self.content(newest) if newest else None) or (Section(missing=self.missing) if self.missing else None)
         return found and replace(found, key=self.key, tab=self.tab, title=self.title)
 
 
@@ -129,7 +134,7 @@ def read_all(reports: Path) -> Records:
         found[kind], trouble = read_records(reports, kind)
         problems += trouble
     texts = (path.read_text(encoding="utf-8") for path in sorted((reports / FINDINGS).glob("*.md")))
-    return Records(found, tuple(problems), tuple(texts))
+    return Records(found, tuple(problems), tuple(Record(FINDINGS, {"text": text}) for text in texts))
 
 
 def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, Records]:

@@ -14,32 +14,10 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
-from gradcheck_suite.page.content import (
-    Answer,
-    Cell,
-    Document,
-    Figure,
-    Matrix,
-    Section,
-    Source,
-    Table,
-    device_name,
-    sources,
-    table,
-)
+from gradcheck_suite.page.content import Answer, Cell, Document, Figure, Matrix, Section, Source, Table, sources, table
+from gradcheck_suite.studies.report import reading
 from gradcheck_suite.studies.report.charts import against_bound_plot, counts_plot
-from gradcheck_suite.studies.report.reading import (
-    SUBJECTS,
-    Data,
-    Facts,
-    Pairs,
-    Part,
-    Records,
-    Tone,
-    environments,
-    matrix_of,
-    run_of,
-)
+from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, Tone, device_name, matrix_of, run_of
 from gradcheck_suite.studies.trainers import cut_text
 
 
@@ -59,10 +37,7 @@ NOT_RUN = (
 )
 
 
-def _verification(records: Records) -> Section | None:
-    newest = records.newest("verify")
-    if not newest:
-        return None
+def _verification(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     verdicts = table(
         "Every loop and its verdict",
@@ -224,22 +199,20 @@ def title_of(data: Data) -> str | None:
 
 
 def _verification_facts(data: Data) -> Facts:
-    return {" ".join(str(data[name]) for name in SUBJECTS["verify"] if data.get(name)): outcome(data)}  # type: ignore[union-attr]
+    names = ("loop", "dtype", "device", "optimizer", "problem")
+    return {" ".join(str(data[name]) for name in names if data.get(name)): outcome(data)}
 
 
 VERIFICATION = Part(
-    "verified", "verification", "What was verified", _verification,
-    "Nothing has been verified yet: run `gradcheck-suite verify`.", "verify", _verification_facts,
+    "verified", "verification", "What was verified", "verify", _verification, _verification_facts,
+    "Nothing has been verified yet: run `gradcheck-suite verify`.",
 )  # fmt: skip
 
 
 # The scripts that were audited: the last verdict on each.
 
 
-def _audits(records: Records) -> Section | None:
-    newest = records.newest("audit")
-    if not newest:
-        return None
+def _audits(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     violated = sum(data["verdict"] == "violated" for data in datas)
     runs: dict[str, dict[int, Data]] = {}
@@ -290,7 +263,7 @@ def _audit_facts(data: Data) -> Facts:
     return {f"{script} on {ranks} ranks" if ranks > 1 else script: outcome(data)}
 
 
-AUDITS = Part("audits", "verification", "Audited scripts", _audits, kind="audit", facts=_audit_facts)
+AUDITS = Part("audits", "verification", "Audited scripts", "audit", _audits, _audit_facts)
 
 
 # Which real architectures the bridge carries over to JAX, and how well torch and JAX agree there.
@@ -299,10 +272,7 @@ AUDITS = Part("audits", "verification", "Audited scripts", _audits, kind="audit"
 NARROW_SHOWN = 3
 
 
-def _bridge(records: Records) -> Section | None:
-    newest = records.newest("bridge")
-    if not newest:
-        return None
+def _bridge(newest: list[Record]) -> Section:
     refused = [record.data for record in newest if "refused" in record.data]
     carried = [record.data for record in newest if "refused" not in record.data]
     plain = [data for data in carried if not data["widened"]]
@@ -374,10 +344,9 @@ def _bridge_facts(data: Data) -> Facts:
 
 
 BRIDGE = Part(
-    "bridge", "trust", "Your own model in JAX", _bridge,
+    "bridge", "trust", "Your own model in JAX", "bridge", _bridge, _bridge_facts,
     "No architecture has been carried over yet: run "
     "`pytest tests/bridge/test_architectures.py --full --bridge-records reports`, which needs transformers.",
-    "bridge", _bridge_facts,
 )  # fmt: skip
 
 
@@ -388,10 +357,7 @@ Answers = Mapping[tuple[str, str], Mapping[str, Data]]
 """Trainer and version -> question -> the answer."""
 
 
-def _trainers(records: Records) -> Section | None:
-    newest = records.newest("trainer")
-    if not newest:
-        return None
+def _trainers(newest: list[Record]) -> Section:
     models: list[Data] = []
     answers: dict[tuple[str, str], dict[str, Data]] = {}
     for data in (record.data for record in newest):
@@ -510,24 +476,22 @@ def _trainers_facts(data: Data) -> Facts:
 
 
 REAL_TRAINERS = Part(
-    "trainers", "trainers", "Real trainers", _trainers,
-    "No trainer has been asked yet: run `gradcheck-suite trainers`.", "trainer", _trainers_facts,
+    "trainers", "trainers", "Real trainers", "trainer", _trainers, _trainers_facts,
+    "No trainer has been asked yet: run `gradcheck-suite trainers`.",
 )  # fmt: skip
 
 
 # Findings in trainers and frameworks that people wrote down.
 
 
-def _findings(records: Records) -> Section | None:
-    if not records.findings:
-        return None
-    heads = [text.lstrip().partition("\n") for text in records.findings]
+def _findings(texts: list[Record]) -> Section:
+    heads = [record.data["text"].lstrip().partition("\n") for record in texts]
     text = f"{len(heads)} findings, each with a script that shows it without the suite, its cause and a fix."
     documents = tuple(Document(head.lstrip("# ").strip(), rest.strip()) for head, _, rest in heads)
     return Section(text=(text,), documents=documents)
 
 
-FINDINGS = Part("findings", "trainers", "Findings", _findings)
+FINDINGS = Part("findings", "trainers", "Findings", reading.FINDINGS, _findings)
 
 
 # Where the figures come from: every run, its machine, and the parts of the report that show it.
@@ -537,7 +501,7 @@ FIRST_PAGE = "Overview"
 
 
 def provenance(
-    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[Pairs]
+    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[reading.Pairs]
 ) -> Section | None:
     """Return the section on all runs and machines; None without records.
 
@@ -555,27 +519,20 @@ def provenance(
     runs = table(
         "Every run behind this report",
         [
-            (kind, number, source)
-            for kind, found in records.by_kind.items()
+            {**{name: value or None for name, value in vars(source).items()}, "machine": number,
+             "code": "older" if source.older else "current", "tree": "unclean" if source.unclean else None,
+             "shown": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run"}
+            for found in records.by_kind.values()
             for number, made in enumerate((*made_on, ()), 1)
-            for source in sources(r for r in found if environments([r]) == ((made,) if made else ()))
+            for source in sources(r for r in found if reading.environments([r]) == ((made,) if made else ()))
         ],
-        {
-            "records": lambda run: run[0],
-            "number": lambda run: run[2].records,
-            "date": lambda run: run[2].date or None,
-            "commit": lambda run: run[2].commit or None,
-            "command": lambda run: run[2].command or None,
-            "machine": lambda run: run[1],
-            "code": lambda run: "older" if run[2].older else "current",
-            "working tree": lambda run: "unclean" if run[2].unclean else None,
-            "shown in": lambda run: ", ".join(shown_in.get(_run(run[2]), ())) or "replaced by a newer run",
-        },
+        {"records": "kind", "number": "records", "date": "date", "commit": "commit", "command": "command",
+         "machine": "machine", "code": "code", "working tree": "tree", "shown in": "shown"},
         "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
         "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
         "claims of what verifies. One command can write both kinds. A part of the report shows the newest record of "
         "each subject, so a later run can replace an earlier one, in whole or in part.",
-    )
+    )  # fmt: skip
     if not runs.rows:
         return None
     names = dict.fromkeys(name for made in made_on for name, _ in made)
