@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from gradcheck_suite.auditing.options import INSTRUMENTS
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import write_json
@@ -138,7 +137,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
     add("--stop-on-violation", action="store_true", help="end the script at its first violation")
-    add("--json", type=Path, metavar="PATH", help="write the result here as JSON")
+    parsers.add_json(parser, "the result")
     add("--reports", type=Path, metavar="DIR", help="append the result to the records under DIR")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
@@ -148,7 +147,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
     if arguments.json is not None or arguments.reports is not None:
-        output_paths.expect_writable(arguments.reports or Path("."), json=arguments.json)
+        parsers.expect_writable(arguments.reports or Path("."), json=arguments.json)
 
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,19 +101,10 @@ class Table:
             assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
 
 
-def table(
-    caption: str, rows: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Cell]], note: str = ""
-) -> Table:
-    """Return a table with a line for each of some rows.
-
-    Args:
-        caption: what its rows are.
-        rows: of any type.
-        columns: header -> the field of a row that stands there, or a function of the row.
-        note: under the table.
-    """
-    cells = (tuple(row[of] if isinstance(of, str) else of(row) for of in columns.values()) for row in rows)
-    return Table(caption, tuple(columns), tuple(cells), note)
+def table(caption: str, rows: Iterable[Mapping[str, Cell]], note: str = "") -> Table:
+    """Return a table of rows that each have the header of every column with its cell."""
+    rows = list(rows)
+    return Table(caption, tuple(rows[0] if rows else ()), tuple(tuple(row.values()) for row in rows), note)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_json, write_text
@@ -16,7 +15,7 @@ PICTURES = "pictures"
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    output_paths.add_reports(parser, "where the records are and the report goes")
+    parsers.add_reports(parser, "where the records are and the report goes")
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -30,17 +29,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
     if arguments.compare is not None:
         return _compare(*arguments.compare)
+    from gradcheck_suite.page import render
+
+    render.expect_installed("the report")
     reports: Path = arguments.reports
     _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")
-    from gradcheck_suite.page import render
     from gradcheck_suite.page.content import to_json
     from gradcheck_suite.studies.report.build import build
 
     report = build(reports)
-    html = render.report_html(report)
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(report)}
-    write_text(reports / "report.html", html)
+    write_text(reports / "report.html", render.report_html(report))
     write_text(reports / "report.md", render.report_markdown(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
     write_json(reports / "report.json", to_json(report))
     (reports / PICTURES).mkdir(exist_ok=True)

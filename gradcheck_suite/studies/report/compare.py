@@ -29,12 +29,13 @@ class Change:
     after: str | None
 
 
-def facts(records: Records) -> dict[str, Facts]:
+def facts(records: Records) -> Mapping[str, Facts]:
     """Return what the newest records of each kind say."""
     found: dict[str, dict[str, str | float]] = {kind: {} for kind in SUBJECTS}
     for part in PARTS:
-        for record in records.newest(part.kind) if part.facts else ():
-            found[part.kind] |= part.facts(record.data)
+        if part.facts is not None:
+            for record in records.newest(part.kind):
+                found[part.kind] |= part.facts(record.data)
     return found
 
 

@@ -101,30 +101,27 @@ def _ratio(row: Data) -> dict[str, Any]:
 
 def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
     found = faster.step_times(rows)
-
-    def predicted(row: Data) -> float | None:
-        return None if bandwidth is None else 1000 * bytes_saved_by_releasing(int(row["bytes_between"])) / bandwidth
-
-    def pages(which: int) -> Any:
-        return lambda row: None if (count := (row.get("faults") or (None, None))[which]) is None else round(count)
-
     return table(
         f"A whole step on the {device_name(device)}, float32: what set_to_none saves",
-        [{**row, "better": faster.MODES[better]} for row, better in zip(found.rows, found.faster, strict=True)],
-        {
-            "parameters": "parameters",
-            "items": "items",
-            "K": "micro_batches",
-            "step under zero_, ms": lambda row: 1000 * float(row["zero"]),
-            "predicted, ms": predicted,
-            "saved, ms": lambda row: 1000 * float(row["saved"]),
-            "saved, %": lambda row: 100 * float(row["saved"]) / float(row["zero"]),
-            "faster in pairs": lambda row: f"{row['faster']} of {row['pairs']}",
-            "faster": "better",
-            "saved between steps, MiB": lambda row: float(row["bytes_between"]) / MIB,
-            "pages mapped, zero_": pages(0),
-            "pages mapped, set_to_none": pages(1),
-        },
+        [
+            {
+                "parameters": row["parameters"],
+                "items": row["items"],
+                "K": row["micro_batches"],
+                "step under zero_, ms": 1000 * float(row["zero"]),
+                "predicted, ms": bandwidth and 1000 * bytes_saved_by_releasing(row["bytes_between"]) / bandwidth,
+                "saved, ms": 1000 * float(row["saved"]),
+                "saved, %": 100 * float(row["saved"]) / float(row["zero"]),
+                "faster in pairs": f"{row['faster']} of {row['pairs']}",
+                "faster": faster.MODES[better],
+                "saved between steps, MiB": float(row["bytes_between"]) / MIB,
+                **{
+                    f"pages mapped, {mode}": None if count is None else round(count)
+                    for mode, count in zip(TRACED, row.get("faults") or (None, None), strict=True)
+                },
+            }
+            for row, better in zip(found.rows, found.faster, strict=True)
+        ],
         "Items are those of one micro-batch. K micro-batches make an update, so a small K is a high update frequency. "
         "A negative saving is a cost. Predicted: the bytes that zero_ moves beyond a release (four times the "
         "gradients' bytes) over the copy bandwidth that `bench_modes.py` measured.",
@@ -150,12 +147,24 @@ def _memory(measured: list[Record]) -> Section:
     mine = current(measured)
     rows = [r.data for r in latest(mine, WINDOW)]
 
-    def mib(name: str, of: str = "") -> Any:
-        return lambda row: None if (count := (row.get(of) or {} if of else row).get(name)) is None else count / MIB
-
-    def number(name: str) -> Any:
-        return lambda row: (row.get("allocator") or {}).get(name)
-
+    lines = [
+        {
+            "device": row["device"],
+            "parameters": row["parameters"],
+            "dtype": row["dtype"],
+            "K": row["micro_batches"],
+            "mode": row["mode"],
+            "gradients between steps": _mib(row["gradients_between"]),
+            "peak by the ledger": _mib(row["peak"]),
+            "resident peak": _mib(row["resident_peak"]),
+            **{f"{kind} peak": _mib(cuda.get(f"{kind}_peak")) for kind in ("requested", "allocated", "reserved")},
+            "allocations per window": cuda.get("allocations"),
+            "retries": cuda.get("retries"),
+            "segments": cuda.get("segments"),
+        }
+        for row in sorted(rows, key=lambda d: tuple(d[name] for name in WINDOW[:-1]))
+        for cuda in (row.get("allocator") or {},)
+    ]
     return Section(
         text=(
             "Each row was measured in a process of its own. Between steps, zeroing keeps all gradients alive and "
@@ -166,29 +175,18 @@ def _memory(measured: list[Record]) -> Section:
         tables=(
             table(
                 "Memory of a training window, MiB",
-                sorted(rows, key=lambda d: tuple(d[name] for name in WINDOW[:-1])),
-                {
-                    "device": "device",
-                    "parameters": "parameters",
-                    "dtype": "dtype",
-                    "K": "micro_batches",
-                    "mode": "mode",
-                    "gradients between steps": lambda row: row["gradients_between"] / MIB,
-                    "peak by the ledger": lambda row: row["peak"] / MIB,
-                    "resident peak": mib("resident_peak"),
-                    **{f"{kind} peak": mib(f"{kind}_peak", "allocator")
-                       for kind in ("requested", "allocated", "reserved")},
-                    "allocations per window": number("allocations"),
-                    "retries": number("retries"),
-                    "segments": number("segments"),
-                },
+                lines,
                 "The ledger counts the bytes of live tensors, parameters included. The resident peak is the process's, "
                 "beyond its resident size before the model was built. CUDA's allocator reports the last six columns; "
                 "its peaks are those above the context, the libraries' workspaces and the inputs.",
             ),
         ),
         sources=sources(mine),
-    )  # fmt: skip
+    )
+
+
+def _mib(count: float | None) -> float | None:
+    return None if count is None else count / MIB
 
 
 def window_figure(records: Iterable[Record], height: int = 200) -> Figure | None:
@@ -342,67 +340,56 @@ def _windows(rows: Sequence[Data], device: str) -> Table:
 
 
 def _resets(rows: Sequence[Data], device: str) -> Table:
-    def floor(row: Data) -> float | None:
-        return float(row["predicted_bytes"]) / float(row["bytes_per_second"]) or None
-
     return table(
         f"The reset alone on the {device_name(device)}",
-        [row for modes in _by_mode(rows, "reset").values() for row in modes.values()],
-        {
-            "parameters": "parameters",
-            "tensors": "layout",
-            "dtype": "dtype",
-            "mode": "mode",
-            "ms": _milliseconds,
-            "minimum, ms": lambda row: (least := floor(row)) and 1000 * least,
-            "share of copy bandwidth": lambda row: (least := floor(row)) and least / _median(row),
-        },
+        [
+            {
+                "parameters": row["parameters"],
+                "tensors": row["layout"],
+                "dtype": row["dtype"],
+                "mode": row["mode"],
+                "ms": 1000 * _median(row),
+                "minimum, ms": 1000 * least if least else None,
+                "share of copy bandwidth": least / _median(row) if least else None,
+            }
+            for modes in _by_mode(rows, "reset").values()
+            for row in modes.values()
+            for least in (float(row["predicted_bytes"]) / float(row["bytes_per_second"]),)
+        ],
         "The flush does not empty every cache, so resets of small gradients can be faster than the minimum.",
     )
 
 
 def slow_resets(rows: Sequence[Data], device: str) -> Table:
     """Return the table of resets below `WANTED`, each with its main cost and its most expensive operation."""
-    slow = [
-        row
-        for row in rows
-        if row["measures"] == "reset" and row["predicted_bytes"] and row.get("filled_per_second")
-        if _copy_share(row) < WANTED
-    ]
-
-    def filling(row: Data) -> float:
-        return float(row["predicted_bytes"]) / float(row["filled_per_second"])
-
-    def calls(row: Data) -> int:
-        return max((int(entry["calls"]) for entry in row.get("profile") or ()), default=1)
-
+    lines: list[dict[str, Cell]] = []
+    slow = []
+    for row in rows:
+        if row["measures"] != "reset" or not row["predicted_bytes"] or not row.get("filled_per_second"):
+            continue
+        seconds, size = _median(row), float(row["predicted_bytes"])
+        filling, share = size / float(row["filled_per_second"]), size / float(row["bytes_per_second"]) / seconds
+        if share >= WANTED:
+            continue
+        operations = row.get("profile") or []
+        calls = max((int(entry["calls"]) for entry in operations), default=1)
+        dear = (f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in operations)
+        slow.append(row)
+        lines.append({
+            "parameters": row["parameters"], "tensors": row["layout"], "dtype": row["dtype"], "mode": row["mode"],
+            "share of copy": share, "share of one large zero_": filling / seconds, "calls": calls,
+            "us per call beyond filling": 1e6 * max(0.0, seconds - filling) / calls,
+            "main cost": "filling" if filling >= seconds / 2 else "overhead",
+            "most expensive operation (warm caches)": next(dear, ""),
+        })  # fmt: skip
     return table(
         f"Resets below {WANTED:.0%} of copy bandwidth on the {device_name(device)}, and why",
-        slow,
-        {
-            "parameters": "parameters",
-            "tensors": "layout",
-            "dtype": "dtype",
-            "mode": "mode",
-            "share of copy": _copy_share,
-            "share of one large zero_": lambda row: filling(row) / _median(row),
-            "calls": calls,
-            "us per call beyond filling": lambda row: 1e6 * max(0.0, _median(row) - filling(row)) / calls(row),
-            "main cost": lambda row: "filling" if filling(row) >= _median(row) / 2 else "overhead",
-            "most expensive operation (warm caches)": lambda row: "".join(
-                f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us"
-                for e in (row.get("profile") or ())[:1]
-            ),
-        },
+        lines,
         f"Main cost: filling, where one large zero_ of as many bytes takes half of the time or more; otherwise "
         f"overhead, which is all time beyond that. {_speeds(slow)}"
         if slow
         else "",
     )
-
-
-def _copy_share(row: Data) -> float:
-    return float(row["predicted_bytes"]) / float(row["bytes_per_second"]) / _median(row)
 
 
 def _speeds(rows: Sequence[Data]) -> str:
@@ -579,23 +566,16 @@ def _graphs(rows: Sequence[Data]) -> Table:
 
 
 def _captured(rows: Sequence[Data], windows: Sequence[Data]) -> Table:
-    def eager(row: Data) -> float | None:
-        names = ("device", "mode", "parameters", "layout", "micro_batches")
+    names = ("device", "mode", "parameters", "layout", "micro_batches")
+    lines = []
+    for row in rows:
         alike = (w for w in reversed(windows) if w.get("dtype") == "float32" and all(w[n] == row[n] for n in names))
-        return _milliseconds(next(alike, None))
-
-    return table(
-        "A window as a CUDA graph",
-        rows,
-        {
-            "K": "micro_batches",
-            "mode": "mode",
-            "reset": "place",
-            "gradients after a replay": "finding",
-            "replay, ms": _milliseconds,
-            "eager window, ms": eager,
-        },
-    )
+        lines.append({
+            "K": row["micro_batches"], "mode": row["mode"], "reset": row["place"],
+            "gradients after a replay": row["finding"], "replay, ms": _milliseconds(row),
+            "eager window, ms": _milliseconds(next(alike, None)),
+        })  # fmt: skip
+    return table("A window as a CUDA graph", lines)
 
 
 COMPILED = Part(
@@ -623,19 +603,21 @@ def _traffic(newest: list[Record]) -> Section:
         tables=(
             table(
                 "Collectives and bytes of each window, for each wrapper and reset mode",
-                datas,
-                {
-                    "wrapper": lambda d: _wrapper(d),
-                    "reset mode": lambda d: str(d["loop"]).partition("/")[2],
-                    "ranks": "ranks",
-                    "K": "accumulation_steps",
-                    "collectives": lambda d: total(d["observed"])[0],
-                    "bytes": lambda d: total(d["observed"])[1],
-                    "of which": lambda d: ", ".join(f"{n:g} {k} ({b:g} bytes)" for k, (n, b) in d["observed"].items()),
-                    "collectives predicted": lambda d: total(d["predicted"])[0],
-                    "bytes predicted": lambda d: total(d["predicted"])[1],
-                    "as predicted": lambda d: "yes" if as_predicted(d) else "no",
-                },
+                [
+                    {
+                        "wrapper": _wrapper(d),
+                        "reset mode": str(d["loop"]).partition("/")[2],
+                        "ranks": d["ranks"],
+                        "K": d["accumulation_steps"],
+                        "collectives": total(d["observed"])[0],
+                        "bytes": total(d["observed"])[1],
+                        "of which": ", ".join(f"{n:g} {k} ({b:g} bytes)" for k, (n, b) in d["observed"].items()),
+                        "collectives predicted": total(d["predicted"])[0],
+                        "bytes predicted": total(d["predicted"])[1],
+                        "as predicted": "yes" if as_predicted(d) else "no",
+                    }
+                    for d in datas
+                ],
                 "Bytes are those that rank 0 gives to its collectives.",
             ),
         ),

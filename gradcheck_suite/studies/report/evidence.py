@@ -55,7 +55,8 @@ def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
             str(data.get("source", "")),
             text,
             known.short if known and known.text == text else text,
-            *(str(data[name]) for name in ("verdict", "sentence")),
+            str(data["verdict"]),
+            str(data["sentence"]),
             condition=str(data.get("condition") or ""),
             how=str(data["how"]),
             counterexample=str(data["counterexample"]),
@@ -76,16 +77,18 @@ def _claims(records: list[Record]) -> Section | None:
         return None
     printed = table(
         "The loops that the sources print",
-        loops,
-        {
-            "loop": "loop",
-            "what it does": "says",
-            "relies on": lambda d: d.get("needs"),
-            "with that": "within",
-            "on all splits": lambda d: re.sub(r"\b1 cases\b", "1 case", str(d["bare"])),  # as earlier versions wrote it
-            "why": lambda d: str(d["why"]) if d.get("why") else None,
-            "smallest case": lambda d: "\n".join(map(str, d.get("smallest", ()))),
-        },
+        [
+            {
+                "loop": data["loop"],
+                "what it does": data["says"],
+                "relies on": data.get("needs"),
+                "with that": data["within"],
+                "on all splits": re.sub(r"\b1 cases\b", "1 case", data["bare"]),  # as earlier versions wrote it
+                "why": data.get("why") or None,
+                "smallest case": "\n".join(map(str, data.get("smallest", ()))),
+            }
+            for data in loops
+        ],
     )
     return Section(
         text=(
@@ -197,21 +200,22 @@ def _zoo(newest: list[Record]) -> Section | None:
         tables=(
             table(
                 "Known bugs",
-                bugs,
-                {
-                    "number": "number",
-                    "bug": "name",
-                    "reported as": lambda b: ", ".join(b["citations"]),
-                    "mechanism": "mechanism",
-                    "found": lambda b: f"{b['found']}/{b['runs']}",
-                    "median cases": "median_cases",
-                    "median seconds": "median_seconds",
-                    "smallest: windows, micro-batches, layers": lambda b: (
-                        f"{b['windows']}, {b['micro_batches']}, {b['layers']}"
-                    ),
-                    "diagnosis": lambda b: ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
-                    "missed by": lambda b: ", ".join(name for name, hit in b["others"].items() if not hit) or None,
-                },
+                [
+                    {
+                        "number": b["number"],
+                        "bug": b["name"],
+                        "reported as": ", ".join(b["citations"]),
+                        "mechanism": b["mechanism"],
+                        "found": f"{b['found']}/{b['runs']}",
+                        "median cases": b["median_cases"],
+                        "median seconds": b["median_seconds"],
+                        "smallest: windows, micro-batches, layers": f"{b['windows']}, {b['micro_batches']}, "
+                        f"{b['layers']}",
+                        "diagnosis": ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
+                        "missed by": ", ".join(name for name, hit in b["others"].items() if not hit) or None,
+                    }
+                    for b in bugs
+                ],
             ),
             Table(
                 "Bugs found by other rules and by fixed tests",
@@ -228,26 +232,20 @@ def _zoo(newest: list[Record]) -> Section | None:
 
 
 def _coarser(datas: Sequence[Data]) -> Table:
-    def total(of: str, name: str) -> Any:
-        return lambda data: sum(int(part[name]) for part in data[of])
-
-    def wrong(data: Data) -> int:
-        return sum(bug["found"] - bug["rightly_named"] - bug["unnamed"] for bug in data["bugs"])
-
+    rows = []
+    for data in datas:
+        bugs, sound = data["bugs"], data["sound"]
+        runs, found, within, right, unnamed = (
+            sum(b[name] for b in bugs) for name in ("runs", "found", "within_rounding", "rightly_named", "unnamed")
+        )
+        rows.append({
+            "dtype": data["dtype"], "runs": runs, "found": found, "within rounding": within, "right diagnosis": right,
+            "no diagnosis": unnamed, "wrong diagnosis": found - right - unnamed,
+            "sound cases": sum(s["cases"] for s in sound), "sound loops blamed": sum(bool(s["blamed"]) for s in sound),
+        })  # fmt: skip
     return table(
         "The same bugs in other precisions",
-        datas,
-        {
-            "dtype": "dtype",
-            "runs": total("bugs", "runs"),
-            "found": total("bugs", "found"),
-            "within rounding": total("bugs", "within_rounding"),
-            "right diagnosis": total("bugs", "rightly_named"),
-            "no diagnosis": total("bugs", "unnamed"),
-            "wrong diagnosis": wrong,
-            "sound cases": total("sound", "cases"),
-            "sound loops blamed": total("sound", "blamed"),
-        },
+        rows,
         "Within rounding: the bug's effect on the smallest case that shows it in float64 is smaller than what rounding "
         "explains in this dtype. No diagnosis: found, but rounding hides the weights of the items.",
     )
@@ -344,42 +342,41 @@ def _alarms(data: Data) -> Table:
     return table(
         "False alarms: right loops that were judged, and how many were blamed",
         [
-            {**counts, "dtype": dtype, "drawn": spread_from_json(counts["drawn_on"]),
-             "blamed": tally.rival_alarms(data, dtype)}
+            {
+                "dtype": dtype,
+                "checks": counts["judged"],
+                "elements compared": counts["elements"],
+                "false alarms": len(counts["alarms"]),
+                "gradients that needed sampled rounding errors": sum(drawn.counts),
+                "largest error over bound then": drawn.largest,
+                "checks without autocast": counts["judged"] - counts["autocast"],
+                **{f"blamed by {rule}": alarms for rule, alarms in tally.rival_alarms(data, dtype).items()},
+            }
             for dtype, counts in data["alarms"].items()
+            for drawn in (spread_from_json(counts["drawn_on"]),)
         ],
-        {
-            "dtype": "dtype",
-            "checks": "judged",
-            "elements compared": "elements",
-            "false alarms": lambda row: len(row["alarms"]),
-            "gradients that needed sampled rounding errors": lambda row: sum(row["drawn"].counts),
-            "largest error over bound then": lambda row: row["drawn"].largest,
-            "checks without autocast": lambda row: row["judged"] - row["autocast"],
-            **{f"blamed by {rule}": lambda row, rule=rule: row["blamed"][rule] for rule in RIVALS},
-        },
         "A check is one loop judged on one case. Most errors are within the part of the bound that is computed; only "
         "the others need rounding errors that are sampled (Monte Carlo). Other rules compare with the large batch in "
         "the same dtype; losses under an autocast are left out for them.",
-    )  # fmt: skip
+    )
 
 
 def _detection(data: Data) -> Table:
-    def rival(rule: str) -> Any:
-        return lambda row: tally.shown(row.sizes[rule]) + " *" * bool(tally.rival_alarms(data, row.dtype)[rule])
-
     return table(
         f"Smallest relative error found in {tally.percent()} of the cases",
-        tally.found(data),
-        {
-            "dtype": lambda row: row.dtype,
-            "planted in": lambda row: row.place,
-            "cases": lambda row: row.cases,
-            SUITE: lambda row: tally.shown(row.sizes[SUITE]),
-            "of all cases at least": lambda row: None if row.at_least is None else f"{100 * row.at_least:.1f}%",
-            f"{SUITE}, in half of them": lambda row: tally.shown(row.half),
-            **{rule: rival(rule) for rule in RIVALS},
-        },
+        [
+            {
+                "dtype": row.dtype,
+                "planted in": row.place,
+                "cases": row.cases,
+                SUITE: tally.shown(row.sizes[SUITE]),
+                "of all cases at least": None if row.at_least is None else f"{100 * row.at_least:.1f}%",
+                f"{SUITE}, in half of them": tally.shown(row.half),
+                **{rule: tally.shown(row.sizes[rule]) + " *" * bool(blamed[rule]) for rule in RIVALS},
+            }
+            for row in tally.found(data)
+            for blamed in (tally.rival_alarms(data, row.dtype),)
+        ],
         "* also blames right loops in this dtype. Of all cases at least: the lower end of a 95% interval (Wilson) for "
         "the share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so "
         "errors are planted in the largest element and in one drawn from those that are not 0, some of which are "
@@ -398,18 +395,17 @@ def _skipped(data: Data) -> Table:
 
 def _ratios(data: Data) -> Table:
     alarms = data["alarms"]
-
-    def spread(dtype: str) -> Any:
-        return lambda kind: _spread(alarms[dtype]["over"].get(kind))
-
+    kinds = sorted({kind for counts in alarms.values() for kind in counts["over"] if kind})
     return table(
         "Largest error over bound, by kind of layer: median, 99% and largest of the checks whose case has it",
-        sorted({kind for counts in alarms.values() for kind in counts["over"] if kind}),
-        {
-            "layer": lambda kind: kind,
-            "checks": lambda kind: sum(int(counts["layers"].get(kind, 0)) for counts in alarms.values()),
-            **{dtype: spread(dtype) for dtype in alarms},
-        },
+        [
+            {
+                "layer": kind,
+                "checks": sum(int(counts["layers"].get(kind, 0)) for counts in alarms.values()),
+                **{dtype: _spread(counts["over"].get(kind)) for dtype, counts in alarms.items()},
+            }
+            for kind in kinds
+        ],
         "The bound is its deterministic part where the error is within that, otherwise the whole bound.",
     )
 
@@ -476,8 +472,7 @@ def _atlas(newest: list[Record]) -> Section:
         tables=(
             table(
                 "Points and the derivatives that torch and JAX choose",
-                rows,
-                {name: lambda row, name=name: _cell(row.get(name)) for name in names},
+                ({name: _cell(row.get(name)) for name in names} for row in rows),
             ),
         ),
         sources=sources(newest),
@@ -536,34 +531,36 @@ def _zero_or_none(newest: list[Record]) -> Section:
         tables=(
             table(
                 "One step on a parameter that no item of the window uses",
-                optimizers.items(),
-                {
-                    "optimizer": lambda item: item[0],
-                    **{
-                        f"zeros change, {name}": lambda item, name=name: _listed(item[1].get(name), "zero_changes")
-                        for name in VARIANTS
-                    },
-                    "None changes": lambda item: _changed_by_none(item[1].values()),
-                    "same": lambda item: _always({bool(row["same"]) for row in item[1].values()}),
-                    "law of zeros": lambda item: str(next(iter(item[1].values()))["law"]),
-                },
+                [
+                    {
+                        "optimizer": name,
+                        **{
+                            f"zeros change, {variant}": _listed(rows.get(variant), "zero_changes")
+                            for variant in VARIANTS
+                        },
+                        "None changes": _changed_by_none(rows.values()),
+                        "same": _always({bool(row["same"]) for row in rows.values()}),
+                        "law of zeros": next(iter(rows.values()))["law"],
+                    }
+                    for name, rows in optimizers.items()
+                ],
                 "Two windows reach the parameter before, so that averages and momentum are not zero.",
             ),
             table(
                 "The same for all settings, with an element of the parameter",
-                every,
-                {
-                    "optimizer": "optimizer",
-                    "settings": lambda row: (
-                        ", ".join(f"{name}={value}" for name, value in row["settings"].items()) or "torch's defaults"
-                    ),
-                    "before": lambda row: float(row["before"]),
-                    "after zeros": lambda row: float(row["after_zero"]),
-                    "after None": lambda row: float(row["after_none"]),
-                    "zeros change": lambda row: _listed(row, "zero_changes"),
-                    "to the bit": lambda row: "yes" if row["to_the_bit"] else "no",
-                    "as predicted": lambda row: "yes" if row["as_predicted"] else "no",
-                },
+                [
+                    {
+                        "optimizer": row["optimizer"],
+                        "settings": ", ".join(f"{k}={v}" for k, v in row["settings"].items()) or "torch's defaults",
+                        "before": float(row["before"]),
+                        "after zeros": float(row["after_zero"]),
+                        "after None": float(row["after_none"]),
+                        "zeros change": _listed(row, "zero_changes"),
+                        "to the bit": "yes" if row["to_the_bit"] else "no",
+                        "as predicted": "yes" if row["as_predicted"] else "no",
+                    }
+                    for row in every
+                ],
                 "To the bit: every operation of the prediction is exact in float64, so that no error is allowed.",
             ),
         ),
@@ -621,14 +618,19 @@ def _steps(every: list[Record]) -> Section:
     found = [row for _, row in newest.values()]
     agree = sum(bool(row.get("agree")) for row in found)
 
-    def differs(row: Data) -> str:
-        return "; ".join(
-            [*row.get("differs", ()), *([f"not compared: {row['outside']}"] if row.get("outside") else [])]
-        )
-
-    def ratio(dtype: str) -> Any:
-        return lambda row: (row.get("error_over_allowed") or {}).get(dtype)
-
+    rows = [
+        {
+            "torch.optim": row["torch"],
+            "in optax": row.get("optax"),
+            "what differs, mapped exactly": "; ".join(
+                [*row.get("differs", ()), *([f"not compared: {row['outside']}"] if row.get("outside") else [])]
+            ),
+            "cases": row.get("cases"),
+            **{dtype: (row.get("error_over_allowed") or {}).get(dtype) for dtype in ("float64", "float32")},
+            "source": row.get("source"),
+        }
+        for row in found
+    ]
     return Section(
         text=(
             f"Of {len(found)} optimizers of torch.optim, {agree} take the same steps as their counterpart in optax, "
@@ -636,21 +638,7 @@ def _steps(every: list[Record]) -> Section:
             "definition, the difference is computed, and no tolerance covers it. The dtypes' columns have the largest "
             "error over this bound: above 1, torch and optax differ.",
         ),
-        tables=(
-            table(
-                "Optimizers and their counterparts",
-                found,
-                {
-                    "torch.optim": "torch",
-                    "in optax": lambda row: row.get("optax"),
-                    "what differs, mapped exactly": differs,
-                    "cases": lambda row: row.get("cases"),
-                    "float64": ratio("float64"),
-                    "float32": ratio("float32"),
-                    "source": lambda row: row.get("source"),
-                },
-            ),
-        ),
+        tables=(table("Optimizers and their counterparts", rows),),
         sources=sources(every[number] for number in sorted({number for number, _ in newest.values()})),
     )
 

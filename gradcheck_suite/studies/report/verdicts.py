@@ -41,18 +41,20 @@ def _verification(newest: list[Record]) -> Section:
     datas = [record.data for record in newest]
     verdicts = table(
         "Every loop and its verdict",
-        datas,
-        {
-            "loop": lambda d: str(d.get("loop", "?")),
-            "verdict": "verdict",
-            "cases judged": _judged,
-            "dtype": lambda d: str(d.get("dtype", "")),
-            "device": lambda d: str(d.get("device", "")),
-            "optimizer": lambda d: d.get("optimizer"),
-            "worst error / allowed": lambda d: d.get("worst_error_over_allowed"),
-            "diagnosis": title_of,
-            "cases not judged, and why": lambda d: "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
-        },
+        [
+            {
+                "loop": str(d.get("loop", "?")),
+                "verdict": str(d.get("verdict", "?")),
+                "cases judged": _judged(d),
+                "dtype": str(d.get("dtype", "")),
+                "device": str(d.get("device", "")),
+                "optimizer": d.get("optimizer"),
+                "worst error / allowed": d.get("worst_error_over_allowed"),
+                "diagnosis": title_of(d),
+                "cases not judged, and why": "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
+            }
+            for d in datas
+        ],
         "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
         "that hold. A loop that is no built-in is a user's.",
     )
@@ -219,19 +221,20 @@ def _audits(newest: list[Record]) -> Section:
     for script, ranks, data in ((*run_of(data), data) for data in datas):
         runs.setdefault(script, {})[ranks] = data
 
-    def of_violation(name: str) -> Any:
-        return lambda data: (data.get("violation") or {}).get(name)
-
-    columns = {
-        "script": lambda d: run_of(d)[0],
-        "ranks": lambda d: run_of(d)[1],
-        "verdict": "verdict",
-        "steps judged": lambda d: d.get("windows"),
-        "diagnosis": title_of,
-        "at step": of_violation("step"),
-        "loss": of_violation("where"),
-        "what is wrong": of_violation("explanation"),
-    }
+    rows = [
+        {
+            "script": run_of(d)[0],
+            "ranks": run_of(d)[1],
+            "verdict": str(d["verdict"]),
+            "steps judged": d.get("windows"),
+            "diagnosis": title_of(d),
+            **{
+                header: (d.get("violation") or {}).get(name)
+                for header, name in (("at step", "step"), ("loss", "where"), ("what is wrong", "explanation"))
+            },
+        }
+        for d in datas
+    ]
     return Section(
         text=(
             f"`gradcheck-suite audit` ran {counted(len(datas), 'script')} unchanged and judged the optimizer "
@@ -246,7 +249,7 @@ def _audits(newest: list[Record]) -> Section:
                 _audit_cell,
             ),
         ),
-        tables=(table("Every script and its verdict", datas, columns),),
+        tables=(table("Every script and its verdict", rows),),
         sources=sources(newest),
     )
 
@@ -279,24 +282,25 @@ def _bridge(newest: list[Record]) -> Section:
     wide = {(d["architecture"], d["version"]): d["gradient_error"] for d in carried if d["widened"]}
     architectures = table(
         "Architectures",
-        [*plain, *refused],
-        {
-            "architecture": "architecture",
-            "version": lambda d: f"{d['package']} {d['version']}",
-            **{
-                header: lambda d, name=name: None if "refused" in d else d[name]
-                for header, name in (("operations", "operations"), ("loss off by", "loss_error"),
-                                     ("gradient off by", "gradient_error"), ("bound", "allowed"))
-            },
-            "with float32 parts in float64": lambda d: (
-                None if "refused" in d else wide.get((d["architecture"], d["version"]))
-            ),
-            "computed in float32 by the model": _narrow,
-        },
+        [
+            {
+                "architecture": d["architecture"],
+                "version": f"{d['package']} {d['version']}",
+                "operations": d.get("operations"),
+                "loss off by": d.get("loss_error"),
+                "gradient off by": d.get("gradient_error"),
+                "bound": d.get("allowed"),
+                "with float32 parts in float64": None
+                if "refused" in d
+                else wide.get((d["architecture"], d["version"])),
+                "computed in float32 by the model": _narrow(d),
+            }
+            for d in (*plain, *refused)
+        ],
         "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
         "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
         "such operation, and the model is held to 1e-10 with these parts in float64.",
-    )  # fmt: skip
+    )
     agree = sum(data["gradient_error"] <= data["allowed"] for data in plain)
     return Section(
         text=(
@@ -370,25 +374,25 @@ def _trainers(newest: list[Record]) -> Section:
     questions = list(dict.fromkeys(question for row in answers.values() for question in row))
     asked = table(
         "Verdict of each trainer on each question",
-        [(*name, row) for name, row in answers.items()],
-        {
-            "trainer": lambda row: row[0],
-            "version": lambda row: row[1],
-            **{question: lambda row, q=question: _verdict(row[2].get(q)) for question in questions},
-        },
+        [
+            {"trainer": trainer, "version": version, **{q: _verdict(row.get(q)) for q in questions}}
+            for (trainer, version), row in answers.items()
+        ],
         "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
         "and K. A dash stands for a question that was not asked; the notes above say why. "
         "docs/found-in-trainers.md has the cause of each violation and a fix.",
     )
     of_models = table(
         "Models of transformers under its Trainer",
-        models,
-        {
-            "model": lambda d: d["question"].removeprefix(MODEL),
-            "version": _version,
-            "verdict": _verdict,
-            "what its gradient is": lambda d: (v := _violation(d)) and str(v["explanation"]).partition(": ")[0],
-        },
+        [
+            {
+                "model": data["question"].removeprefix(MODEL),
+                "version": _version(data),
+                "verdict": _verdict(data),
+                "what its gradient is": str(v["explanation"]).partition(": ")[0] if (v := _violation(data)) else None,
+            }
+            for data in models
+        ],
     )
     return Section(
         text=(
@@ -519,27 +523,30 @@ def provenance(
     runs = table(
         "Every run behind this report",
         [
-            {**{name: value or None for name, value in vars(source).items()}, "machine": number,
-             "code": "older" if source.older else "current", "tree": "unclean" if source.unclean else None,
-             "shown": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run"}
+            {
+                "records": source.kind,
+                "number": source.records,
+                **{name: getattr(source, name) or None for name in ("date", "commit", "command")},
+                "machine": number,
+                "code": "older" if source.older else "current",
+                "working tree": "unclean" if source.unclean else None,
+                "shown in": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run",
+            }
             for found in records.by_kind.values()
             for number, made in enumerate((*made_on, ()), 1)
             for source in sources(r for r in found if reading.environments([r]) == ((made,) if made else ()))
         ],
-        {"records": "kind", "number": "records", "date": "date", "commit": "commit", "command": "command",
-         "machine": "machine", "code": "code", "working tree": "tree", "shown in": "shown"},
         "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
         "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
         "claims of what verifies. One command can write both kinds. A part of the report shows the newest record of "
         "each subject, so a later run can replace an earlier one, in whole or in part.",
-    )  # fmt: skip
+    )
     if not runs.rows:
         return None
     names = dict.fromkeys(name for made in made_on for name, _ in made)
     machines = table(
         "Machines, versions and precision flags",
         [{"machine": number, **dict.fromkeys(names), **dict(made)} for number, made in enumerate(made_on, 1)],
-        {name: name for name in ("machine", *names)},
         "The number of a machine is that of the table above. Two rows may be one machine with other versions.",
     )
     tables = (runs, machines) if made_on else (runs,)
