@@ -100,41 +100,19 @@ def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments; what follows the script belongs to the script."""
     parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
     add = parser.add_argument
-    add(
-        "--steps",
-        type=parsers.positive_integer,
-        metavar="N",
-        help="judge N optimizer steps, then let the script run on without the audit",
+    count, listed = parsers.positive_integer, parsers.one_of(INSTRUMENTS)
+    steps = "judge N optimizer steps, then let the script run on without the audit"
+    every = (
+        "compute the first window and every M-th after it again, in one batch where the model allows it (default: 10)"
     )
-    add(
-        "--every",
-        type=parsers.positive_integer,
-        default=10,
-        metavar="M",
-        help="compute the first window and every M-th after it again, in one batch where the model allows it "
-        "(default: 10)",
-    )
-    add(
-        "--accumulation-steps",
-        type=parsers.positive_integer,
-        metavar="K",
-        help="micro-batches per window; without it, read off the run",
-    )
-    add(
-        "--accept",
-        action="append",
-        default=[],
-        metavar="DIAGNOSIS",
-        help="report this diagnosis as accepted, not as a violation; repeatable",
-    )
-    add(
-        "--without",
-        action="append",
-        default=[],
-        type=parsers.one_of(INSTRUMENTS),
-        metavar="INSTRUMENT",
-        help=f"switch off one of {', '.join(INSTRUMENTS)}; repeatable",
-    )
+    size = "micro-batches per window; without it, read off the run"
+    accept = "report this diagnosis as accepted, not as a violation; repeatable"
+    without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"
+    add("--steps", type=count, metavar="N", help=steps)
+    add("--every", type=count, default=10, metavar="M", help=every)
+    add("--accumulation-steps", type=count, metavar="K", help=size)
+    add("--accept", action="append", default=[], metavar="DIAGNOSIS", help=accept)
+    add("--without", action="append", default=[], type=listed, metavar="INSTRUMENT", help=without)
     add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
     add("--stop-on-violation", action="store_true", help="end the script at its first violation")
     parsers.add_json(parser, "the result")

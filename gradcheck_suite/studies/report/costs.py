@@ -105,15 +105,11 @@ def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
         f"A whole step on the {device_name(device)}, float32: what set_to_none saves",
         [
             {
-                "parameters": row["parameters"],
-                "items": row["items"],
-                "K": row["micro_batches"],
+                "parameters": row["parameters"], "items": row["items"], "K": row["micro_batches"],
                 "step under zero_, ms": 1000 * float(row["zero"]),
                 "predicted, ms": bandwidth and 1000 * bytes_saved_by_releasing(row["bytes_between"]) / bandwidth,
-                "saved, ms": 1000 * float(row["saved"]),
-                "saved, %": 100 * float(row["saved"]) / float(row["zero"]),
-                "faster in pairs": f"{row['faster']} of {row['pairs']}",
-                "faster": faster.MODES[better],
+                "saved, ms": 1000 * float(row["saved"]), "saved, %": 100 * float(row["saved"]) / float(row["zero"]),
+                "faster in pairs": f"{row['faster']} of {row['pairs']}", "faster": faster.MODES[better],
                 "saved between steps, MiB": float(row["bytes_between"]) / MIB,
                 **{
                     f"pages mapped, {mode}": None if count is None else round(count)
@@ -125,7 +121,7 @@ def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
         "Items are those of one micro-batch. K micro-batches make an update, so a small K is a high update frequency. "
         "A negative saving is a cost. Predicted: the bytes that zero_ moves beyond a release (four times the "
         "gradients' bytes) over the copy bandwidth that `bench_modes.py` measured.",
-    )
+    )  # fmt: skip
 
 
 DECISION = Part(
@@ -149,22 +145,16 @@ def _memory(measured: list[Record]) -> Section:
 
     lines = [
         {
-            "device": row["device"],
-            "parameters": row["parameters"],
-            "dtype": row["dtype"],
-            "K": row["micro_batches"],
-            "mode": row["mode"],
-            "gradients between steps": _mib(row["gradients_between"]),
-            "peak by the ledger": _mib(row["peak"]),
-            "resident peak": _mib(row["resident_peak"]),
+            "device": row["device"], "parameters": row["parameters"], "dtype": row["dtype"], "K": row["micro_batches"],
+            "mode": row["mode"], "gradients between steps": _mib(row["gradients_between"]),
+            "peak by the ledger": _mib(row["peak"]), "resident peak": _mib(row["resident_peak"]),
             **{f"{kind} peak": _mib(cuda.get(f"{kind}_peak")) for kind in ("requested", "allocated", "reserved")},
-            "allocations per window": cuda.get("allocations"),
-            "retries": cuda.get("retries"),
+            "allocations per window": cuda.get("allocations"), "retries": cuda.get("retries"),
             "segments": cuda.get("segments"),
         }
         for row in sorted(rows, key=lambda d: tuple(d[name] for name in WINDOW[:-1]))
         for cuda in (row.get("allocator") or {},)
-    ]
+    ]  # fmt: skip
     return Section(
         text=(
             "Each row was measured in a process of its own. Between steps, zeroing keeps all gradients alive and "
@@ -344,12 +334,8 @@ def _resets(rows: Sequence[Data], device: str) -> Table:
         f"The reset alone on the {device_name(device)}",
         [
             {
-                "parameters": row["parameters"],
-                "tensors": row["layout"],
-                "dtype": row["dtype"],
-                "mode": row["mode"],
-                "ms": 1000 * _median(row),
-                "minimum, ms": 1000 * least if least else None,
+                "parameters": row["parameters"], "tensors": row["layout"], "dtype": row["dtype"], "mode": row["mode"],
+                "ms": 1000 * _median(row), "minimum, ms": 1000 * least if least else None,
                 "share of copy bandwidth": least / _median(row) if least else None,
             }
             for modes in _by_mode(rows, "reset").values()
@@ -357,7 +343,7 @@ def _resets(rows: Sequence[Data], device: str) -> Table:
             for least in (float(row["predicted_bytes"]) / float(row["bytes_per_second"]),)
         ],
         "The flush does not empty every cache, so resets of small gradients can be faster than the minimum.",
-    )
+    )  # fmt: skip
 
 
 def slow_resets(rows: Sequence[Data], device: str) -> Table:
@@ -605,15 +591,11 @@ def _traffic(newest: list[Record]) -> Section:
                 "Collectives and bytes of each window, for each wrapper and reset mode",
                 [
                     {
-                        "wrapper": _wrapper(d),
-                        "reset mode": str(d["loop"]).partition("/")[2],
-                        "ranks": d["ranks"],
-                        "K": d["accumulation_steps"],
-                        "collectives": total(d["observed"])[0],
+                        "wrapper": _wrapper(d), "reset mode": str(d["loop"]).partition("/")[2], "ranks": d["ranks"],
+                        "K": d["accumulation_steps"], "collectives": total(d["observed"])[0],
                         "bytes": total(d["observed"])[1],
                         "of which": ", ".join(f"{n:g} {k} ({b:g} bytes)" for k, (n, b) in d["observed"].items()),
-                        "collectives predicted": total(d["predicted"])[0],
-                        "bytes predicted": total(d["predicted"])[1],
+                        "collectives predicted": total(d["predicted"])[0], "bytes predicted": total(d["predicted"])[1],
                         "as predicted": "yes" if as_predicted(d) else "no",
                     }
                     for d in datas
@@ -621,8 +603,7 @@ def _traffic(newest: list[Record]) -> Section:
                 "Bytes are those that rank 0 gives to its collectives.",
             ),
         ),
-        sources=sources(newest),
-    )
+    )  # fmt: skip
 
 
 def total(kinds: Data) -> tuple[float, float]:

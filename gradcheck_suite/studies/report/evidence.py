@@ -51,20 +51,13 @@ def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
         known = CLAIMS.get(number)
         numbers, figures, series = _figures_of_claim(number, data.get("figures") or {})
         claim = Claim(
-            number,
-            str(data.get("source", "")),
-            text,
-            known.short if known and known.text == text else text,
-            str(data["verdict"]),
-            str(data["sentence"]),
-            condition=str(data.get("condition") or ""),
-            how=str(data["how"]),
-            counterexample=str(data["counterexample"]),
-            numbers=numbers,
+            number, str(data.get("source", "")), text, known.short if known and known.text == text else text,
+            str(data["verdict"]), str(data["sentence"]), condition=str(data.get("condition") or ""),
+            how=str(data["how"]), counterexample=str(data["counterexample"]), numbers=numbers,
             figures=figures,
             series=series,
             sources=sources([record]),
-        )
+        )  # fmt: skip
         found.append(claim)
     return tuple(sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)]))
 
@@ -79,17 +72,14 @@ def _claims(records: list[Record]) -> Section | None:
         "The loops that the sources print",
         [
             {
-                "loop": data["loop"],
-                "what it does": data["says"],
-                "relies on": data.get("needs"),
+                "loop": data["loop"], "what it does": data["says"], "relies on": data.get("needs"),
                 "with that": data["within"],
                 "on all splits": re.sub(r"\b1 cases\b", "1 case", data["bare"]),  # as earlier versions wrote it
-                "why": data.get("why") or None,
-                "smallest case": "\n".join(map(str, data.get("smallest", ()))),
+                "why": data.get("why") or None, "smallest case": "\n".join(map(str, data.get("smallest", ()))),
             }
             for data in loops
         ],
-    )
+    )  # fmt: skip
     return Section(
         text=(
             "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, "
@@ -202,13 +192,9 @@ def _zoo(newest: list[Record]) -> Section | None:
                 "Known bugs",
                 [
                     {
-                        "number": b["number"],
-                        "bug": b["name"],
-                        "reported as": ", ".join(b["citations"]),
-                        "mechanism": b["mechanism"],
-                        "found": f"{b['found']}/{b['runs']}",
-                        "median cases": b["median_cases"],
-                        "median seconds": b["median_seconds"],
+                        "number": b["number"], "bug": b["name"], "reported as": ", ".join(b["citations"]),
+                        "mechanism": b["mechanism"], "found": f"{b['found']}/{b['runs']}",
+                        "median cases": b["median_cases"], "median seconds": b["median_seconds"],
                         "smallest: windows, micro-batches, layers": f"{b['windows']}, {b['micro_batches']}, "
                         f"{b['layers']}",
                         "diagnosis": ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
@@ -218,8 +204,7 @@ def _zoo(newest: list[Record]) -> Section | None:
                 ],
             ),
             Table(
-                "Bugs found by other rules and by fixed tests",
-                ("rule or fixed test", f"bugs found, of {len(bugs)}"),
+                "Bugs found by other rules and by fixed tests", ("rule or fixed test", f"bugs found, of {len(bugs)}"),
                 tuple(totals.items()),
                 "Rules compare the gradients of the case that first showed the bug, so they profit from the suite's "
                 "search; each fixed test is one hand-written case, as trainers have them in their tests.",
@@ -228,7 +213,7 @@ def _zoo(newest: list[Record]) -> Section | None:
             Table("Reported bugs that are not in the zoo", ("number", "why"), tuple(NOT_EXPRESSED.items())),
         ),
         sources=sources((*own, *coarser)),
-    )
+    )  # fmt: skip
 
 
 def _coarser(datas: Sequence[Data]) -> Table:
@@ -263,18 +248,15 @@ def _zoo_figures(bugs: Sequence[Data], totals: Mapping[str, int]) -> tuple[Figur
     said = "; ".join(f"{method} {count}" for method, count in totals.items())
     return (
         Figure(
-            "zoo-totals",
-            counts_plot(totals, "bugs found"),
-            f"Bugs found, of {len(bugs)}: {said}",
+            "zoo-totals", counts_plot(totals, "bugs found"), f"Bugs found, of {len(bugs)}: {said}",
             f"Bugs found, of {len(bugs)}, by the suite, by the tolerance rules of others and by fixed tests.",
         ),
         Figure(
-            "zoo-scoreboard",
-            scoreboard_plot(rows, list(totals)),
+            "zoo-scoreboard", scoreboard_plot(rows, list(totals)),
             f"Which of {len(bugs)} known bugs each rule and fixed test finds. The table of known bugs has the same.",
             "Every bug, and what finds it.",
         ),
-    )
+    )  # fmt: skip
 
 
 def _zoo_facts(data: Data) -> Facts:
@@ -320,7 +302,6 @@ def _calibration(newest: list[Record]) -> Section:
             if PLOTTED in (curve := curve_from_json(found)).smallest
         ),
         tables=(_alarms(data), _detection(data), _skipped(data), _ratios(data)),
-        sources=sources(newest),
     )
 
 
@@ -366,10 +347,7 @@ def _detection(data: Data) -> Table:
         f"Smallest relative error found in {tally.percent()} of the cases",
         [
             {
-                "dtype": row.dtype,
-                "planted in": row.place,
-                "cases": row.cases,
-                SUITE: tally.shown(row.sizes[SUITE]),
+                "dtype": row.dtype, "planted in": row.place, "cases": row.cases, SUITE: tally.shown(row.sizes[SUITE]),
                 "of all cases at least": None if row.at_least is None else f"{100 * row.at_least:.1f}%",
                 f"{SUITE}, in half of them": tally.shown(row.half),
                 **{rule: tally.shown(row.sizes[rule]) + " *" * bool(blamed[rule]) for rule in RIVALS},
@@ -381,7 +359,7 @@ def _detection(data: Data) -> Table:
         "the share in which the suite finds an error of that size. An element that is 0 stays 0 under a factor, so "
         "errors are planted in the largest element and in one drawn from those that are not 0, some of which are "
         "rounding errors only.",
-    )
+    )  # fmt: skip
 
 
 def _skipped(data: Data) -> Table:
@@ -475,7 +453,6 @@ def _atlas(newest: list[Record]) -> Section:
                 ({name: _cell(row.get(name)) for name in names} for row in rows),
             ),
         ),
-        sources=sources(newest),
     )
 
 
@@ -524,8 +501,7 @@ def _zero_or_none(newest: list[Record]) -> Section:
     return Section(
         text=(
             "No item of the window uses this parameter. After a release its gradient is None and the optimizer skips "
-            "it. After zeroing its gradient is zero, and the optimizer steps on it.",
-            " ".join(_moved(optimizers)),
+            "it. After zeroing its gradient is zero, and the optimizer steps on it.", " ".join(_moved(optimizers)),
             f"torch did what both derivations predict in {predicted} of {len(every)} settings.",
         ),
         tables=(
@@ -552,10 +528,8 @@ def _zero_or_none(newest: list[Record]) -> Section:
                     {
                         "optimizer": row["optimizer"],
                         "settings": ", ".join(f"{k}={v}" for k, v in row["settings"].items()) or "torch's defaults",
-                        "before": float(row["before"]),
-                        "after zeros": float(row["after_zero"]),
-                        "after None": float(row["after_none"]),
-                        "zeros change": _listed(row, "zero_changes"),
+                        "before": float(row["before"]), "after zeros": float(row["after_zero"]),
+                        "after None": float(row["after_none"]), "zeros change": _listed(row, "zero_changes"),
                         "to the bit": "yes" if row["to_the_bit"] else "no",
                         "as predicted": "yes" if row["as_predicted"] else "no",
                     }
@@ -564,8 +538,7 @@ def _zero_or_none(newest: list[Record]) -> Section:
                 "To the bit: every operation of the prediction is exact in float64, so that no error is allowed.",
             ),
         ),
-        sources=sources(newest),
-    )
+    )  # fmt: skip
 
 
 def moved_by_zeros(records: Records) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradcheck_suite.core.records import KINDS, Record, read_records
-from gradcheck_suite.page.content import Matrix, Section
+from gradcheck_suite.page.content import Matrix, Section, sources
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 """Device -> what a reader calls it."""
@@ -106,7 +106,8 @@ class Part:
         tab: the page that it stands on.
         title: its heading.
         kind: of the records that it shows.
-        content: newest records -> the section without key, tab and title; None where they say nothing that it shows.
+        content: newest records -> the section without key, tab and title, and without sources where it shows all of
+            them; None where they say nothing that it shows.
         facts: data of a newest record -> what it says; None where another section has the facts of the kind.
         missing: what the section says where there are no records; empty where it is left out.
     """
@@ -122,8 +123,11 @@ class Part:
     def section(self, records: Records) -> Section | None:
         """Return the section; None where nothing was recorded and the report does not say so."""
         newest = records.newest(self.kind)
-        found = (self.content(newest) if newest else None) or (Section(missing=self.missing) if self.missing else None)
-        return found and replace(found, key=self.key, tab=self.tab, title=self.title)
+        found = self.content(newest) if newest else None
+        if found is None:
+            return Section(self.key, self.title, self.tab, missing=self.missing) if self.missing else None
+        made_by = found.sources or (sources(newest) if self.kind in records.by_kind else ())
+        return replace(found, key=self.key, title=self.title, tab=self.tab, sources=made_by)
 
 
 def read_all(reports: Path) -> Records:

@@ -43,21 +43,16 @@ def _verification(newest: list[Record]) -> Section:
         "Every loop and its verdict",
         [
             {
-                "loop": str(d.get("loop", "?")),
-                "verdict": str(d.get("verdict", "?")),
-                "cases judged": _judged(d),
-                "dtype": str(d.get("dtype", "")),
-                "device": str(d.get("device", "")),
-                "optimizer": d.get("optimizer"),
-                "worst error / allowed": d.get("worst_error_over_allowed"),
-                "diagnosis": title_of(d),
+                "loop": str(d.get("loop", "?")), "verdict": str(d.get("verdict", "?")), "cases judged": _judged(d),
+                "dtype": str(d.get("dtype", "")), "device": str(d.get("device", "")), "optimizer": d.get("optimizer"),
+                "worst error / allowed": d.get("worst_error_over_allowed"), "diagnosis": title_of(d),
                 "cases not judged, and why": "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
             }
             for d in datas
         ],
         "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
         "that hold. A loop that is no built-in is a user's.",
-    )
+    )  # fmt: skip
     tables, figures = [verdicts], []
     disagreements = [(str(d.get("loop", "?")), str(d.get("dtype", "")), each) for d in datas for each in found_by(d)]
     if disagreements:
@@ -82,7 +77,6 @@ def _verification(newest: list[Record]) -> Section:
         matrices=(verdict_matrix(newest),),
         figures=tuple(figures),
         tables=tuple(tables),
-        sources=sources(newest),
     )
 
 
@@ -223,18 +217,15 @@ def _audits(newest: list[Record]) -> Section:
 
     rows = [
         {
-            "script": run_of(d)[0],
-            "ranks": run_of(d)[1],
-            "verdict": str(d["verdict"]),
-            "steps judged": d.get("windows"),
-            "diagnosis": title_of(d),
+            "script": run_of(d)[0], "ranks": run_of(d)[1], "verdict": str(d["verdict"]),
+            "steps judged": d.get("windows"), "diagnosis": title_of(d),
             **{
                 header: (d.get("violation") or {}).get(name)
                 for header, name in (("at step", "step"), ("loss", "where"), ("what is wrong", "explanation"))
             },
         }
         for d in datas
-    ]
+    ]  # fmt: skip
     return Section(
         text=(
             f"`gradcheck-suite audit` ran {counted(len(datas), 'script')} unchanged and judged the optimizer "
@@ -250,7 +241,6 @@ def _audits(newest: list[Record]) -> Section:
             ),
         ),
         tables=(table("Every script and its verdict", rows),),
-        sources=sources(newest),
     )
 
 
@@ -284,23 +274,19 @@ def _bridge(newest: list[Record]) -> Section:
         "Architectures",
         [
             {
-                "architecture": d["architecture"],
-                "version": f"{d['package']} {d['version']}",
-                "operations": d.get("operations"),
-                "loss off by": d.get("loss_error"),
-                "gradient off by": d.get("gradient_error"),
-                "bound": d.get("allowed"),
+                "architecture": d["architecture"], "version": f"{d['package']} {d['version']}",
+                "operations": d.get("operations"), "loss off by": d.get("loss_error"),
+                "gradient off by": d.get("gradient_error"), "bound": d.get("allowed"),
                 "with float32 parts in float64": None
                 if "refused" in d
-                else wide.get((d["architecture"], d["version"])),
-                "computed in float32 by the model": _narrow(d),
+                else wide.get((d["architecture"], d["version"])), "computed in float32 by the model": _narrow(d),
             }
             for d in (*plain, *refused)
         ],
         "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
         "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
         "such operation, and the model is held to 1e-10 with these parts in float64.",
-    )
+    )  # fmt: skip
     agree = sum(data["gradient_error"] <= data["allowed"] for data in plain)
     return Section(
         text=(
@@ -311,7 +297,6 @@ def _bridge(newest: list[Record]) -> Section:
         ),
         figures=(_agreement(plain),),
         tables=(architectures,),
-        sources=sources(newest),
     )
 
 
@@ -402,7 +387,6 @@ def _trainers(newest: list[Record]) -> Section:
         ),
         matrices=(_trainers_matrix(answers, questions),),
         tables=(asked, of_models) if models else (asked,),
-        sources=sources(newest),
     )
 
 
@@ -524,12 +508,9 @@ def provenance(
         "Every run behind this report",
         [
             {
-                "records": source.kind,
-                "number": source.records,
-                **{name: getattr(source, name) or None for name in ("date", "commit", "command")},
-                "machine": number,
-                "code": "older" if source.older else "current",
-                "working tree": "unclean" if source.unclean else None,
+                "records": source.kind, "number": source.records,
+                **{name: getattr(source, name) or None for name in ("date", "commit", "command")}, "machine": number,
+                "code": "older" if source.older else "current", "working tree": "unclean" if source.unclean else None,
                 "shown in": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run",
             }
             for found in records.by_kind.values()
@@ -540,7 +521,7 @@ def provenance(
         "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
         "claims of what verifies. One command can write both kinds. A part of the report shows the newest record of "
         "each subject, so a later run can replace an earlier one, in whole or in part.",
-    )
+    )  # fmt: skip
     if not runs.rows:
         return None
     names = dict.fromkeys(name for made in made_on for name, _ in made)
