@@ -67,13 +67,6 @@ def html(tmp_path_factory):
     return pages.report_html(build(folder))
 
 
-def test_a_cited_bug_of_a_known_project_is_a_link(tmp_path):
-    fill(tmp_path)
-    html = pages.report_html(build(tmp_path))
-    link = '<a href="https://github.com/huggingface/transformers/issues/24725" rel="noreferrer">transformers#24725</a>'
-    assert html.count(link) == 1
-
-
 @pytest.mark.parametrize(
     ("cited", "home"),
     [
