@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradcheck_suite.core.records import Record, code_digest
@@ -38,15 +38,13 @@ class Source:
 
 def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     """Return the runs behind some records, the newest first."""
-    groups: dict[tuple[str, str, str, bool, bool, str], list[Record]] = {}
+    groups: dict[Source, list[Record]] = {}
     for record in records:
-        older = record.judge != code_digest(record.kind)
-        run = (record.kind, record.command, record.commit[:9])
-        groups.setdefault((*run, older, record.clean is False, machine(record.environment)), []).append(record)
-    found = [
-        Source(kind, command, commit, max(r.time for r in group)[:10], where, len(group), older, unclean)
-        for (kind, command, commit, older, unclean, where), group in groups.items()
-    ]
+        older, unclean = record.judge != code_digest(record.kind), record.clean is False
+        commit, where = record.commit[:9], machine(record.environment)
+        run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
+        groups.setdefault(run, []).append(record)
+    found = (replace(run, date=max(r.time for r in group)[:10], records=len(group)) for run, group in groups.items())
     return tuple(sorted(found, key=lambda source: source.date, reverse=True))
 
 
@@ -66,17 +64,8 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 Cell = str | int | float | None
-TABS = {
-    "verification": "Verification",
-    "cost": "Cost",
-    "claims": "Claims",
-    "zoo": "Zoo",
-    "trust": "Trust",
-    "trainers": "Trainers",
-    "atlas": "Atlas",
-    "violations": "Violations",
-    "environment": "Environment",
-}
+_TABS = ("Verification", "Cost", "Claims", "Zoo", "Trust", "Trainers", "Atlas", "Violations", "Environment")
+TABS = {name.lower(): name for name in _TABS}
 """The pages of the report after the first one: key -> name. A page without a section is left out."""
 
 
@@ -274,7 +263,7 @@ class Report:
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
     problems: tuple[str, ...] = ()
-    violations: tuple[Any, ...] = field(default=())
+    violations: tuple[Any, ...] = ()
 
     @property
     def tabs(self) -> dict[str, str]:

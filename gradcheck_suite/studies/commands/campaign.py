@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
@@ -13,9 +11,6 @@ from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
-
-if TYPE_CHECKING:
-    from gradcheck_suite.studies.campaigns import Shards
 
 COMMANDS = ("verify", "zoo", "calibrate", "trainers")
 FOLDER = "campaign"
@@ -50,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
     from gradcheck_suite.core.text import counted
+    from gradcheck_suite.studies.campaign_workers import run_locally, run_on_ray
     from gradcheck_suite.studies.campaigns import Shards, failed, merge, outcome, plan
 
     campaign = plan(arguments.what, arguments.rest)
@@ -63,8 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")
             progress.count(done)
-            if waiting:
-                _run(arguments, campaign.shards, waiting, shards, lambda number: progress.count(1))
+            work = (campaign.shards, waiting, shards, arguments.workers, lambda number: progress.count(1))
+            if waiting and arguments.engine == "ray":
+                run_on_ray(*work, arguments.address)
+            elif waiting:
+                run_locally(*work)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", flush=True)
         raise
@@ -86,18 +85,3 @@ def run(arguments: argparse.Namespace) -> int:
     shards.remove()
     print("\n".join(found.lines))
     return found.status
-
-
-def _run(
-    arguments: argparse.Namespace,
-    commands: Sequence[Sequence[str]],
-    waiting: Sequence[int],
-    shards: Shards,
-    progress: Callable[[int], None],
-) -> None:
-    from gradcheck_suite.studies.campaign_workers import run_locally, run_on_ray
-
-    if arguments.engine == "ray":
-        run_on_ray(commands, waiting, shards, arguments.workers, progress, arguments.address)
-    else:
-        run_locally(commands, waiting, shards, arguments.workers, progress)

@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(old: Path, new: Path) -> int:
-    from gradcheck_suite.studies.report.compare import changes, facts, lines
+    from gradcheck_suite.studies.report.compare import facts, lines
     from gradcheck_suite.studies.report.reading import made_from, read_all
 
     for folder in (old, new):
         _expect_records(folder, "--compare")
     (before, old_records), (after, new_records) = (made_from(read_all(folder), facts) for folder in (old, new))
-    print("\n".join(lines(changes(before, after))))
+    print("\n".join(lines(before, after)))
     for folder, records in ((old, old_records), (new, new_records)):
         for problem in records.problems:
             print(f"left out: {folder}: {problem}")

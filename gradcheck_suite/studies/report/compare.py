@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from gradcheck_suite.studies.report.build import PARTS
 from gradcheck_suite.studies.report.reading import SUBJECTS, Facts, Records
 
 SMALLEST = 0.1
 """Relative change of a measured time or size from which it is reported."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One difference between two sets of records.
-
-    Attributes:
-        kind: of the records.
-        what: the subject, such as a loop with its dtype and device.
-        before: what the old records say; None where they do not have it.
-        after: what the new records say; None where they do not have it.
-    """
-
-    kind: str
-    what: str
-    before: str | None
-    after: str | None
+Fact = str | float | None
 
 
 def facts(records: Records) -> Mapping[str, Facts]:
@@ -39,42 +22,31 @@ def facts(records: Records) -> Mapping[str, Facts]:
     return found
 
 
-def changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[Change]:
-    """Return every difference between the facts of two folders.
+def lines(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
+    """Return every difference between the facts of two folders as a line, below the name of its kind.
 
     Words differ where they are not equal, measured numbers where they differ by a tenth.
     """
-    found = []
+    found: list[str] = []
     for kind, before in old.items():
         after = new[kind]
-        for what in dict.fromkeys((*before, *after)):
-            if _differ(before.get(what), after.get(what)):
-                found.append(Change(kind, what, _shown(before.get(what)), _shown(after.get(what))))
-    return found
+        told = [
+            f"  {_told(what, before.get(what), after.get(what))}"
+            for what in dict.fromkeys((*before, *after))
+            if _differ(before.get(what), after.get(what))
+        ]
+        found += [kind, *told] if told else []
+    return found or ["nothing changed"]
 
 
-def lines(found: list[Change]) -> Iterator[str]:
-    """Yield the changes as lines, by kind."""
-    kind = ""
-    for change in found:
-        if change.kind != kind:
-            kind = change.kind
-            yield kind
-        if change.before is None:
-            yield f"  + {change.what}: {change.after}"
-        elif change.after is None:
-            yield f"  - {change.what}: was {change.before}"
-        else:
-            yield f"  {change.what}: {change.before} -> {change.after}"
-    if not found:
-        yield "nothing changed"
-
-
-def _differ(before: str | float | None, after: str | float | None) -> bool:
+def _differ(before: Fact, after: Fact) -> bool:
     if isinstance(before, float) and isinstance(after, float):
         return abs(after - before) > SMALLEST * max(abs(before), abs(after))
     return before != after
 
 
-def _shown(fact: str | float | None) -> str | None:
-    return f"{fact:.3g}" if isinstance(fact, float) else fact
+def _told(what: str, before: Fact, after: Fact) -> str:
+    was, now = (f"{fact:.3g}" if isinstance(fact, float) else fact for fact in (before, after))
+    if was is None:
+        return f"+ {what}: {now}"
+    return f"- {what}: was {was}" if now is None else f"{what}: {was} -> {now}"

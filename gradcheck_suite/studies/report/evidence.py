@@ -50,15 +50,11 @@ def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
         number, text = str(data["number"]), str(data["text"])
         known = CLAIMS.get(number)
         numbers, figures, series = _figures_of_claim(number, data.get("figures") or {})
-        claim = Claim(
-            number, str(data.get("source", "")), text, known.short if known and known.text == text else text,
-            str(data["verdict"]), str(data["sentence"]), condition=str(data.get("condition") or ""),
-            how=str(data["how"]), counterexample=str(data["counterexample"]), numbers=numbers,
-            figures=figures,
-            series=series,
-            sources=sources([record]),
-        )  # fmt: skip
-        found.append(claim)
+        short = known.short if known and known.text == text else text
+        verdict, sentence, how, against = (str(data[name]) for name in ("verdict", "sentence", "how", "counterexample"))
+        origin, condition, made_by = str(data.get("source", "")), str(data.get("condition") or ""), sources([record])
+        said = (verdict, sentence, condition, how, against)
+        found.append(Claim(number, origin, text, short, *said, numbers, figures, series, made_by))
     return tuple(sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)]))
 
 

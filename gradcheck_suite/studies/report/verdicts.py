@@ -214,17 +214,14 @@ def _audits(newest: list[Record]) -> Section:
     runs: dict[str, dict[int, Data]] = {}
     for script, ranks, data in ((*run_of(data), data) for data in datas):
         runs.setdefault(script, {})[ranks] = data
-
     rows = [
         {
             "script": run_of(d)[0], "ranks": run_of(d)[1], "verdict": str(d["verdict"]),
             "steps judged": d.get("windows"), "diagnosis": title_of(d),
-            **{
-                header: (d.get("violation") or {}).get(name)
-                for header, name in (("at step", "step"), ("loss", "where"), ("what is wrong", "explanation"))
-            },
+            "at step": found.get("step"), "loss": found.get("where"), "what is wrong": found.get("explanation"),
         }
         for d in datas
+        for found in (d.get("violation") or {},)
     ]  # fmt: skip
     return Section(
         text=(
