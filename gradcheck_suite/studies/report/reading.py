@@ -127,7 +127,9 @@ class Part:
         if found is None:
             return Section(self.key, self.title, self.tab, missing=self.missing) if self.missing else None
         made_by = found.sources or (sources(newest) if self.kind in records.by_kind else ())
-        return replace(found, key=self.key, title=self.title, tab=self.tab, sources=made_by)
+        # without a row a table knows no column
+        tables = tuple(table for table in found.tables if table.columns)
+        return replace(found, key=self.key, title=self.title, tab=self.tab, tables=tables, sources=made_by)
 
 
 def read_all(reports: Path) -> Records:
