@@ -378,7 +378,7 @@ def _instance_out(signal: Signal, options: Options) -> Signal:
     return signal
 
 
-def _normalization(
+def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
     name: str,
     module: Callable[..., torch.nn.Module],
     jax_apply: Implementation,

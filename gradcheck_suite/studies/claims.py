@@ -17,10 +17,10 @@ from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, TrainingRun
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.loops.reset_modes import bytes_saved_by_releasing, part_of_window, window_count, windows
-from gradcheck_suite.page.content import answer
 from gradcheck_suite.run.observer import ancestors
 from gradcheck_suite.studies import step_times
 from gradcheck_suite.studies.claim_checks import DEPTH, Finding, accumulate_and_divide, train
+from gradcheck_suite.studies.report.faster import answer
 from gradcheck_suite.studies.step_times import copy_bandwidth, time_paired_steps, timer
 from gradcheck_suite.studies.workload import Size
 from gradcheck_suite.verification.verify import verify

@@ -411,7 +411,7 @@ class PairedSteps:
     disturbed: str | None = None
 
     def to_row(self, size: Size, device: str) -> dict[str, Any]:
-        """Return the figures as the data of a benchmark record, which `page.content` reads."""
+        """Return the figures as the data of a benchmark record, which `report.faster` reads."""
         return {
             **asdict(self),
             "measures": "step",

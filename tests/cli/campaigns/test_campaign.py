@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.cli import verify
+from gradcheck_suite.cli import command_of
 from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.studies import campaign_workers
 from gradcheck_suite.studies import campaigns as cutting
 from gradcheck_suite.studies.campaign_workers import run_locally
 from gradcheck_suite.studies.campaigns import Shards, blocks, merged_result, plan
-from gradcheck_suite.studies.commands import calibrate, zoo
 from gradcheck_suite.studies.zoo import BUGS
 
 # It ends its own process, as `kill -9` would, the first time it runs.
@@ -46,9 +45,9 @@ def train(run):
 """
 
 
-def parsed(module: Any, command: tuple[str, ...]) -> argparse.Namespace:
+def parsed(command: tuple[str, ...]) -> argparse.Namespace:
     parser = Parser()
-    module.add_arguments(parser)
+    command_of(command[0]).add_arguments(parser)
     return parser.parse_intermixed_args(list(command[1:]))
 
 
@@ -83,9 +82,9 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
     assert [(c[1], c[3], c[5]) for c in cut] == [
         (loop, str(cases), str(7 + i)) for loop in ("zero_", "plain") for i, cases in enumerate((200, 200, 50))
     ]
-    whole = vars(parsed(verify, asked))
+    whole = vars(parsed(asked))
     for command in cut:
-        options = vars(parsed(verify, command))
+        options = vars(parsed(command))
         for name in whole.keys() - {"loops", "examples", "seed"}:
             assert options[name] == whole[name], name
 
@@ -94,13 +93,13 @@ def test_a_campaign_of_the_zoo_has_each_bug_once_and_the_sound_loops_apart() -> 
     cut = plan("zoo", ["--sound-cases", "300"]).shards
     bugs = [command for command in cut if command[0] == "zoo"]
     assert [command[1] for command in bugs] == list(BUGS)
-    assert {parsed(zoo, command).sound_cases for command in bugs} == {0}
+    assert {parsed(command).sound_cases for command in bugs} == {0}
     sound = [command for command in cut if command[0] == "verify"]
-    assert sum(parsed(verify, command).examples for command in sound if command[1] == "zero_") == 300
+    assert sum(parsed(command).examples for command in sound if command[1] == "zero_") == 300
 
 
 def test_a_campaign_of_calibrate_has_all_checks_and_all_planted_cases() -> None:
-    cut = [parsed(calibrate, command) for command in plan("calibrate", ["--checks", "2500", "--planted", "45"]).shards]
+    cut = [parsed(command) for command in plan("calibrate", ["--checks", "2500", "--planted", "45"]).shards]
     assert sum(asked.checks for asked in cut) == 2500
     assert sum(asked.planted for asked in cut) == 45
     assert [asked.seed for asked in cut] == list(range(len(cut)))
