@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from tests.auditing.running import SCRIPTS, audited
+from tests.auditing.running import audited
 
 HOW = {
     "sound_counted": {"in one batch": 1},
@@ -36,16 +36,16 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_it_is_said_how_a_window_was_computed_again_or_why_not(name):
-    result, _ = audited(SCRIPTS / f"{name}.py")
+def test_it_is_said_how_a_window_was_computed_again_or_why_not(name, scripts):
+    result, _ = audited(scripts / f"{name}.py")
     assert (result.verdict, result.again) == ("holds", HOW[name]), result
     said = [finding for finding in result.findings if "not computed again" in finding]
     assert len(said) == (name in REASONS)
     assert all(REASONS[name] in finding for finding in said), said
 
 
-def test_the_first_window_and_every_third_after_it(tmp_path):
-    path, script = tmp_path / "r.json", str(SCRIPTS / "sound_halved.py")
+def test_the_first_window_and_every_third_after_it(tmp_path, scripts):
+    path, script = tmp_path / "r.json", str(scripts / "sound_halved.py")
     for options, expected in (
         (["--every", "3"], {"in one batch": 2}),
         (["--every", "1"], {"in one batch": 4}),
@@ -74,9 +74,9 @@ for number, window in enumerate(toy.windows(*[4] * 14, steps=2)):
 
 @pytest.mark.parametrize(("every", "found"), [(1, 3), (3, 3), (5, 5), (4, None), (10, None)])
 def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_window_that_is_due(
-    every, found, tmp_path, monkeypatch
+    every, found, tmp_path, monkeypatch, scripts
 ):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(scripts))
     script = tmp_path / "evaluated.py"
     script.write_text(EVALUATED_IN_TWO_WINDOWS)
     result, _ = audited(script, every=every)
