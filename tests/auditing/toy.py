@@ -23,10 +23,7 @@ def classifier(outputs=3):
 def batches(*sizes, outputs=3, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
-        (
-            torch.randn(n, 5, generator=generator, dtype=dtype()),
-            torch.randint(0, outputs, (n,), generator=generator),
-        )
+        (torch.randn(n, 5, generator=generator, dtype=dtype()), torch.randint(0, outputs, (n,), generator=generator))
         for n in sizes
     ]
 

@@ -53,18 +53,7 @@ def mean(model, batch):
     return squares(model, batch) / total if total else 0 * squares(model, batch)
 
 
-def explained(
-    loop,
-    *,
-    plan=PLAN,
-    window=0,
-    epoch=0,
-    dtype="float64",
-    optimizer=None,
-    sums=False,
-    model=model,
-    **data,
-):
+def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=None, sums=False, model=model, **data):
     """Return the diagnosis of one step, which must be wrong: name, explanation, details and weights."""
     tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
     problem = Problem(

@@ -145,8 +145,4 @@ def test_the_weights_are_shown_beside_the_right_ones():
     violation = check(no_reset, CASE).violation
     assert (violation.epoch, violation.window) == (0, 1)
     # right: 0, 0, 1/2; the first window's 1/4 is still there
-    assert violation.weights == (
-        ItemWeight("0", 3, 0, 0.25),
-        ItemWeight("1", 1, 0, 0.25),
-        ItemWeight("2", 2, 0.5, 0.5),
-    )
+    assert violation.weights == (ItemWeight("0", 3, 0, 0.25), ItemWeight("1", 1, 0, 0.25), ItemWeight("2", 2, 0.5, 0.5))

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from gradcheck_suite import Plan, check, verify
-from gradcheck_suite.core.comparison import Comparison, Layout
-from gradcheck_suite.judge.elements import diagnose_elements
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
 from gradcheck_suite.studies.zoo.bug import (
@@ -51,11 +49,7 @@ def _by_weights(weight):
             "and 0.166667 with a loss 2**-20 times as large",
         ),
         (lambda loss, place: loss * torch.sigmoid(loss.detach() / 50), "weighted-by-loss", "a focal weight"),
-        (
-            lambda loss, place: loss / (1 + place),
-            "weighted-by-place",
-            "window: 1, 0.5, 0.333333, 0.25 times",
-        ),
+        (lambda loss, place: loss / (1 + place), "weighted-by-place", "window: 1, 0.5, 0.333333, 0.25 times"),
         (lambda loss, place: loss / 3, "wrong-scale", "weighs 0.333333 times"),
     ],
 )
@@ -194,8 +188,7 @@ def test_a_factor_that_grows_with_the_steps_is_given_for_each():
 def test_what_the_wrong_micro_batches_have_in_common_is_said():
     def three_items_twice(run):
         train_with_weights(
-            run,
-            lambda w, b: run.count(b) / window_count(run, w) * (2 if len(next(leaves(b))) == 3 else 1),
+            run, lambda w, b: run.count(b) / window_count(run, w) * (2 if len(next(leaves(b))) == 3 else 1)
         )
 
     name, sentence, _ = explained(three_items_twice, plan=Plan((1, 3), 2))
@@ -353,8 +346,7 @@ def _by_elements(combine):
             parts = [window_gradients(run, [batch]) for batch in window]
             shares = [run.count(batch) / window_count(run, window) for batch in window]
             step_with(
-                run,
-                {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]},
+                run, {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]}
             )
 
     return loop
@@ -382,70 +374,6 @@ def test_other_functions_of_the_elements_than_their_sum(combine, sizes, name, sa
     found, sentence, _ = explained(_by_elements(combine), y=SIGNS, plan=Plan(sizes, len(sizes)))
     assert found == name, sentence
     assert says in sentence
-
-
-SMALL, LARGE, SHARD = "what drops small elements", "what changes large elements", "a slice, a mask or a shard"
-
-
-@pytest.mark.parametrize(
-    ("expected", "wrong", "factor", "causes"),
-    [
-        ((3.0, -1.0, 2.0), [1], 0.0, {SMALL, SHARD}),
-        ((3.0, 1.0, 2.0), [2], 0.0, {SHARD}),
-        ((3.0, 1.0, 2.0), [0], 0.5, {LARGE, SHARD}),
-        ((3.0, 1.0, 2.0), [0], 0.0, {SHARD}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [1, 3, 5], 0.0, {SMALL}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [2, 6, 7], 0.5, {LARGE}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [0, 1, 2], 0.5, {SHARD}),
-    ],
-)
-def test_sizes_that_wrong_elements_have_in_common_are_said(expected, wrong, factor, causes):
-    """Two of three elements are easily the largest by chance; three of nine are not."""
-    expected = np.array(expected)
-    observed = expected.copy()
-    observed[wrong] *= factor
-    layout = Layout(("a",), (expected.shape,))
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(len(expected), 1e-12)), {})
-    assert found.name == "partial-gradient"
-    assert {cause for cause in (SMALL, LARGE, SHARD) if cause in found.sentence} == causes
-
-
-@pytest.mark.parametrize("wrong", ["vectors", "matrix", "one vector"])
-def test_the_number_of_dimensions_that_tells_wrong_parameters_from_right_ones_is_said(wrong):
-    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (2,)))
-    expected = np.arange(1.0, 10.0)
-    off = {"vectors": slice(4, 9), "matrix": slice(0, 4), "one vector": slice(7, 9)}[wrong]
-    observed = expected.copy()
-    observed[off] *= 0.1
-    comparison = Comparison(layout, expected, observed, np.full(9, 1e-12))
-    sentence = diagnose_elements(comparison, {}).sentence
-    assert ("all parameters with fewer than two dimensions are wrong" in sentence) == (wrong == "vectors")
-    assert ("all parameters with two or more dimensions are wrong" in sentence) == (wrong == "matrix")
-
-
-@pytest.mark.parametrize(("factor", "says"), [(0.0, "and are 0"), (-1.0, "and are -1 times"), (None, "")])
-def test_elements_of_several_parameters_that_are_wrong_by_one_factor(factor, says):
-    layout = Layout(("a", "b", "c"), ((2, 2), (2,), (2,)))
-    expected = np.array([1.0, 2, 3, 4, 5, 6, 7, 8])
-    observed = expected.copy()
-    off = [1, 4, 5]
-    observed[off] = expected[off] * factor if factor is not None else (3, 4, 1)
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
-    if factor is None:
-        assert found is None
-        return
-    assert found.name == "partial-gradient"
-    assert "3 of the 8 elements are wrong, in a, b" in found.sentence
-    assert says in found.sentence
-
-
-def test_parameters_of_which_some_have_one_element_are_wrong_by_one_factor():
-    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (1,)))
-    expected = np.arange(1.0, 9.0)
-    observed = expected * np.repeat([1.0, 0.1], 4)
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
-    assert found.name == "wrong-scale"
-    assert found.sentence.startswith("in b, c alone, while a is right (all parameters with fewer than two dimensions")
 
 
 # Two names

@@ -35,11 +35,7 @@ def test_the_expected_weight():
     ("weights", "name", "says"),
     [
         # K times, one K-th, N times, one N-th
-        (
-            _weights(3 / 6, 3 / 6, 3 / 6),
-            "wrong-scale",
-            "weighs 3 times what it should, which is accumulation_steps",
-        ),
+        (_weights(3 / 6, 3 / 6, 3 / 6), "wrong-scale", "weighs 3 times what it should, which is accumulation_steps"),
         (_weights(1 / 18, 1 / 18, 1 / 18), "wrong-scale", "which is 1/accumulation_steps = 1/3"),
         (_weights(1, 1, 1), "wrong-scale", "weighs 6 times what it should, which is the window's count, 6"),
         (_weights(1 / 36, 1 / 36, 1 / 36), "wrong-scale", "which is one over the window's count, 1/6"),
@@ -47,11 +43,7 @@ def test_the_expected_weight():
         (_weights(1 / 12, 1 / 12, 1 / 12), "wrong-scale", "weighs 0.5 times what it should"),
         (_weights(-1 / 6, -1 / 6, -1 / 6), "wrong-scale", "weighs -1 times what it should"),
         # a short window of 2 where K is 5: 2/5, 5/2, one half
-        (
-            _short(0.1, 0.1, k=5, counts=(1, 3)),
-            "wrong-scale",
-            "window's micro-batches over accumulation_steps, 2/5",
-        ),
+        (_short(0.1, 0.1, k=5, counts=(1, 3)), "wrong-scale", "window's micro-batches over accumulation_steps, 2/5"),
         (_short(5 / 8, 5 / 8, k=5, counts=(1, 3)), "wrong-scale", "over the short window's micro-batches, 5/2"),
         (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
         # each mean counted the same: 1/(3 * count)
@@ -102,11 +94,7 @@ def test_the_expected_weight():
         (_weights(1 / 6, 0, 1 / 6), "dropped-micro-batch", "micro-batches [2] of the window are not"),
         (_weights(0, 0, 0), "no-gradient", "nothing of the window"),
         # some more than once
-        (
-            _weights(1 / 6, 2 / 6, 1 / 6),
-            "repeated-micro-batch",
-            "micro-batches [2] of the window are in",
-        ),
+        (_weights(1 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in"),
         (_weights(2 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "micro-batches [1, 3] of the window"),
         (_weights(3 / 6, 2 / 6, 1 / 6), "running-loss", "3, 2, ..., 1 times"),
         (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
@@ -326,14 +314,8 @@ PAIRS = ((0, 1), (2, 3), (4, 5))
         (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "later-window"),
         # two windows alone leave open which
         (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "delayed-window or other-window"),
-        (
-            _run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS),
-            "shifted-window",
-        ),
-        (
-            _run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS),
-            "shifted-window",
-        ),
+        (_run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS), "shifted-window"),
+        (_run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS), "shifted-window"),
     ],
 )
 def test_steps_together_tell_which_window_a_gradient_is_of(steps, name):

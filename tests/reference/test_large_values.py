@@ -24,11 +24,7 @@ from tests.one_problem import OVERFLOWING_SUM
 SATURATED = Case(
     ProblemSpec(
         Input("vector", size=2, values="large"),
-        (
-            Layer("scale"),
-            Layer("batch_norm1d", affine=False),
-            Layer("mixture", experts=2, features=2),
-        ),
+        (Layer("scale"), Layer("batch_norm1d", affine=False), Layer("mixture", experts=2, features=2)),
         Loss("nll", class_weights=False, ignore_index=False, reduction="mean"),
     ),
     Plan((1, 3, 1, 2, 2, 5, 3, 8, 1, 3, 3, 3), 3),

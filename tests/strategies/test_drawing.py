@@ -140,12 +140,7 @@ def test_a_judge_finds_the_same_global_random_numbers_at_every_case_and_changes_
     numbers: set[tuple[float, float]] = set()
     random.seed(5)
     expected = random.Random(5).random()
-    run_on_cases(
-        lambda case: numbers.add((random.random(), np.random.rand())),
-        cases(),
-        examples=3,
-        seed_value=0,
-    )
+    run_on_cases(lambda case: numbers.add((random.random(), np.random.rand())), cases(), examples=3, seed_value=0)
     assert len(numbers) == 1
     assert random.random() == expected
 

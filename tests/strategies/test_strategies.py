@@ -309,10 +309,7 @@ def test_problem_and_plan_may_be_given(case):
         (plans(max_epochs=1.5), "expected 1 <= min_epochs <= max_epochs, got 1 and 1.5"),
         (plans(min_windows=0), "expected 1 <= min_windows <= max_windows, got 0 and 4"),
         (plans(min_windows=3, max_windows=2), "expected 1 <= min_windows <= max_windows, got 3 and 2"),
-        (
-            plans(max_accumulation_steps=0),
-            "1 <= min_accumulation_steps <= max_accumulation_steps, got 1 and 0",
-        ),
+        (plans(max_accumulation_steps=0), "1 <= min_accumulation_steps <= max_accumulation_steps, got 1 and 0"),
         (plans(max_items=0), "expected 1 <= min_items <= max_items, got 1 and 0"),
         (plans(max_items="8"), "expected 1 <= min_items <= max_items, got 1 and '8'"),
         (plans(assumes=("luck",)), "assumption must be one of"),

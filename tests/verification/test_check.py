@@ -12,15 +12,11 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, windows
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.strategies.drawing import draw_cases
-from gradcheck_suite.verification.check import Terms, check_run, terms_of
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
 DIVERGES = Case(
-    ProblemSpec(Input("vector", size=4), CHAIN, Loss("mse", reduction="sum")),
-    Plan((8,) * 24, 1, 3),
-    seed=6,
+    ProblemSpec(Input("vector", size=4), CHAIN, Loss("mse", reduction="sum")), Plan((8,) * 24, 1, 3), seed=6
 )
 """Four factors in a row and a summed loss: with a learning rate of 0.1 the parameters run away within a few steps."""
 
@@ -84,19 +80,6 @@ def test_where_torch_and_jax_differ_no_loop_is_blamed_and_the_probe_needs_no_jax
     verdict = check(subject, case, shrinking=True)
     assert (verdict.finding is not None) is (not is_probe and loop == "wrong")
     assert not started
-
-
-def test_by_default_a_run_is_judged_as_outside_of_shrinking(monkeypatch):
-    monkeypatch.setattr(Reference, "finding", property(lambda self: "they differ"))
-    terms = terms_of(MODES["zero_"])
-    verdict = check_run(lambda instance: run_ranks(MODES["zero_"], instance), CASE, terms, lambda rank, alike: None)
-    assert verdict.finding == "they differ"
-
-
-def test_terms_are_what_is_assumed_and_what_the_loop_declares():
-    terms = terms_of(MODES["zero_"], ["plain-counts"], "bfloat16")
-    assert terms == Terms(frozenset({"plain-counts"}), "bfloat16")
-    assert len({terms, Terms(frozenset({"plain-counts"}), "bfloat16")}) == 1
 
 
 def _refused_by_autocast(model, batch):
@@ -305,11 +288,7 @@ def test_a_loop_that_computes_the_window_together_holds(loop):
     ("loop", "diagnosis", "says"),
     [
         (accumulates, "plain-accumulation", "the mean of those of the micro-batches' own losses"),
-        (
-            MODES["set_to_none"],
-            "plain-accumulation",
-            "the mean, weighted by items, of those of the micro-batches",
-        ),
+        (MODES["set_to_none"], "plain-accumulation", "the mean, weighted by items, of those of the micro-batches"),
         (doubles_the_bias, "wrong-scale", "in bias alone, while weight is right: every element is 2 times"),
     ],
 )

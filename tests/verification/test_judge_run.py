@@ -28,13 +28,7 @@ from gradcheck_suite.run.runner import Outcome, run_loop
 from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import judge_run as module
 from gradcheck_suite.verification.check import check
-from gradcheck_suite.verification.judge_run import (
-    NOT_FINITE,
-    SCALER_SKIPPED,
-    ended_in_divergence,
-    is_diverged,
-    is_far,
-)
+from gradcheck_suite.verification.judge_run import NOT_FINITE, SCALER_SKIPPED, ended_in_divergence, is_diverged, is_far
 from properties.routed import routed_instance
 
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)

@@ -12,13 +12,7 @@ from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import verify as module
-from gradcheck_suite.verification.verify import (
-    OUTSIDE,
-    EnoughError,
-    Search,
-    StopError,
-    ViolatedError,
-)
+from gradcheck_suite.verification.verify import OUTSIDE, EnoughError, Search, StopError, ViolatedError
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)

@@ -19,7 +19,6 @@ from gradcheck_suite.core.results import Result
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.ranks import packed
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import ahead
@@ -93,10 +92,7 @@ def test_a_sound_loop_has_the_same_result(monkeypatch, second, checked_here, nam
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    ["mean-of-means", "large-gradients-skipped", "delayed-by-one"],
-)
+@pytest.mark.parametrize("name", ["mean-of-means", "large-gradients-skipped", "delayed-by-one"])
 def test_a_fault_has_the_same_name_and_the_same_smallest_case(monkeypatch, second, name):
     found = verify(BUGS[name].loop, examples=40)
     assert not found.holds
@@ -163,28 +159,6 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
     monkeypatch.setattr(ranks, "run_loop", noted)
     assert verify(BUILT_IN["plain"], examples=30, progress=lambda verdict: judged.append(verdict.case.digest)).holds
     assert [digest for digest in run_on if digest in judged] == judged
-
-
-@pytest.mark.usefixtures("only_linear")
-def test_a_slow_loop_is_one_case_ahead(monkeypatch, second):
-    monkeypatch.setattr(ahead, "SLOW_S", 0.0)
-    runs, most = 0, 0
-
-    def loop(run):
-        nonlocal runs
-        runs += 1
-        BUILT_IN["plain"](run)
-
-    def progress(verdict):
-        nonlocal most, judged
-        judged += 1
-        most = max(most, runs - judged)
-
-    judged = 0
-    assert verify(loop, examples=30, progress=progress).holds
-    # the probes are runs without progress
-    probes = runs - judged
-    assert most <= probes + 1
 
 
 @pytest.mark.usefixtures("only_linear")
@@ -311,20 +285,6 @@ def test_verification_goes_on_where_the_process_is_stopped(monkeypatch, stopped)
         assert verify(BUILT_IN["plain"], examples=5).judged == 5
 
 
-def test_an_answer_on_another_case_is_none(monkeypatch, second):
-    case, other = Case(LINEAR, Plan((1, 3, 2), 2)), Case(LINEAR, Plan((1, 3, 2), 3))
-    loop, verdicts = BUILT_IN["plain"], []
-    for answered in (case, other):
-        monkeypatch.setattr(second, "answer", lambda answered=answered: packed(check(loop, answered)))
-        prepared = ahead.Ahead(loop, None, terms_of(loop), 30.0, runs=True)
-        prepared.prepare(case)
-        verdicts.append(prepared.result(case)[0])
-        monkeypatch.undo()
-        assert second.answer() is not None
-    assert verdicts[0].holds
-    assert verdicts[1] is None
-
-
 ABANDONED = """
 import os, sys
 from gradcheck_suite.verification.judge_process import second_process
@@ -352,10 +312,3 @@ def _is_running(pid):
         return "second_process" in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
-
-
-def test_nothing_starts_where_it_is_not_wanted():
-    before = list(judges._judges)
-    with second_process(wanted=False) as judge:
-        assert judge is None
-        assert judges._judges == before

@@ -96,10 +96,7 @@ def test_a_window_without_valid_targets_is_not_judged(plan, loss, loop):
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (
-            replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")),
-            'pass reduction="sum"',
-        ),
+        (replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")), 'pass reduction="sum"'),
         (replace(GOOD, reduction="sum"), 'pass reduction="mean"'),
         (replace(GOOD, count=lambda b: (b["target"] != 2).sum()), "leave Problem.count out"),
     ],
@@ -152,41 +149,20 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (
-            with_loss(lambda m, b: cross_entropy(m, b, reduction="none")),
-            r"a scalar tensor, got shape \(10,\)",
-        ),
+        (with_loss(lambda m, b: cross_entropy(m, b, reduction="none")), r"a scalar tensor, got shape \(10,\)"),
         (with_loss(lambda m, b: 3.0), "a scalar tensor, got float"),
         (with_loss(lambda m, b: b["x"].sum()), "does not depend on the model's parameters"),
         (with_loss(lambda m, b: cross_entropy(m, b) * float("nan")), "the loss of 10 drawn items is nan"),
-        (
-            replace(SOME_IGNORED, count=None),
-            "nan.* Problem.count must be 0 for items without valid targets",
-        ),
+        (replace(SOME_IGNORED, count=None), "nan.* Problem.count must be 0 for items without valid targets"),
         (with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(())), "it must not be random"),
-        (
-            replace(GOOD, model=lambda s: nn.Sequential(model_of(s), nn.Dropout(0.5))),
-            "set dropout to 0",
-        ),
+        (replace(GOOD, model=lambda s: nn.Sequential(model_of(s), nn.Dropout(0.5))), "set dropout to 0"),
         (replace(GOOD, model=lambda s: nn.ReLU()), "no parameter with requires_grad=True"),
         (replace(GOOD, model=lambda s: 3), "must return a torch.nn.Module, got int"),
         (replace(GOOD, model=lambda s: SAME), "a fresh module each time, got the same one twice"),
-        (
-            replace(GOOD, model=lambda s: nn.Sequential(SAME)),
-            "two models from Problem.model share 0.0.weight",
-        ),
-        (
-            replace(GOOD, model=lambda s: nn.Linear(3, 5)),
-            "the same values for the same seed.* call torch.manual_seed",
-        ),
-        (
-            replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")),
-            "is on the meta device and has no",
-        ),
-        (
-            replace(GOOD, count=lambda b: torch.tensor(0)),
-            "Problem.count is 0 for 5 items whose loss is [12]",
-        ),
+        (replace(GOOD, model=lambda s: nn.Sequential(SAME)), "two models from Problem.model share 0.0.weight"),
+        (replace(GOOD, model=lambda s: nn.Linear(3, 5)), "the same values for the same seed.* call torch.manual_seed"),
+        (replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")), "is on the meta device and has no"),
+        (replace(GOOD, count=lambda b: torch.tensor(0)), "Problem.count is 0 for 5 items whose loss is [12]"),
         (replace(GOOD, count=lambda b: torch.tensor(-1)), "Problem.count.* got -1"),
         (replace(GOOD, count=lambda b: b["x"]), "Problem.count"),
         (
@@ -583,15 +559,9 @@ def negatives(m: nn.Module, b: Any) -> torch.Tensor:
             replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6))),
             r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalization in train mode. Keep",
         ),
-        (
-            replace(GOOD, model=with_layer(lambda: _Centred())),
-            r"1 \(_Centred\) gives an item an output",
-        ),
+        (replace(GOOD, model=with_layer(lambda: _Centred())), r"1 \(_Centred\) gives an item an output"),
         (replace(GOOD, loss=negatives), "compares items with each other"),
-        (
-            replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()),
-            "contains statistics of the batch",
-        ),
+        (replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()), "contains statistics of the batch"),
     ],
 )
 def test_the_reason_is_said(problem, reason):
@@ -647,10 +617,7 @@ def test_batch_normalization_is_named_where_every_micro_batch_has_the_statistics
 
 def test_what_the_forward_check_is_too_coarse_for_is_seen_before_a_loop_is_blamed():
     """The samples interact in a millionth of the loss: below what float32 inside a model may do, far above rounding."""
-    slight = replace(
-        GOOD,
-        loss=lambda m, b: cross_entropy(m, b) + 1e-6 * m(b["x"]).mean() * b["x"].mean(),
-    )
+    slight = replace(GOOD, loss=lambda m, b: cross_entropy(m, b) + 1e-6 * m(b["x"]).mean() * b["x"].mean())
     assert objective_fault(user_instance(CASE, slight)) is None
     verdict = check(BUILT_IN["plain"], CASE, problem=slight)
     assert verdict.violation is not None
@@ -711,15 +678,9 @@ def penalised(m: nn.Module, b: Any) -> torch.Tensor:
     ("problem", "reason"),
     [
         # neither the module before nor the one after, whose inputs differ already
+        (replace(GOOD, model=_built(_CentresBetween)), r"the model \(_CentresBetween\) gives an item an output"),
         (
-            replace(GOOD, model=_built(_CentresBetween)),
-            r"the model \(_CentresBetween\) gives an item an output",
-        ),
-        (
-            replace(
-                GOOD,
-                loss=lambda m, b: functional.cross_entropy(_MixesBackward.apply(m(b["x"])), b["target"]),
-            ),
+            replace(GOOD, loss=lambda m, b: functional.cross_entropy(_MixesBackward.apply(m(b["x"])), b["target"])),
             "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward",
         ),
         (
@@ -756,8 +717,4 @@ def test_a_parameter_that_the_forward_writes_is_named_and_no_loop_is_blamed():
             return super().forward(x)
 
     with pytest.raises(UsageError, match=r"the forward changes the parameter 'weight', as an embedding with max_norm"):
-        check(
-            BUILT_IN["plain"],
-            CASE,
-            problem=replace(GOOD, model=_built(lambda: Clamps(3, 5))),
-        )
+        check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=_built(lambda: Clamps(3, 5))))
