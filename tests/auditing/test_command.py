@@ -104,12 +104,7 @@ if __name__ == "__main__":
     [
         ("train()", "optimizer.zero_grad()", 0, "holds  2 steps judged of 2"),
         ("train()", "pass", 1, "gradient: stale-window at step 1"),
-        (
-            "torch.multiprocessing.spawn(train, (), 1)",
-            "pass",
-            2,
-            "the script trains nothing here, or in another process",
-        ),
+        ("torch.multiprocessing.spawn(train, (), 1)", "pass", 2, "the script trains nothing here, or in another"),
     ],
 )
 def test_workers_of_a_loader_change_nothing_and_training_in_another_process_is_unjudged(

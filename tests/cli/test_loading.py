@@ -205,10 +205,7 @@ def test_a_problem_and_a_function_that_returns_one(folder):
     [
         ("p.py", "--problem must be FILE.py:NAME or package.module:NAME, got 'p.py'"),
         ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
-        (
-            "p.py:NUMBER",
-            "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument ",
-        ),
+        ("p.py:NUMBER", "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument"),
         ("p.py:NUMBER", "; it defines PROBLEM"),
         ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
         ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),

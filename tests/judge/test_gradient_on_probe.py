@@ -131,10 +131,7 @@ def double_all(run):
         (fail, "the weight probe cannot be used: the loop raised on it"),
         (_infinite, "on the weight probe, whose gradients are all 1, it is not even finite"),
         (_doubles_where_large, "the items' weights are wrong, and the loop stops if the loss is small"),
-        (
-            as_it_is,
-            "on the weight probe the items' weights are right, so the fault depends on the values of the gradient",
-        ),
+        (as_it_is, "on the weight probe the items' weights are right, so the fault depends on the values of the"),
     ],
 )
 def test_why_the_probe_tells_nothing_is_said(change, says):

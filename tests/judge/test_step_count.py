@@ -177,12 +177,7 @@ def _fails_on_other_plans(run):
     ("loop", "plan", "diagnosis", "says"),
     [
         (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items contribute to no step"),
-        (
-            _whole_windows_only,
-            Plan((1, 1), 3),
-            "tail-dropped",
-            "[0, 1]) is never stepped: its items contribute to no step",
-        ),
+        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items contribute to no"),
         (_whole_windows_but_their_last, PLAN, "wrong-step-count", "the steps held micro-batches [0], [0]"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
@@ -201,20 +196,10 @@ def _fails_on_other_plans(run):
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, expected 3 ("),
         # numbers beyond 256 are no longer one object each
         (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, expected 1 ("),
-        (
-            _whole_windows_only,
-            Plan((1,) * 515, 2),
-            "tail-dropped",
-            "[514]) is never stepped: its items contribute to no step",
-        ),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to"),
         (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
-        (
-            _across_epochs,
-            Plan((1, 1, 1), 2),
-            "windows-across-epochs",
-            "called 1 time, expected 2 (1 epoch of 2 windows)",
-        ),
+        (_across_epochs, Plan((1, 1, 1), 2), "windows-across-epochs", "called 1 time, expected 2 (1 epoch of 2"),
         (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
         (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
         (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),

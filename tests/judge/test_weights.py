@@ -47,41 +47,21 @@ def test_the_expected_weight():
         (_short(5 / 8, 5 / 8, k=5, counts=(1, 3)), "wrong-scale", "over the short window's micro-batches, 5/2"),
         (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
         # each mean counted the same: 1/(3 * count)
-        (
-            _weights(1 / 3, 1 / 6, 1 / 9),
-            "mean-of-means",
-            "each micro-batch's mean has weight 1/3, whatever its count: ",
-        ),
+        (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean has weight 1/3, whatever its count:"),
         (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean has weight 1/3, whatever its count"),
-        (
-            _weights(1, 1 / 2, 1 / 3, reduction="sum"),
-            "mean-of-means",
-            "has weight 1, whatever its count, where sums are to",
-        ),
+        (_weights(1, 1 / 2, 1 / 3, reduction="sum"), "mean-of-means", "has weight 1, whatever its count, where sums"),
         # each mean counted as that of 3 or of 1 items: 3/(6 * count), 1/(6 * count)
         (_weights(1 / 2, 1 / 4, 1 / 6), "wrong-count", "by the count of the window's last micro-batch"),
         (_weights(1 / 6, 1 / 12, 1 / 18), "wrong-count", "by the count of the window's first micro-batch"),
         (_weights(1 / 6, 1 / 6, 3 / 6), "repeated-micro-batch", "3 times, as often as the window has micro-batches: "),
         (_weights(1 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "twice: send each loss backward once, and multiply"),
-        (
-            _weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"),
-            "mean-of-means",
-            "has weight 0.333333, whatever its count, where",
-        ),
+        (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "has weight 0.333333, whatever its count,"),
         (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "has weight 1/5, whatever its count, in a window of 3"),
         (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean has weight 0.666667, whatever its count"),
         # other windows' micro-batches
-        (
-            _weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)),
-            "stale-window",
-            "micro-batches [0] belong to earlier windows",
-        ),
-        (
-            _weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)),
-            "later-window",
-            "micro-batches [4] belong to a later window",
-        ),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)), "stale-window", "micro-batches [0] belong to earlier"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "later-window", "micro-batches [4] belong to a later"),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)), "other-window", "micro-batches 0, 4 of other windows"),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4), epoch=1), "stale-window", "[0, 4] belong to earlier"),
         (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window or wrong-scale", "from earlier epochs"),
@@ -100,11 +80,7 @@ def test_the_expected_weight():
         (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
         # of two, running sums cannot be told from a repetition
         (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "running-loss or repeated-micro-batch", "are in the gradient twice"),
-        (
-            _weights(1 / 6, 3 / 6, 1 / 6),
-            "repeated-micro-batch",
-            "micro-batches [2] of the window are in the gradient 3",
-        ),
+        (_weights(1 / 6, 3 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in the gradient"),
         (_weights(0, 0, 3 / 6), "repeated-micro-batch", "the window's last micro-batch is in the gradient 3 times"),
         (_weights(3 / 6, 0, 0), "repeated-micro-batch", "the window's first micro-batch is in the gradient 3 times"),
         (_weights(1 / 6, 1 / 6, 1 / 6 + 1 / 3), "repeated-micro-batch", "micro-batches [3] of the window"),

@@ -114,13 +114,6 @@ def test_the_oldest_files_are_deleted(cache, monkeypatch, arguments):
     assert read in _files(cache)
 
 
-def test_without_a_folder_nothing_is_kept(cache, monkeypatch, arguments):
-    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    jax_gradients.use_kept_gradients()
-    _assert_same(large_batch_gradients(**arguments), large_batch_gradients(**arguments))
-    assert not _files(cache)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_wrong_numbers_in_the_files_change_no_verdict(cache, monkeypatch):

@@ -240,25 +240,6 @@ def test_problems_keep_to_the_bounds_they_are_given(problem):
     assert not any(layer.o.get("sparse") for layer in _walk(problem.layers))
 
 
-@given(cases(assumes=("equal-micro-batches",)))
-def test_equal_micro_batches_are_respected(case):
-    plan = case.plan
-    assert all(len({plan.micro_batches[j] for j in window}) == 1 for window in plan.windows)
-    instance = generated_instance(case)
-    counts = [float(instance.count(batch)) for batch in instance.loader()]
-    assert all(len({counts[j] for j in window}) == 1 for window in plan.windows)
-
-
-@given(cases(assumes=("whole-windows",)))
-def test_whole_windows_are_respected(case):
-    assert not case.plan.has_short_window
-
-
-@given(cases(assumes=("sum-reduction",)))
-def test_sum_reduction_is_respected(case):
-    assert case.problem.loss.reduction == "sum"
-
-
 @given(cases(assumes=("equal-batches", "mean-reduction", "one-epoch", "plain-counts", "dense-gradients")))
 def test_the_assumptions_of_many_trainers_are_respected_together(case):
     plan, instance = case.plan, generated_instance(case)
@@ -267,13 +248,6 @@ def test_the_assumptions_of_many_trainers_are_respected_together(case):
     assert len({float(instance.count(batch)) for batch in instance.loader()}) == 1
     assert case.problem.loss.reduction == "mean"
     assert not any(layer.o.get("sparse") for layer in _walk(case.problem.layers))
-
-
-@given(cases(assumes=("plain-counts",)))
-def test_plain_counts_are_in_proportion_to_the_items(case):
-    instance = generated_instance(case)
-    per_item = {float(instance.count(b)) / n for b, n in zip(instance.loader(), case.plan.micro_batches, strict=True)}
-    assert max(per_item) - min(per_item) <= 1e-12 * max(per_item)
 
 
 @given(cases(assumes=("no-layer:linear", "no-layer:embedding", "no-layer:residual")))

@@ -253,13 +253,6 @@ def test_a_loss_that_is_off_for_one_batch_is_no_mean():
     assert weights_of_items(lambda batch: right(batch) + 1e-3 * (len(batch) == 4), 4) is None
 
 
-@pytest.mark.parametrize("weights", [(5, 3, 0), (5, 3, -4)])
-def test_an_item_that_weighs_nothing_or_less_is_in_no_mean(weights):
-    assert weights_of_items(weighted((5, 3, 4), LOSSES[:3]), 3) == pytest.approx([1, 0.6, 0.8])
-    mean = weighted(weights, LOSSES[:3])
-    assert weights_of_items(lambda batch: mean(batch) if len(batch) > 1 else LOSSES[batch[0]], 3) is None
-
-
 def test_a_batch_may_be_off_by_the_tolerance():
     """Losses of 5, -3 and 1 weighed 1, 1 and 3: the last two together come to 0, and the largest is 5."""
     mean = weighted((1, 1, 3), (5.0, -3.0, 1.0))
@@ -267,14 +260,6 @@ def test_a_batch_may_be_off_by_the_tolerance():
     for off in (ITEM_WEIGHTS_TOLERANCE * 5, -ITEM_WEIGHTS_TOLERANCE * 5):
         assert weights_of_items(lambda batch, off=off: mean(batch) or off, 3) == [1, 1, 3]
         assert weights_of_items(lambda batch, off=off: mean(batch) or 1.01 * off, 3) is None
-
-
-@pytest.mark.parametrize(
-    ("apart", "unequal"), [(0.9 * ITEM_WEIGHTS_TOLERANCE, False), (1.1 * ITEM_WEIGHTS_TOLERANCE, True)]
-)
-def test_weights_are_the_same_up_to_the_tolerance(apart, unequal):
-    for weights in ((1, 1 + apart, 1), (1 + apart, 1, 1)):
-        assert (weights_of_items(weighted(weights, (3.0, 1.0, 2.0)), 3) is not None) == unequal
 
 
 @pytest.mark.parametrize(
@@ -349,26 +334,6 @@ def test_every_window_is_computed_before_any_loop_runs():
         UsageError, match="the problem own failed before any loop ran, on batches of 1 to 8 items: Zero"
     ):
         reference_of(SLOPES, problem)
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        (Plan((1,), 1), "on one batch of 1 item: "),
-        (Plan((2,), 1), "on one batch of 2 items: "),
-        (Plan((300,), 1), "on one batch of 300 items: "),
-        (Plan((2, 3), 1), "on batches of 2 to 5 items: "),
-    ],
-)
-@pytest.mark.parametrize("error", [KeyError, SystemExit])
-def test_a_users_code_that_fails_is_told_with_the_batches_that_it_was_given(plan, said, error):
-    def loss(model, batch):
-        raise error("no such thing")
-
-    with pytest.raises(UsageError) as raised:
-        reference_of(Case("own", plan), _problem(loss))
-    assert f"the problem own failed before any loop ran, {said}{error.__name__}: " in str(raised.value)
-    assert "test_separability.py" in str(raised.value)
 
 
 def test_what_torch_cannot_compute_in_float64_is_not_judged():
