@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem, check, training_loop, verify
-from gradcheck_suite.core.case import read_slopes, slopes_text
 from gradcheck_suite.core.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
@@ -323,12 +322,6 @@ def test_a_loop_that_is_made_for_its_problem_is_not_blamed_for_the_probes():
     assert list(result.skipped) == [
         "the weight probes: the loop fails on them (raised), so its own problem alone was tried"
     ]
-
-
-def test_slopes_are_read_as_they_are_written():
-    slopes = [1.0, 2.0**40, 2.0**-200, float("inf"), 0.5]
-    assert slopes_text(slopes) == "1 2**40 2**-200 inf 2**-1"
-    assert read_slopes(slopes_text(slopes), 7) == [*slopes, 1.0, 2.0**40]
 
 
 def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():

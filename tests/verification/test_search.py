@@ -12,7 +12,7 @@ from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import verify as module
-from gradcheck_suite.verification.verify import OUTSIDE, EnoughError, Search, StopError, ViolatedError
+from gradcheck_suite.verification.verify import EnoughError, Search, StopError, ViolatedError
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)
@@ -269,25 +269,6 @@ def test_a_case_outside_what_the_loop_assumes_is_drawn_anew_up_to_eight_times(mo
         with pytest.raises(RedrawError):
             search.judge(case(size))
     search.judge(case(9))
-
-
-@pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("violated", [False, True])
-@pytest.mark.parametrize("probe", [False, True])
-def test_what_is_not_finite_is_not_judged_and_no_violation(monkeypatch, starts, stays, violated, probe):
-    at = probe_case(Plan((1, 1), 2)) if probe else case()
-    verdict = Verdict(at, violation(at) if violated else None)
-    asked = []
-    monkeypatch.setattr(module, "starts_finite", lambda case, problem: asked.append(problem) or starts)
-    monkeypatch.setattr(module, "stays_finite", lambda case, problem: asked.append(problem) or stays)
-    monkeypatch.setattr(module, "check", lambda loop, case, **options: verdict)
-    outside = not probe and (not starts or (violated and not stays))
-    search = Search(lambda run: None, OWN, 5.0, None, assumes=frozenset({"finite-gradients"}))
-    assert search._check(at) == (Verdict(at, skipped=OUTSIDE) if outside else verdict)
-    assert all(problem is OWN for problem in asked)
-    search = Search(lambda run: None, OWN, 5.0, None)
-    assert search._check(at) is verdict
 
 
 # Small cases
