@@ -75,6 +75,14 @@ def unjudged(reason: str, *windows: str, **pieces) -> Script:
     return Script(_training(*windows, **pieces), "unjudged", (reason,))
 
 
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
+DIVIDED_BACKWARD = "(loss / len(window)).backward()"
+UNDIVIDED = "loss = F.cross_entropy(model(x), y)"
+QUARTER = "(loss / 4).backward()"
+NUMBERED, INDEXED = "number, (x, y) in enumerate(window)", "index, (x, y) in enumerate(window)"
+TOTAL, COUNT = "total = sum(len(y) for _, y in window)", "count = sum(len(y) for _, y in window)"
+RESET, NO_RESET = "optimizer.zero_grad()", "optimizer.step()"
+UNEQUAL = "4, 2, 7, 1, 3, 3"
 DIVIDED = "for parameter in model.parameters():\n    parameter.grad /= len(window)"
 SCALER_STEP = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
 TWO_LOSSES = """
@@ -106,8 +114,8 @@ BFLOAT16 = {
 }
 OWN_BUFFER = {
     "start": "sums = [torch.zeros_like(parameter) for parameter in model.parameters()]",
-    "first": "optimizer.zero_grad()",
-    "loss": "loss = F.cross_entropy(model(x), y)",
+    "first": RESET,
+    "loss": UNDIVIDED,
 }
 EACH_LAYER = {
     "model": "",
@@ -121,7 +129,7 @@ optimizer = torch.optim.Adam(layers.parameters())""",
 for layer in layers:
     hidden = torch.tanh(layer(hidden))
     loss = loss + F.mse_loss(hidden, x)""",
-    "backward": "(loss / len(window)).backward()",
+    "backward": DIVIDED_BACKWARD,
 }
 GAN = {
     "model": "",
@@ -164,7 +172,7 @@ SCRIPTS = {
         "stale-parameters",
         setup="averaged = [p.detach() + 0.01 * torch.randn_like(p) for p in model.parameters()]",
         start="trained = [p.detach().clone() for p in model.parameters()]",
-        batch="index, (x, y) in enumerate(window)",
+        batch=INDEXED,
         first="""
 with torch.no_grad():
     for p, value in zip(model.parameters(), averaged if index == 1 else trained, strict=True):
@@ -174,28 +182,19 @@ with torch.no_grad():
         "not-linear",
         setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))",
     ),
-    "faulty_bfloat16_mean_of_means": faulty(
-        "mean-of-means", "*[4, 2, 7, 1] * 4", **BFLOAT16, backward="(loss / 4).backward()"
-    ),
+    "faulty_bfloat16_mean_of_means": faulty("mean-of-means", "*[4, 2, 7, 1] * 4", **BFLOAT16, backward=QUARTER),
     "faulty_bfloat16_never_reset": faulty(
-        "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step="optimizer.step()"
+        "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step=NO_RESET
     ),
     "faulty_bfloat16_reset": faulty(
-        "reset-inside-window",
-        "*[4] * 40, steps=4",
-        **BFLOAT16,
-        first="optimizer.zero_grad()",
-        backward="(loss / 4).backward()",
-        step="optimizer.step()",
+        "reset-inside-window", "*[4] * 40, steps=4", **BFLOAT16, first=RESET, backward=QUARTER, step=NO_RESET
     ),
     "faulty_checkpointed": faulty(
         "mean-of-means",
         setup="from torch.utils.checkpoint import checkpoint",
         text=CHECKPOINTED.replace("*[4] * 8", "4, 2, 7, 1"),
     ),
-    "faulty_clipped_per_micro_batch": faulty(
-        "not-linear", "*[4] * 12", after="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
-    ),
+    "faulty_clipped_per_micro_batch": faulty("not-linear", "*[4] * 12", after=CLIP),
     "faulty_closure": faulty(
         "mean-of-means",
         text="""
@@ -346,7 +345,7 @@ for parameter in model.parameters():
     ),
     "faulty_last_micro_batch_scaled": faulty(
         "unequal-factors",
-        batch="index, (x, y) in enumerate(window)",
+        batch=INDEXED,
         backward="if index == len(window) - 1:\n    loss = loss * 1.25\nloss.backward()",
     ),
     "faulty_left_in_evaluation_mode": faulty(
@@ -354,38 +353,36 @@ for parameter in model.parameters():
         model="torch.nn.Sequential(torch.nn.Dropout(0.5), *toy.classifier())",
         setup="held_out = toy.batches(6)[0][0]",
         start="model.train()",
-        batch="index, (x, y) in enumerate(window)",
+        batch=INDEXED,
         after="""
 if index == 1:
     model.eval()
     with torch.no_grad():
         model(held_out)""",
     ),
-    "faulty_loss_of_each_layer": faulty("mean-of-means", "4, 2, 7, 1, 3, 3", **EACH_LAYER),
+    "faulty_loss_of_each_layer": faulty("mean-of-means", UNEQUAL, **EACH_LAYER),
     "faulty_loss_scale_moves": faulty(
         "rescaled-accumulator",
         "*[4] * 12",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)',
-        loss="loss = F.cross_entropy(model(x), y)",
+        loss=UNDIVIDED,
         backward="scaler.scale(loss / 4).backward()\nscaler._scale *= 2",
         step=SCALER_STEP,
     ),
-    "faulty_mean_of_means": faulty(
-        "mean-of-means", "4, 2, 7, 1, 3, 3", then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
-    ),
+    "faulty_mean_of_means": faulty("mean-of-means", UNEQUAL, then=CLIP),
     "faulty_mean_of_means_auxiliary": faulty(
         "mean-of-means",
-        batch="number, (x, y) in enumerate(window)",
+        batch=NUMBERED,
         loss="""
 logits = model(x)
 part = logits[: number + 1]
 loss = F.cross_entropy(logits, y) + 0.1 * F.mse_loss(part, torch.zeros_like(part))""",
-        backward="(loss / len(window)).backward()",
+        backward=DIVIDED_BACKWARD,
     ),
     "faulty_mean_of_means_chunked": faulty(
         "unrecognised-weights",
         "6, 4, 8, 2, 6, 6",
-        start="total = sum(len(y) for _, y in window)",
+        start=TOTAL,
         loss="""
 logits = model(x)
 parts = list(zip(logits.split(3), y.split(3), strict=True))
@@ -399,18 +396,13 @@ loss = sum(F.cross_entropy(a, b) for a, b in parts) / len(parts)""",
     ),
     "faulty_mean_of_means_declared": faulty(
         "mean-of-means",
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         setup="import gradcheck_suite",
         loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
         backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss / len(window)).backward()",
     ),
     "faulty_mean_of_means_ignored": faulty(
-        "mean-of-means",
-        "*[6] * 4",
-        batch="number, (x, y) in enumerate(window)",
-        first="y[: number + 1] = -100",
-        loss="loss = F.cross_entropy(model(x), y)",
-        backward="(loss / 4).backward()",
+        "mean-of-means", "*[6] * 4", batch=NUMBERED, first="y[: number + 1] = -100", loss=UNDIVIDED, backward=QUARTER
     ),
     "faulty_mean_of_means_log_probabilities": faulty(
         "mean-of-means",
@@ -425,7 +417,7 @@ loss.backward()""",
         "4, 2, 7, 3, 5, 3, 6",
         first="mask = torch.arange(len(y)) % 2 == 0",
         loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()',
-        backward="(loss / len(window)).backward()",
+        backward=DIVIDED_BACKWARD,
     ),
     # The loss of each micro-batch is added up over chunks, and divided by the micro-batch's own targets.
     "faulty_mean_of_means_of_chunks": faulty(
@@ -434,7 +426,7 @@ loss.backward()""",
         loss="""
 parts = zip(model(x).split(3), y.split(3), strict=True)
 loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)""",
-        backward="(loss / len(window)).backward()",
+        backward=DIVIDED_BACKWARD,
     ),
     # Each micro-batch's weighted mean divides by the weights of its own samples.
     "faulty_mean_of_means_of_sample_weights": faulty(
@@ -463,14 +455,12 @@ loss = (each * (torch.arange(len(y)) > 0)).mean() / len(window)""",
     # Each micro-batch's mean of weighted losses divides by its own samples.
     "faulty_mean_of_means_sample_weights": faulty(
         "mean-of-means",
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         loss='losses = F.cross_entropy(model(x), y, reduction="none") * x[:, 0]',
         backward="(losses.mean() / len(window)).backward()",
     ),
     "faulty_mean_of_means_unreduced": faulty(
-        "mean-of-means",
-        "4, 2, 7, 1, 3, 3",
-        loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)',
+        "mean-of-means", UNEQUAL, loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
     ),
     "faulty_miscounted": faulty(
         "wrong-scale",
@@ -484,7 +474,7 @@ total = sum((y != -100).sum() + 1 for _, y in window)""",
     # Mixup with the losses on two lines, and a mean of means over unequal batches.
     "faulty_mixup_mean_of_means": faulty(
         "mean-of-means",
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         **MIXUP,
         loss="""
 mixed = model(share * x + (1 - share) * x[order])
@@ -492,7 +482,7 @@ first = share * F.cross_entropy(mixed, y)
 second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         backward="((first + second) / len(window)).backward()",
     ),
-    "faulty_never_reset": faulty("stale-window", "*[4] * 12", step="optimizer.step()"),
+    "faulty_never_reset": faulty("stale-window", "*[4] * 12", step=NO_RESET),
     "faulty_noise_per_micro_batch": faulty(
         "not-linear",
         "*[4] * 12",
@@ -506,13 +496,10 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
 weight = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))
 optimizer = torch.optim.SGD([weight], lr=0.1)""",
         loss="loss = F.mse_loss(weight * x, x.cos()) / len(window)",
-        step="optimizer.step()",
+        step=NO_RESET,
     ),
     "faulty_one_parameter_lost": faulty(
-        "reset-inside-window",
-        "*[4] * 12",
-        batch="number, (x, y) in enumerate(window)",
-        after="if number == 1:\n    model[0].bias.grad = None",
+        "reset-inside-window", "*[4] * 12", batch=NUMBERED, after="if number == 1:\n    model[0].bias.grad = None"
     ),
     "faulty_overwritten": faulty(
         "reset-inside-window",
@@ -557,13 +544,11 @@ for step in range(12):
         "no-gradient", "*[4] * 12", step="optimizer.zero_grad(set_to_none=False)\noptimizer.step()"
     ),
     "faulty_reset_of_a_part": faulty("stale-window", "*[4] * 12", step="optimizer.step()\nmodel[2].zero_grad()"),
-    "faulty_reset_per_micro_batch": faulty(
-        "reset-inside-window", "*[4] * 12", first="optimizer.zero_grad()", step="optimizer.step()"
-    ),
+    "faulty_reset_per_micro_batch": faulty("reset-inside-window", "*[4] * 12", first=RESET, step=NO_RESET),
     "faulty_reset_then_noise": faulty(
         "reset-inside-window",
         "*[4] * 12",
-        first="optimizer.zero_grad()",
+        first=RESET,
         step="""
 for parameter in model.parameters():
     parameter.grad += 0.01 * torch.randn_like(parameter)
@@ -576,14 +561,9 @@ optimizer.step()""",
         loss="running = running + F.cross_entropy(model(x), y) / len(window)",
         backward="running.backward(retain_graph=True)",
     ),
-    "faulty_scaled_accumulator": faulty(
-        "rescaled-accumulator", "*[4] * 12", loss="loss = F.cross_entropy(model(x), y)", after=DIVIDED
-    ),
+    "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
     "faulty_short_window": faulty(
-        "wrong-scale",
-        "*[4] * 11",
-        loss="loss = F.cross_entropy(model(x), y) / 4",
-        then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)",
+        "wrong-scale", "*[4] * 11", loss="loss = F.cross_entropy(model(x), y) / 4", then=CLIP
     ),
     # A loss with a coefficient, divided by 4 in a last window of 3.
     "faulty_short_window_of_a_coefficient": faulty(
@@ -607,11 +587,11 @@ for _ in range(2):
             optimizer.zero_grad()""",
     ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
-    "faulty_sum_of_means": faulty("wrong-scale", loss="loss = F.cross_entropy(model(x), y)"),
+    "faulty_sum_of_means": faulty("wrong-scale", loss=UNDIVIDED),
     "faulty_sum_of_means_scaler": faulty(
         "wrong-scale",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)',
-        loss="loss = F.cross_entropy(model(x), y)",
+        loss=UNDIVIDED,
         backward="scaler.scale(loss).backward()",
         step=SCALER_STEP,
     ),
@@ -682,7 +662,7 @@ for length in (2, 2, 2, 4, 4, 4, 4, 4):
 logits = model(x)
 loss = F.cross_entropy(logits, y)
 loss = loss + 0.1 * F.mse_loss(logits, torch.zeros_like(logits))""",
-        backward="(loss / len(window)).backward()",
+        backward=DIVIDED_BACKWARD,
     ),
     # Averaged weights are swapped in for an evaluation inside of a window, and the trained ones back at once.
     "sound_averaged_weights_swapped_back": sound(
@@ -692,7 +672,7 @@ def use(values):
     with torch.no_grad():
         for p, value in zip(model.parameters(), values, strict=True):
             p.copy_(value)""",
-        batch="index, (x, y) in enumerate(window)",
+        batch=INDEXED,
         first="""
 if index == 2:
     trained = [p.detach().clone() for p in model.parameters()]
@@ -704,12 +684,7 @@ if index == 2:
     "sound_backward_hook_scales": sound(
         setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * -0.5,))"
     ),
-    "sound_bfloat16_parameters": sound(
-        "*[4] * 40, steps=8",
-        **BFLOAT16,
-        backward="(loss / 8).backward()",
-        then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)",
-    ),
+    "sound_bfloat16_parameters": sound("*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", then=CLIP),
     "sound_by_autograd_grad": sound(
         setup="parameters = list(model.parameters())",
         backward="""
@@ -719,14 +694,14 @@ for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)
     "sound_checkpointed": sound(before="from torch.utils.checkpoint import checkpoint", text=CHECKPOINTED),
     "sound_chunked": sound(
         "6, 4, 8, 2, 6, 6",
-        start="total = sum(len(y) for _, y in window)",
+        start=TOTAL,
         loss="""
 logits = model(x)
 parts = zip(logits.split(3), y.split(3), strict=True)
 loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / total""",
     ),
     "sound_class_weights": sound(
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
         start="total = sum(weight[y].sum() for _, y in window)",
         loss="loss = F.cross_entropy(model(x), y, weight=weight, label_smoothing=0.1) * weight[y].sum() / total",
@@ -767,10 +742,7 @@ for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
         loss="loss = F.cross_entropy(compiled(x), y) / len(window)",
     ),
     "sound_counted": sound(
-        "4, 2, 7, 1, 3, 3, 1",
-        start="total = sum(len(y) for _, y in window)",
-        loss="loss = F.cross_entropy(model(x), y) * len(y) / total",
-        then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)",
+        "4, 2, 7, 1, 3, 3, 1", start=TOTAL, loss="loss = F.cross_entropy(model(x), y) * len(y) / total", then=CLIP
     ),
     # Custom functions: a product, rounded weights with a straight-through gradient, a gradient that is reversed.
     "sound_custom_functions": sound(
@@ -809,9 +781,9 @@ class Model(torch.nn.Module):
         model="Model()",
     ),
     "sound_declared": sound(
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         setup="import gradcheck_suite",
-        start="total = sum(len(y) for _, y in window)",
+        start=TOTAL,
         loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
         backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss * len(y) / total).backward()",
     ),
@@ -876,15 +848,13 @@ F.cross_entropy(model(x[:1]), y[:1])
 loss = F.cross_entropy(model(x), y) / len(window)"""
     ),
     # The mode changes inside of a window, but nothing depends on it: no layer is random or normalizes batches.
-    "sound_evaluation_mode_of_a_part": sound(
-        batch="index, (x, y) in enumerate(window)", first="model.train(index % 2 == 0)"
-    ),
+    "sound_evaluation_mode_of_a_part": sound(batch=INDEXED, first="model.train(index % 2 == 0)"),
     "sound_fused": sound(
         "*[4] * 12",
         setup="""
 optimizer = torch.optim.Adam(model.parameters(), fused=True)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
-        loss="loss = F.cross_entropy(model(x), y)",
+        loss=UNDIVIDED,
         backward="scaler.scale(loss / 4).backward()",
         step=SCALER_STEP,
     ),
@@ -1061,7 +1031,7 @@ total = sum(mask.sum() for mask in masks)""",
         batch="(x, y), mask in zip(window, masks, strict=True)",
         loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / total',
     ),
-    "sound_mean_of_two_losses": sound("*[4] * 9, steps=2", loss=TWO_LOSSES, backward="(loss / len(window)).backward()"),
+    "sound_mean_of_two_losses": sound("*[4] * 9, steps=2", loss=TWO_LOSSES, backward=DIVIDED_BACKWARD),
     "sound_mean_of_unreduced": sound(
         first="y[0] = -100", loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
     ),
@@ -1072,10 +1042,10 @@ total = sum(mask.sum() for mask in masks)""",
         loss="""
 mixed = model(share * x + (1 - share) * x[order])
 loss = share * F.cross_entropy(mixed, y) + (1 - share) * F.cross_entropy(mixed, y[order])""",
-        backward="(loss / len(window)).backward()",
+        backward=DIVIDED_BACKWARD,
     ),
     "sound_model_returns_its_loss": sound(
-        "4, 2, 7, 1, 3, 3",
+        UNEQUAL,
         before="""
 class Model(torch.nn.Module):
     def __init__(self):
@@ -1085,7 +1055,7 @@ class Model(torch.nn.Module):
         logits = self.body(x)
         return {"loss": F.cross_entropy(logits, labels, reduction="sum") / count, "logits": logits}""",
         model="Model()",
-        start="count = sum(len(y) for _, y in window)",
+        start=COUNT,
         loss="output = model(x, labels=y, count=count)",
         backward='output["loss"].backward()',
     ),
@@ -1162,8 +1132,8 @@ optimizer.step()""",
         start="""
 items = sum(len(y) for _, y in window)
 sums = [torch.zeros_like(parameter) for parameter in model.parameters()]""",
-        first="optimizer.zero_grad()",
-        loss="loss = F.cross_entropy(model(x), y)",
+        first=RESET,
+        loss=UNDIVIDED,
         after="""
 for total, parameter in zip(sums, model.parameters(), strict=True):
     total += parameter.grad * (len(y) / items)""",
@@ -1214,7 +1184,7 @@ class Twice(torch.nn.Module):
         return self.last(self.again(self.first(x).tanh()))
 torch.manual_seed(0)""",
         model="Twice().to(toy.dtype())",
-        start="count = sum(len(y) for _, y in window)",
+        start=COUNT,
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / count',
     ),
     "sound_sharpness_aware": sound(
@@ -1255,7 +1225,7 @@ optimizer.zero_grad()
 rows.zero_grad()""",
     ),
     "sound_sum_of_squares": sound(
-        "4, 2, 7, 1, 3, 3", loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
+        UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
     ),
     "sound_tied_and_frozen": sound(**TIED),
     "sound_two_optimizers": sound(
@@ -1284,8 +1254,8 @@ if number == 1:
     for parameter in first:
         parameter.requires_grad_(True)
     optimizer.add_param_group({"params": first})""",
-        loss="loss = F.cross_entropy(model(x), y)",
-        backward="(loss / 4).backward()",
+        loss=UNDIVIDED,
+        backward=QUARTER,
     ),
     # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
     "sound_windows_and_coefficient_grow": sound(
@@ -1378,7 +1348,7 @@ def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last
         "model": "torch.nn.parallel.DistributedDataParallel(toy.model_of_rank())",
         "windows": "window in toy.windows_of_rank()",
         "start": count,
-        "batch": "index, (x, y) in enumerate(window)",
+        "batch": INDEXED,
         "autocast": False,
         "loss": f"with contextlib.nullcontext() if {is_last} else model.no_sync():\n    ({loss}).backward()",
         "backward": "",
@@ -1386,7 +1356,6 @@ def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last
     }
 
 
-OWN_COUNT = "count = sum(len(y) for _, y in window)"
 SUM_OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count'
 BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_rank()"}
 ON_TWO_RANKS = {
@@ -1427,7 +1396,7 @@ dist.destroy_process_group()""",
         then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
     ),
     "faulty_mean_of_ranks_means": faulty(
-        "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=OWN_COUNT)
+        "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT)
     ),
     "faulty_no_sync_left_on": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="False")),
     "faulty_sum_over_ranks": faulty(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from string import Template
 
 SHARED = {
+    "PARSER": "import argparse\nparser = argparse.ArgumentParser()",
     "TOKENIZER": """\
 words = [f"w{i}" for i in range(30)]
 vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
@@ -34,11 +35,10 @@ output_dir=folder,
 TEMPLATES = {
     # A classifier trained with Accelerate's `accumulate()`, as its guide prints it.
     "accelerate_loop": """\
-import argparse
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--samples", type=int, default=32)
 args = parser.parse_args()
 torch.manual_seed(0)
@@ -63,13 +63,12 @@ for _ in range(2):
 """,
     # A causal language model trained by the recipe of Accelerate's guide for samples of variable size.
     "accelerate_recipe": """\
-import argparse
 import contextlib
 import torch
 import transformers
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--as-printed", action="store_true", help="count the first label of each row, too")
 args = parser.parse_args()
 steps = 4
@@ -105,13 +104,12 @@ for start in range(0, len(batches), steps):
 """,
     # Sequences of unequal lengths trained with Lightning's Fabric: the loop counts the targets of all processes itself.
     "fabric_loop": """\
-import argparse
 import os
 import torch
 from lightning.fabric import Fabric
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--own-count", action="store_true", help="divide by the targets of this process alone")
 args = parser.parse_args()
 fabric = Fabric(accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -141,11 +139,10 @@ for _ in range(2):
 """,
     # A classifier trained by ignite's supervised trainer, whose windows run on from one epoch into the next.
     "ignite_trainer": """\
-import argparse
 import torch
 from ignite.engine import create_supervised_trainer
 from torch.utils.data import DataLoader, TensorDataset
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--batches", type=int, default=8)
 parser.add_argument("--unequal", action="store_true")
 args = parser.parse_args()
@@ -171,14 +168,13 @@ model.fit(torch.randn(32, 6), torch.randint(0, 3, (32,)), batch_size=4, epochs=2
 """,
     # A regression trained by Lightning's Trainer with `accumulate_grad_batches`, a validation loop and clipping.
     "lightning_trainer": """\
-import argparse
 import logging
 import os
 import warnings
 import lightning
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--batches", type=int, default=8)
 args = parser.parse_args()
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -306,11 +302,10 @@ for iter_num in range(max_iters):
     # The loop follows timm's train.py since its commit df81d8d8, in other words. With `--repaired` the last window
     # changes what the loss is divided by, but not when a step is due.
     "timm_like": """\
-import argparse
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--batches", type=int, default=7)
 parser.add_argument("--grad-accum-steps", type=int, default=4)
 parser.add_argument("--repaired", action="store_true")
@@ -348,12 +343,11 @@ for _ in range(2):
 """,
     # A classifier trained by torchtnt's AutoUnit with `gradient_accumulation_steps`.
     "torchtnt_unit": """\
-import argparse
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchtnt.framework.auto_unit import AutoUnit
 from torchtnt.framework.train import train
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("--batches", type=int, default=8)
 args = parser.parse_args()
 class Unit(AutoUnit):
@@ -372,12 +366,11 @@ train(unit, loader, max_epochs=2)
 """,
     # Tiny models of transformers, trained by its Trainer on rows of unequal lengths, padded by a collator of one's own.
     "transformers_trainer": """\
-import argparse
 import tempfile
 import torch
 import transformers
 from transformers import Trainer, TrainingArguments
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("model", choices=["llama", "gpt2", "bert"])
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--left", action="store_true", help="pad on the left")
@@ -433,7 +426,6 @@ with tempfile.TemporaryDirectory() as folder:
 """,
     # Preference pairs trained by trl's DPOTrainer or RewardTrainer on a tiny model, with a tokenizer made here.
     "trl_pairs": """\
-import argparse
 import copy
 import tempfile
 import torch
@@ -441,7 +433,7 @@ import transformers
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("trainer", choices=["dpo", "reward"])
 parser.add_argument("--rows", type=int, default=16)
 args = parser.parse_args()
@@ -484,14 +476,13 @@ with tempfile.TemporaryDirectory() as folder:
 """,
     # Supervised fine-tuning of a tiny model with trl's SFTTrainer, on a tokenizer made here.
     "trl_sft": """\
-import argparse
 import tempfile
 import torch
 import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import SFTConfig, SFTTrainer
-parser = argparse.ArgumentParser()
+$PARSER
 parser.add_argument("model", choices=["llama", "gpt2"])
 parser.add_argument("--lora", action="store_true")
 args = parser.parse_args()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
-from gradcheck_suite.catalogue.description import error_text
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.results import ItemWeight
@@ -100,13 +99,6 @@ def test_a_fault_of_one_parameter_is_named_in_lower_precision_too(dtype):
     assert violation.explanation.endswith("(read off the same case in float64)")
 
 
-def test_a_fault_that_float64_does_not_show_goes_unnamed():
-    violation = check(
-        then(every(lambda g, p: g.mul_(2) if p.dtype == torch.bfloat16 else g)), CASE.replace(dtype="bfloat16")
-    ).violation
-    assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
-
-
 def test_items_of_one_micro_batch_may_be_weighted_unequally():
     def weigh_the_first_twice(run):
         for window in windows(run):
@@ -118,15 +110,6 @@ def test_items_of_one_micro_batch_may_be_weighted_unequally():
 
     violation = check(weigh_the_first_twice, probe_case(Plan((2, 1), 2))).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "unequal-items")
-
-
-def test_the_numbers_are_those_of_the_worst_element():
-    violation = check(then(_double_matrices), CASE).violation
-    assert violation.parameter == "0.weight"
-    assert violation.error > violation.allowed > 0
-    (line,) = violation.details
-    assert "4 of 6 elements of the gradient differ; the worst is 0.weight[" in line
-    assert f"off by {error_text(violation.error, violation.allowed)}" in line
 
 
 def test_the_weights_are_shown_beside_the_right_ones():
@@ -400,56 +383,7 @@ def test_a_fault_that_the_probe_lacks_is_said_to_depend_on_values_or_the_model()
         assert "the weight probe" not in sentence
 
 
-@pytest.mark.parametrize("count", [0.5, 1.0, 2.0])
-def test_weights_of_a_sum_are_those_of_the_probe_whatever_is_counted(count):
-    """The first micro-batch is dropped, and the second's gradient is the larger one in every element."""
-
-    def drops_the_first(run):
-        for window in windows(run):
-            for batch in window[-1:]:
-                run.loss(run.model, batch).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    y = [[-10.0, -10.0], *[[-1000.0, -1000.0]] * 7]
-    name, _, details = explained(
-        drops_the_first, plan=Plan((1, 1), 2), sums=True, w=[count] * 8, x=np.ones((8, 3)), y=y
-    )
-    assert "reset-inside-window" in name or "dropped-micro-batch" in name
-    assert [row[2:] for row in table_of(details)] == [["1", "0"], ["1", "1"]]
-
-
 # The probe in float32
-
-
-class _Counted:
-    """A loop with the number of its runs, which may refuse a dtype."""
-
-    def __init__(self, change, refused=None):
-        self._loop, self._refused, self.runs = then(change), refused, 0
-
-    def __call__(self, run):
-        self.runs += 1
-        if run.dtype == self._refused:
-            raise TypeError("not in this dtype")
-        self._loop(run)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "refused", "named", "runs"),
-    [
-        ("float32", None, True, 4),
-        ("float32", torch.float64, True, 5),
-        ("float16", torch.float64, False, 4),
-        ("bfloat16", torch.float64, False, 4),
-    ],
-)
-def test_a_loop_that_runs_in_float32_alone_is_read_there_and_its_refusal_is_not_counted(dtype, refused, named, runs):
-    loop = _Counted(_more, refused)
-    name, sentence, _ = explained(loop, dtype=dtype)
-    assert (name == "wrong-scale") is named
-    assert ("the weight probe cannot be used: the loop raised on it" in sentence) is not named
-    assert loop.runs == runs
 
 
 # Rounding
@@ -475,38 +409,6 @@ def _rounds_weights(run):
 def test_rounded_gradients_are_told_from_rounded_weights_by_the_case(loop, name):
     """Thirds, which no binary format has."""
     assert explained(loop, plan=Plan((1, 2), 2))[0] == name
-
-
-def _holds_another_window(step, other):
-    """Return a loop that doubles the probe's gradients, and adds another window's to the weight's at one step."""
-
-    def loop(run):
-        epoch = list(windows(run))
-        for i, window in enumerate(epoch):
-            backward_window(run, window)
-            weight = weight_of(run)
-            if weight is None:
-                next(run.model.parameters()).grad.mul_(2)
-            elif i == step:
-                total = window_count(run, epoch[other])
-                for batch in epoch[other]:
-                    loss = run.loss(run.model, batch) * run.count(batch) / total
-                    weight.grad += torch.autograd.grad(loss, weight)[0]
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
-
-
-@pytest.mark.parametrize(
-    ("step", "other", "name"), [(1, 2, "later-window"), (1, 0, "stale-window"), (3, 2, "stale-window")]
-)
-def test_the_epoch_tells_what_is_later_of_the_case_itself(step, other, name):
-    epoch, window = divmod(step, 3)
-    plan = Plan((1, 2, 1, 2, 1, 1), 2, 2)
-    found, sentence, _ = explained(_holds_another_window(step, other), plan=plan, epoch=epoch, window=window)
-    assert found == name
-    assert sentence.startswith("in weight alone, while bias is right: ")
 
 
 # What the probe does not show is looked for on the case itself, and nothing is named that is not found.
@@ -749,13 +651,6 @@ def test_what_float64_does_not_show_is_not_named(change):
     assert "or on the model: it is wrong in weight (6 of 6 elements)" in sentence
 
 
-def test_a_parameter_that_is_left_out_is_named_in_lower_precision_too():
-    for dtype in ("float64", "float32"):
-        name, sentence, _ = explained(then(forget), dtype=dtype)
-        assert name == "no-gradient"
-        assert sentence.startswith("in weight alone, while bias is right: the gradient of weight is 0")
-
-
 def _forget_one_parameter_behind_masked_targets(run):
     for window in windows(run):
         masked = any(run.count(batch) == 0 for batch in window)
@@ -897,26 +792,6 @@ def test_the_step_that_is_wrong_is_the_one_that_is_read():
         assert f"weighs {factor} times what it should" in sentence
         table = table_of(details)
         assert [row[2] != "0" for row in table] == [j // 2 == window for j in range(6)]
-
-
-@pytest.mark.parametrize("window", [0, 1])
-def test_a_fault_of_one_parameter_is_read_on_the_same_step(window):
-    changes = [as_it_is] * 4
-    changes[2 + window] = triple
-    name, sentence, _ = explained(then(*changes), plan=Plan((1, 2, 3, 2), 2, 2), window=window, epoch=1)
-    assert name == "wrong-scale"
-    assert sentence.startswith("in weight alone, while bias is right: every item of the window weighs 3 times")
-
-
-def test_what_is_left_from_earlier_epochs_is_told_from_a_scale():
-    def no_reset(run):
-        for window in windows(run):
-            backward_window(run, window)
-            run.optimizer.step()
-
-    name, sentence, _ = explained(no_reset, plan=Plan((1, 2), 2, 2), epoch=1)
-    assert name == "stale-window"
-    assert "from earlier epochs" in sentence
 
 
 # Where the probe cannot be used

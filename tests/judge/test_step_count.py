@@ -68,24 +68,28 @@ def _every_micro_batch(run):
             _step(run, [batch])
 
 
+def _of_all_epochs(run):
+    return [batch for _ in range(run.epochs) for batch in run.loader]
+
+
+def _in_windows(run, batches, size):
+    for first in range(0, len(batches), size):
+        _step(run, batches[first : first + size])
+
+
 def _across_epochs(run):
-    k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
-    for first in range(0, len(batches) // k * k, k):
-        _step(run, batches[first : first + k])
+    batches, k = _of_all_epochs(run), run.accumulation_steps
+    _in_windows(run, batches[: len(batches) // k * k], k)
 
 
 def _across_epochs_and_ended_early(run):
     """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which ends at an epoch's."""
     k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
-    for step in range(run.epochs * (len(run.loader) // k)):
-        _step(run, batches[step * k : (step + 1) * k])
+    _in_windows(run, _of_all_epochs(run)[: run.epochs * (len(run.loader) // k) * k], k)
 
 
 def _across_epochs_in_shorter_windows(run):
-    k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    batches, k = _of_all_epochs(run), run.accumulation_steps
     _step(run, batches[:k])
     shorter = max(1, k - 1)
     for first in range(k, len(batches) // shorter * shorter, shorter):
@@ -93,9 +97,7 @@ def _across_epochs_in_shorter_windows(run):
 
 
 def _one_pass(run):
-    batches, k = list(run.loader), run.accumulation_steps
-    for i in range(0, len(batches), k):
-        _step(run, batches[i : i + k])
+    _in_windows(run, list(run.loader), run.accumulation_steps)
 
 
 def _one_pass_too_many(run):
@@ -226,10 +228,8 @@ def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
 
 def _windows_of(size):
     def loop(run):
-        batches = list(run.loader)
         for _ in range(run.epochs):
-            for first in range(0, len(batches), size(run.accumulation_steps)):
-                _step(run, batches[first : first + size(run.accumulation_steps)])
+            _in_windows(run, list(run.loader), size(run.accumulation_steps))
 
     return loop
 
@@ -417,12 +417,7 @@ def test_micro_batches_that_are_left_out_are_no_windows_at_other_places():
 def test_windows_of_another_length_in_a_later_epoch_are_said_to_end_elsewhere():
     def doubles(run):
         for epoch in range(run.epochs):
-            batches = list(run.loader)
-            steps = run.accumulation_steps * (1 + epoch)
-            for first in range(0, len(batches), steps):
-                backward_window(run, batches[first : first + steps])
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+            _in_windows(run, list(run.loader), run.accumulation_steps * (1 + epoch))
 
     found = check(doubles, probe_case(Plan((1, 1, 1), 1, 2))).violation
     assert (found.kind, found.diagnosis) == ("step-count", "wrong-windows")

@@ -429,7 +429,7 @@ def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
 # Numbered cases: distinct, the same for the same seed whatever modules are loaded, and shrunk where one fails.
 
 
-DRAWING_LINEAR = ProblemSpec(
+ONE_WEIGHT = ProblemSpec(
     Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")
 )
 ODD = range(3_000_000_019, 3_001_000_019, 1000)
@@ -478,7 +478,7 @@ def test_another_seed_draws_other_cases_and_more_examples_begin_with_the_same():
 
 def test_no_case_is_drawn_twice_and_a_strategy_may_run_out():
     plan = st.sampled_from((Plan((1,), 1), Plan((2,), 1)))
-    found = draw_cases(st.builds(Case, st.just(DRAWING_LINEAR), plan), examples=50, seed_value=0)
+    found = draw_cases(st.builds(Case, st.just(ONE_WEIGHT), plan), examples=50, seed_value=0)
     assert sorted(case.plan.total_items for case in found) == [1, 2]
 
 
@@ -510,7 +510,7 @@ def test_case_that_is_refused_is_shrunk_and_its_exception_raised():
     with pytest.raises(_RefusedError):
         run_on_cases(refuse_two_windows, cases(), examples=50, seed_value=0)
     smallest = min((c for c in tried if len(c.plan.windows) >= 2), key=lambda c: len(repr(c)))
-    assert smallest.replace(plan=Plan((1, 1), 1)) == Case(DRAWING_LINEAR, Plan((1, 1), 1))
+    assert smallest.replace(plan=Plan((1, 1), 1)) == Case(ONE_WEIGHT, Plan((1, 1), 1))
     assert smallest.plan.total_items == 2
 
 
@@ -595,7 +595,7 @@ def test_torch_adds_no_sparse_gradients_in_half_precision_so_none_are_drawn():
 # What cases reached is counted by hand on small ones.
 
 
-COVERAGE_LINEAR = Layer("linear", features=2, bias=False)
+TWO_FEATURES = Layer("linear", features=2, bias=False)
 
 
 def _splits(plan: Plan) -> set[str]:
@@ -621,10 +621,10 @@ def test_what_was_never_reached_is_shown_as_nought():
 
 def test_layers_inside_others_count_and_each_case_counts_once():
     inner = Layer("residual", Layer("linear", features=3, bias=False), Layer("tanh"))
-    problem = ProblemSpec(Input("vector", size=3), (inner, COVERAGE_LINEAR), Loss("mse", reduction="sum"))
+    problem = ProblemSpec(Input("vector", size=3), (inner, TWO_FEATURES), Loss("mse", reduction="sum"))
     reach = CaseCoverage()
     reach.note(Case(problem, Plan((2, 2), 2)))
-    reach.note(Case(ProblemSpec(Input("vector", size=3), (COVERAGE_LINEAR,), Loss("mse")), Plan((2, 2), 2)))
+    reach.note(Case(ProblemSpec(Input("vector", size=3), (TWO_FEATURES,), Loss("mse")), Plan((2, 2), 2)))
     found = reach.to_json()
     assert found["layers"] == {"linear": 2, "residual": 1, "tanh": 1}
     assert found["losses"] == {"mse, sum": 1, "mse, mean": 1}

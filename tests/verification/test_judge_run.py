@@ -10,8 +10,7 @@ import torch
 
 from gradcheck_suite import Problem, verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.case import PARAMETER as CASE_PARAMETER
-from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
+from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
 from gradcheck_suite.core.contract import VerifyOptions
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import (
@@ -42,8 +41,8 @@ from properties.routed import routed_instance
 
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)
 """Items 1 to 4 in window 0 and 5 to 8 in window 1: their means are 2.5 and 6.5. Two epochs are four steps."""
-JUDGE_RUN_CASE = Case("slopes", PLAN)
-MOVING = JUDGE_RUN_CASE.replace(optimizer="sgd")
+OWN = Case("slopes", PLAN)
+MOVING = OWN.replace(optimizer="sgd")
 PROBE = probe_case(Plan((1, 2), 1))
 
 
@@ -62,13 +61,13 @@ def _problem(loss=_loss, **options):
     return Problem(lambda seed: _Slope(), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options)
 
 
-def _ran(loop=MODES["zero_"], case=JUDGE_RUN_CASE, problem=None):
+def _ran(loop=MODES["zero_"], case=OWN, problem=None):
     """Return what a loop does."""
     instance = generated_instance(case) if case.spec else user_instance(case, problem or _problem())
     return run_loop(loop, instance)
 
 
-def _judged(outcome, case=JUDGE_RUN_CASE, problem=None, **options):
+def _judged(outcome, case=OWN, problem=None, **options):
     """Judge a run, or a change of it, as while shrinking."""
     problem = None if case.spec else problem or _problem()
     return check(lambda run: None, case, problem=problem, outcome=outcome, **{"shrinking": True, **options})
@@ -82,7 +81,7 @@ def _with_gradient(outcome, step, value, parameter="weight"):
     return replace(outcome, observations=taken)
 
 
-@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, MOVING])
+@pytest.mark.parametrize("case", [OWN, MOVING])
 def test_a_sound_run_is_judged_at_every_step(case):
     verdict = _judged(_ran(case=case), case)
     assert verdict.holds
@@ -118,7 +117,7 @@ def test_the_ratio_is_that_of_the_worst_step(largest):
         ({"mismatched": True}, "mismatched-collectives"),
     ],
 )
-@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, PROBE])
+@pytest.mark.parametrize("case", [OWN, PROBE])
 def test_a_loop_that_failed_is_told_with_its_trace(changes, name, case):
     outcome = replace(_ran(case=case), raised="ValueError: no", trace="first\nsecond\n\n", **changes)
     violation = _judged(outcome, case).violation
@@ -132,7 +131,7 @@ def test_a_loop_that_failed_is_not_blamed_where_the_plain_large_batch_fails():
             raise RuntimeError("not implemented for 'Half'")
         return _loss(model, batch)
 
-    problem, case = _problem(refused), JUDGE_RUN_CASE.replace(dtype="float16")
+    problem, case = _problem(refused), OWN.replace(dtype="float16")
     outcome = _ran(case=case, problem=problem)
     assert outcome.raised is not None
     verdict = _judged(outcome, case, problem)
@@ -147,7 +146,7 @@ def test_a_loop_that_failed_is_not_blamed_where_the_plain_large_batch_fails():
     assert _judged(_ran(case=case, problem=problem), case, problem).violation.kind == "raised"
 
 
-@pytest.mark.parametrize("case", [JUDGE_RUN_CASE, PROBE])
+@pytest.mark.parametrize("case", [OWN, PROBE])
 def test_a_model_with_other_parameters_is_told(case):
     violation = _judged(replace(_ran(case=case), structure="weight is gone"), case).violation
     assert (violation.kind, violation.diagnosis) == ("parameters", "changed-model")
@@ -160,7 +159,7 @@ def test_a_model_with_other_parameters_is_told(case):
 @pytest.mark.parametrize(("step", "place"), [(0, (0, 0)), (1, (0, 1)), (None, (None, None))])
 def test_parameters_that_change_on_the_probe_are_told(step, place):
     outcome = _ran(case=PROBE)
-    moved = {CASE_PARAMETER: outcome.start[CASE_PARAMETER] + 1}
+    moved = {PARAMETER: outcome.start[PARAMETER] + 1}
     if step is None:
         outcome = replace(outcome, parameters=moved)
     else:
@@ -171,7 +170,7 @@ def test_parameters_that_change_on_the_probe_are_told(step, place):
     violation = _judged(outcome, PROBE).violation
     assert (violation.kind, violation.parameter, (violation.epoch, violation.window)) == (
         "parameters",
-        CASE_PARAMETER,
+        PARAMETER,
         place,
     )
 
@@ -293,9 +292,7 @@ def test_a_fault_of_the_references_is_a_finding_and_no_violation(name, monkeypat
 
 @pytest.mark.parametrize(("reduction", "kind"), [("mean", "not-accumulable"), ("batch", "gradient")])
 def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, monkeypatch):
-    fault = check(
-        MODES["zero_"], JUDGE_RUN_CASE, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)
-    ).violation
+    fault = check(MODES["zero_"], OWN, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)).violation
     assert fault.kind == "not-accumulable"
     monkeypatch.setattr(module, "gradient_fault", lambda reference, window: fault)
     outcome = _with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64))
@@ -307,7 +304,7 @@ def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, 
 # From where on parameters have diverged: at each limit itself, and on both sides of it.
 
 
-DIVERGENCE_CASE = Case("own", Plan((1, 1), 1), optimizer="sgd")
+TWO_STEPS = Case("own", Plan((1, 1), 1), optimizer="sgd")
 """Two steps."""
 NEAR, FAR = {"a": torch.ones(2)}, {"a": torch.tensor([1.0, math.nan])}
 
@@ -349,11 +346,11 @@ def test_parameters_have_diverged_where_products_of_four_overflow(dtype, limit):
     ],
 )
 def test_a_loop_ended_in_divergence_where_it_stopped_early_at_its_last_steps_parameters(after, options, ended):
-    assert ended_in_divergence(DIVERGENCE_CASE, _outcome(*after, **options)) is ended
-    assert not ended_in_divergence(DIVERGENCE_CASE.replace(optimizer=None), _outcome(*after, **options))
+    assert ended_in_divergence(TWO_STEPS, _outcome(*after, **options)) is ended
+    assert not ended_in_divergence(TWO_STEPS.replace(optimizer=None), _outcome(*after, **options))
 
 
-class _DivergenceModel(torch.nn.Module):
+class _OneMoves(torch.nn.Module):
     def __init__(self, *values):
         super().__init__()
         self.empty = torch.nn.Parameter(torch.zeros(0))
@@ -363,11 +360,11 @@ class _DivergenceModel(torch.nn.Module):
 
 def _reference(*values):
     problem = Problem(
-        lambda seed: _DivergenceModel(*values),
+        lambda seed: _OneMoves(*values),
         lambda items, seed: torch.ones(items, 1),
         lambda model, batch: model.moved.sum(),
     )
-    return Reference(user_instance(DIVERGENCE_CASE, problem))
+    return Reference(user_instance(TWO_STEPS, problem))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +381,7 @@ def test_a_parameter_is_far_from_16_times_the_largest_initial_one_on(first, limi
 # Zeros that let an optimizer move a parameter which its window does not reach are explained; they are no violation.
 
 
-PARAMETER = "experts.1.weight"
+EXPERT = "experts.1.weight"
 
 
 def explained(loop, optimizer, routes=((0, 1), (0,))):
@@ -398,16 +395,16 @@ def explained(loop, optimizer, routes=((0, 1), (0,))):
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "nesterov", "adam", "rmsprop", "asgd", "adamax"])
 def test_zeros_that_move_a_missed_parameter_are_explained(optimizer):
     said, _ = explained("zero_", optimizer)
-    assert f"no item of window 1 reaches {PARAMETER}. Its gradient was zeros and not None" in said
+    assert f"no item of window 1 reaches {EXPERT}. Its gradient was zeros and not None" in said
     assert f"With None, as after set_to_none=True, {optimizer} leaves" in said
 
 
 def test_weight_decay_is_told_from_momentum():
     # the flat buffer has zeros from the start, so that nothing but the decay can move a parameter never reached
     said, instance = explained("flat_buffer", "adamw", ((0,), (0,)))
-    value = instance.model().get_parameter(PARAMETER).abs().max().item()
+    value = instance.model().get_parameter(EXPERT).abs().max().item()
     decay = 0.01 * 0.1 * value
-    assert f"no item of window 0 reaches {PARAMETER}" in said
+    assert f"no item of window 0 reaches {EXPERT}" in said
     assert f"moved it by {decay:.2g}: {decay:.2g} by weight decay. With None" in said
 
 
@@ -451,12 +448,12 @@ def test_a_verification_says_it_once():
 # The precision that a loop is held to is declared by the loop or its user, never read from the run.
 
 
-UNDECLARED_AUTOCAST_SPEC = ProblemSpec(
+TANH = ProblemSpec(
     Input("vector", size=8),
     (Layer("linear", features=8, bias=True), Layer("tanh"), Layer("linear", features=3, bias=True)),
     Loss("mse", reduction="mean"),
 )
-UNDECLARED_AUTOCAST_CASE = Case(UNDECLARED_AUTOCAST_SPEC, Plan((2, 3, 1), 2), dtype="float32", seed=3)
+FLOAT32 = Case(TANH, Plan((2, 3, 1), 2), dtype="float32", seed=3)
 
 
 def under(dtype, wrong=1.0):
@@ -475,54 +472,50 @@ def under(dtype, wrong=1.0):
 
 @pytest.mark.parametrize("shrinking", [False, True])
 def test_undeclared_autocast_is_named(shrinking):
-    violation = check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE, shrinking=shrinking).violation
+    violation = check(under(torch.bfloat16), FLOAT32, shrinking=shrinking).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "undeclared-autocast")
     assert "under torch.autocast in bfloat16 in a float32 run" in violation.explanation
     assert "--autocast bfloat16" in violation.explanation
 
 
 def test_declared_autocast_holds():
-    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE, autocast="bfloat16").holds
-    assert check(autocast_bfloat16, UNDECLARED_AUTOCAST_CASE).holds
-    assert check(grad_scaler, UNDECLARED_AUTOCAST_CASE).holds
+    assert check(under(torch.bfloat16), FLOAT32, autocast="bfloat16").holds
+    assert check(autocast_bfloat16, FLOAT32).holds
+    assert check(grad_scaler, FLOAT32).holds
 
 
 def test_a_finer_declaration_does_not_cover_a_coarser_autocast():
-    assert check(under(torch.float16), UNDECLARED_AUTOCAST_CASE, autocast="bfloat16").holds
+    assert check(under(torch.float16), FLOAT32, autocast="bfloat16").holds
     # the errors of bfloat16 are 8 times those of float16, and the bound is as wide: not every gradient shows it
     violations = [
-        check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(seed=seed), autocast="float16").violation
-        for seed in range(8)
+        check(under(torch.bfloat16), FLOAT32.replace(seed=seed), autocast="float16").violation for seed in range(8)
     ]
     assert {violation.diagnosis for violation in violations if violation} == {"undeclared-autocast"}
 
 
 def test_a_fault_under_autocast_keeps_its_own_name():
     for autocast in (None, "bfloat16"):
-        violation = check(under(torch.bfloat16, wrong=2.0), UNDECLARED_AUTOCAST_CASE, autocast=autocast).violation
+        violation = check(under(torch.bfloat16, wrong=2.0), FLOAT32, autocast=autocast).violation
         assert violation.diagnosis == "wrong-scale"
 
 
 def test_autocast_that_changes_nothing_needs_no_declaration():
-    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(dtype="float64")).holds
-    assert check(under(torch.bfloat16), UNDECLARED_AUTOCAST_CASE.replace(dtype="bfloat16")).holds
-
-
-# What a violation says of a wrong gradient: its kind, its place, its size, and a name where one is known.
+    assert check(under(torch.bfloat16), FLOAT32.replace(dtype="float64")).holds
+    assert check(under(torch.bfloat16), FLOAT32.replace(dtype="bfloat16")).holds
 
 
 # A gradient scaler may skip the step of a window whose gradient overflows, and no other.
 
 
-SCALER_SKIPS_SPEC = ProblemSpec(
+ATTENTION = ProblemSpec(
     Input("sequence", length=3, padded=False, size=2),
     (Layer("attention", causal=False, heads=1),),
     Loss("mse", reduction="sum"),
 )
 # momentum takes the parameters where the gradient of the third window exceeds float16's largest number
-OVERFLOWS = Case(SCALER_SKIPS_SPEC, Plan((1, 1, 2, 1, 1, 1, 1, 1), 3), seed=81569260, optimizer="momentum")
+OVERFLOWS = Case(ATTENTION, Plan((1, 1, 2, 1, 1, 1, 1, 1), 3), seed=81569260, optimizer="momentum")
 SMALL = OVERFLOWS.replace(
-    problem=ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), SCALER_SKIPS_SPEC.loss)
+    problem=ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), ATTENTION.loss)
 )
 
 
@@ -560,7 +553,6 @@ def test_a_skip_where_only_the_scale_overflows_is_found(dtype):
 # two windows of two micro-batches, two epochs: four steps
 LAYERS = (Layer("linear", bias=True, features=2),)
 CASE = Case(ProblemSpec(Input("vector", size=3), LAYERS, Loss("mse", reduction="mean")), PLAN, seed=5)
-OWN = Case("slopes", PLAN)
 EPS = 2.0**-52
 
 
@@ -786,7 +778,7 @@ def test_a_users_code_that_fails_is_named_before_any_loop_runs():
 
     said = (
         "the problem slopes failed before any loop ran, on batches of 1 to 8 items: ZeroDivisionError: a variance of "
-        r"one item \(.*test_judgement.py"
+        r"one item \(.*test_judge_run.py"
     )
     with pytest.raises(UsageError, match=said):
         check(MODES["zero_"], OWN, problem=_slopes(loss=loss))
