@@ -13,7 +13,8 @@ import torch
 
 from gradcheck_suite import Case, Plan, Problem
 from gradcheck_suite.core.comparison import Comparison
-from gradcheck_suite.judge.fitted_weights import diagnose_case, fit_weights
+from gradcheck_suite.judge.fitted_weights import diagnose_case, fit_weights, is_explained, of_one_sign
+from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import user_instance
 
@@ -422,14 +423,80 @@ def test_wrong_elements_are_evidence_where_they_are_more_than_they_tell_alone():
     assert fewer is None or fewer.name != "later-window"
 
 
-# Whether weights explain a gradient
+# Whether weights, or the elements of one sign, explain a gradient
 
 
-# Elements of one sign
+def _window(rows=ROWS, *, dtype="float64", moved=False, sizes=None, plan=PLAN, reduction="mean"):
+    instance = _instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), reduction=reduction)
+    instance = user_instance(instance.case.replace(dtype=dtype), instance.users_problem)
+    parameters = {"a": torch.full((5,), 2.0)} if moved else None
+    return Reference(instance).window(0, parameters)
+
+
+def _compared(window, observed, allowed, expected=None):
+    expected = np.zeros_like(observed) if expected is None else expected
+    return Comparison(window.reference.layout, expected, observed, np.full(len(observed), allowed))
+
+
+WEIGHTS = np.array([1 / 4, 1 / 2, 1 / 8, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("off", "explained"), [(0.0, True), (1.5, True), (2.0, True), (-2.0, True), (2.001, False), (-2.001, False)]
+)
+def test_weights_explain_a_gradient_up_to_twice_what_is_allowed(off, explained):
+    window, observed = _window(), _gradient(*WEIGHTS)
+    observed[7] += off
+    compared = _compared(window, observed, 1.0)
+    assert is_explained(window, compared, WEIGHTS) is explained
+    # the seventh element is of the second parameter
+    assert is_explained(window, compared, WEIGHTS, only=["a", "c"])
+    assert is_explained(window, compared, WEIGHTS, only=["b"]) is explained
+    assert is_explained(window, compared, WEIGHTS, only=["a", "b"]) is explained
+
+
+def test_where_weights_cannot_be_told_they_explain_everything():
+    wrong = _gradient(*WEIGHTS) + 100.0
+    window = _window()
+    assert not is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for value in (np.nan, np.inf):
+        wrong[3] = value
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+        wrong[3] = 100.0
+        rows = ROWS.copy()
+        rows[0, 3] = value
+        window = _window(rows)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
+    for options in ({"dtype": "float32"}, {"moved": True}):
+        window = _window(**options)
+        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
 
 
 SIGNED = np.random.default_rng(1).integers(-9, 10, (8, 15)).astype(float)
-SIGNED[:, :3] = 0.0  # elements that tell nothing of the scale
+
+
+FOUND = Diagnosis("first-only", "only the first is there")
+
+
+def _of_sign(sign, rows=SIGNED):
+    """Return the right gradient and that of the elements of one sign of each micro-batch."""
+    sums = _sums(rows, PLAN)[:3]
+    return sums.sum(axis=0) / 6, np.where(np.sign(sums) == sign, sums, 0.0).sum(axis=0) / 6
+
+
+@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8, True), (8.5, False), (-8.5, False)])
+def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, seen):
+    window = _window(SIGNED, reduction="sum")
+    # whole numbers, so that nothing rounds
+    right, kept = (np.round(6 * gradient) for gradient in _of_sign(1))
+    kept[4] += off * ALLOWED
+    assert (of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is not None) is seen
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"moved": True}])
+def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
+    window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
+    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None
 
 
 # Weights are recovered where the gradients determine them, and never claimed where they do not.

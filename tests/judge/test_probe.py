@@ -6,13 +6,22 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from gradcheck_suite import Plan
-from gradcheck_suite.core.case import probe_case
+from gradcheck_suite.core.case import PARAMETER, probe_case
 from gradcheck_suite.core.results import ItemWeight
-from gradcheck_suite.judge.probe import WeightProbe, expected_gradients, item_weights, ranges_text
+from gradcheck_suite.judge.probe import (
+    WeightProbe,
+    expected_gradients,
+    flat_on_probe,
+    gradients_of_steps,
+    item_weights,
+    ranges_text,
+)
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.run.runner import run_loop
 
 PLAN = Plan((1, 3, 2), 2)
 """Items 0 to 3 in window 0, and items 4 and 5 in window 1."""
@@ -88,3 +97,17 @@ def test_runs_of_numbers_are_written_by_their_ends():
     assert ranges_text([0, 1]) == "0-1"
     assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
     assert ranges_text([300, 301, 303]) == "300-301, 303"  # no longer one object each
+
+
+def test_a_gradient_that_is_none_weighs_nothing():
+    def forgets(run):
+        MODES["set_to_none"](run)
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+
+    steps = gradients_of_steps(run_loop(forgets, WeightProbe(PLAN, "mean", dtype="float32").instance()))
+    assert steps[0].tolist() == [0.25] * 4 + [0] * 2
+    assert steps[2].tolist() == [0] * 6
+    assert {step.dtype for step in steps} == {np.dtype("float64")}
+    assert flat_on_probe({PARAMETER: None}, torch.zeros(2)).tolist() == [0, 0]
+    assert flat_on_probe({PARAMETER: torch.ones(2)}, torch.zeros(2)).tolist() == [1, 1]
