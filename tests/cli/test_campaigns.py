@@ -150,7 +150,7 @@ def test_workers_run_every_shard_once_and_a_lost_worker_is_replaced(tmp_path: Pa
 
 
 def _is_worker(pid: str) -> bool:
-    return "campaigns.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    return "campaign_workers" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_a_shard_that_ends_every_worker_stops_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
