@@ -229,7 +229,7 @@ STRANGE = """
 import os, sys
 import gradcheck_suite
 from gradcheck_suite.run import environment
-from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.verification.judge_process import second_process
 from gradcheck_suite.verification.verify import verify
 
