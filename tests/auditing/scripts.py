@@ -31,7 +31,7 @@ class Script:
     said: tuple[str, ...] = ()
 
 
-def _training(
+def _training(  # noqa: PLR0913 - every piece of a script may differ
     windows: str = "*[4] * 8",
     *,
     before: str = "",
