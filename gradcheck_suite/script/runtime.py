@@ -1,28 +1,25 @@
-"""Functions that only scripts run: they load a loop by its name, run it, and print how its gradients compare.
+"""Functions that only scripts run: they load a loop by its name, record its steps, and print how its gradients compare.
 
-Each is copied into scripts word for word, together with the functions of the suite that it calls. Copied code needs
-Python and torch alone. Messages go to standard output. Where a file or module cannot be imported, or the script fails
-otherwise than by the fault that it shows, they go to standard error and the exit status is 2.
+They are copied into scripts together with what they need of the suite, so they need Python and torch alone.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gradcheck_suite.core.comparison import elementwise_error
-from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
+from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.reference.large_batch import parameter_gradients
-from gradcheck_suite.run.observer import Observation, Observer, Structure, TooManySteps, structure, structure_changes
+from gradcheck_suite.run.observer import Observation, Observer
 from gradcheck_suite.run.optimizers import (
     MakeOptimizer,
     ParameterFault,
@@ -34,8 +31,6 @@ from gradcheck_suite.run.optimizers import (
 )
 from gradcheck_suite.verification.separability import SEPARABILITY_TOLERANCE, adds_up
 
-SHOWN = 8
-
 
 def load(place: str, name: str, folder: str) -> Any:
     """Return what a name stands for in a Python file or a module of a folder; exit with status 2 where that fails."""
@@ -44,11 +39,9 @@ def load(place: str, name: str, folder: str) -> Any:
         if not place.endswith(".py"):
             return attrgetter(name)(importlib.import_module(place))
         spec = importlib.util.spec_from_file_location(f"file_of_{Path(place).stem}", Path(folder, place))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        sys.modules[spec.name] = module  # type: ignore[union-attr]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
         return attrgetter(name)(module)
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -57,100 +50,68 @@ def load(place: str, name: str, folder: str) -> Any:
         raise SystemExit(2) from None
 
 
-def exit_status(main: Callable[[], int]) -> int:
-    """Return what a script's check returns, and 2 where the check itself fails: Python's own status for that is 1."""
-    try:
-        return main()
-    except Exception:
-        traceback.print_exc()
-        print("This is another failure than the fault that the script shows.", file=sys.stderr)
-        return 2
+def recorded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, limit: int) -> list[Any]:
+    """Return a list that gets (gradients, parameters) at every optimizer.step(); too many steps end the script."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    own, steps, found = inspect.unwrap(type(optimizer).step).__code__, [], []  # type: ignore[var-annotated]
+
+    def now() -> tuple[dict[str, Any], dict[str, Any]]:
+        gradients = {n: None if p.grad is None else p.grad.detach().to_dense().clone() for n, p in trained.items()}
+        return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if len(steps) == limit:
+            print(f"the loop calls optimizer.step() {limit} times and does not stop there\nthe fault is there", flush=True)
+            os._exit(1)  # a loop may catch an exception
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        found[:] = None, now()[1]
+
+        def last() -> Any:  # called after all hooks, which may edit gradients
+            value = None if closure is None else closure()
+            (gradients, parameters), caller = now(), sys._getframe(1).f_code
+            found[:] = gradients if caller is own and not torch.compiler.is_compiling() else None, parameters
+            return value
+
+        return args[:1], {**kwargs, "closure": last}
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if found:  # once: a step that calls another one ends twice
+            steps.append((found[0] or now()[0], found[1]))  # as the step leaves them, where hooks put another closure
+            found.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return steps
 
 
-def completes(
-    loop: Loop, run: TrainingRun, observer: Observer, seconds: float | None = None, *, may_raise: bool = False
-) -> bool:
-    """Run the loop; return whether it returns, without an exception and without far too many steps.
-
-    Args:
-        loop: the loop under test.
-        run: its argument.
-        observer: of its steps, which stops the loop where they are too many.
-        seconds: after which the script ends with status 1, where the loop has not returned; None for no limit.
-        may_raise: whether an exception is the fault that the script shows; another one is passed on.
-    """
-    if seconds is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        loop(run)
-    except KeyboardInterrupt:
-        raise
-    except TooManySteps:
-        pass
-    except BaseException as error:
-        if not may_raise:
-            raise RuntimeError("the loop raised an exception, which is not the fault that the script shows") from error
-        traceback.print_exc(file=sys.stdout)
-        print("the loop raised this exception")
-        return False
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    if observer.exceeded:
-        print(f"the loop calls optimizer.step() {len(observer.observations)} times and does not stop there")
-    return not observer.exceeded
-
-
-def steps_are_right(observer: Observer, expected: int) -> bool:
-    """Return whether the loop took one step per window."""
-    taken = len(observer.observations)
-    print(f"optimizer.step() was called {taken} times, expected {expected}: one call per window")
-    return taken == expected
-
-
-def broadcast(*gradients: Any) -> list[torch.Tensor]:
-    """Return tensors, numbers or nested lists of them in float64 and in one shape; None stands for zeros."""
-    tensors = [torch.as_tensor(0.0 if g is None else g, dtype=torch.float64, device="cpu") for g in gradients]
-    return list(torch.broadcast_tensors(*tensors))
+def compared(observed: Any, expected: Any, allowed: Any = 0.0) -> tuple[torch.Tensor, ...]:
+    """Return four tensors of one shape: expected, observed, |observed - expected|, allowed; None stands for zeros."""
+    given = (torch.as_tensor(0.0 if g is None else g, dtype=torch.float64) for g in (expected, observed, allowed))
+    want, got, most = torch.broadcast_tensors(*(tensor.cpu() for tensor in given))
+    error = (got - want).abs().nan_to_num(torch.inf, torch.inf)
+    error[(got == want) | (got.isnan() & want.isnan())] = 0.0
+    return want, got, error, most
 
 
 def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Return the largest difference between the gradients in `one` and those of the same parameters in `other`."""
-    errors = [elementwise_error(*broadcast(one[name], other[name])) for name in one]
-    return max((float(error.max()) for error in errors if error.numel()), default=0.0)
+    return max((float(e) for name in one for e in compared(one[name], other[name])[2].flatten()), default=0.0)
 
 
 def gradient_is_right(observed: Mapping[str, Any], expected: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
-    """Compare gradients element by element and print the worst of them.
-
-    Args:
-        observed: parameter name -> the loop's gradient.
-        expected: parameter name -> the right gradient.
-        allowed: parameter name -> the bound on |observed - expected|, for each element or for all of them.
-    """
+    """Compare gradients element by element and print the worst of them."""
     right = True
     for name in allowed:
-        want, got, most = broadcast(expected[name], observed[name], allowed[name])
-        error = elementwise_error(got, want)
+        want, got, error, most = compared(observed[name], expected[name], allowed[name])
         wrong = error > most
         print(f"{name}: {int(wrong.sum())} of {want.numel()} elements differ by more than rounding allows")
-        if observed[name] is None:
-            print(f"    {name}.grad is None at the step")
-        elif not got.isfinite().all():
-            print(f"    {name}.grad is not finite at the step")
-        worst = sorted(wrong.nonzero().tolist(), key=lambda place: -float(error[tuple(place)]))
-        for place in worst[:SHOWN]:
-            numbers = (float(tensor[tuple(place)]) for tensor in (want, got, error, most))
+        if observed[name] is None or not got.isfinite().all():
+            print(f"    {name}.grad is {'None' if observed[name] is None else 'not finite'} at the step")
+        for place in sorted(wrong.nonzero().tolist(), key=lambda place: -float(error[tuple(place)]))[:8]:
             line = "    {:<12} expected {:<24} observed {:<24} error {:<10.3g} allowed {:.3g}"
-            print(line.format(str(place), *numbers))
-        right = right and not bool(wrong.any())
+            print(line.format(str(place), *(float(tensor[tuple(place)]) for tensor in (want, got, error, most))))
+        right = right and not wrong.any()
     return right
-
-
-def structure_is_kept(before: Structure, model: torch.nn.Module) -> bool:
-    """Return whether the loop changed the model's parameters in nothing but their values."""
-    changes = structure_changes(before, structure(model))
-    print(f"changes to the model's parameters other than their values: {changes or 'none'}")
-    return changes is None
 
 
 def first_fault(
@@ -183,6 +144,11 @@ def parameters_are_right(observer: Observer, make_optimizer: MakeOptimizer | Non
     return fault is None
 
 
+def added(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | float:
+    """Return the sum of a parameter's gradients; None stands for zeros."""
+    return sum((gradient for gradient in gradients if gradient is not None), start=torch.zeros(()))
+
+
 def is_sum_over_items(
     model: torch.nn.Module,
     loss: Callable[[torch.nn.Module, Batch], torch.Tensor],
@@ -199,10 +165,10 @@ def is_sum_over_items(
         whole: all items in one batch.
         parts: the same items in several batches.
     """
-    weigh = count or (lambda batch: 1.0)
-    counts = [float(weigh(part)) for part in parts]
+    counts = [float(count(part)) if count else 1.0 for part in parts]
+    total = float(count(whole)) if count else 1.0
     try:
-        large = float(weigh(whole)) * loss(model, whole)
+        large = total * loss(model, whole)
         terms = [n * loss(model, part) for n, part in zip(counts, parts, strict=True) if n]
     except (RuntimeError, ValueError) as refusal:
         print(f"the model refuses one of the batches: {type(refusal).__name__}: {refusal}")
@@ -211,10 +177,10 @@ def is_sum_over_items(
     print(f"count * loss of all items {large:.12g}, summed over the micro-batches {sum(summed):.12g}")
     right = adds_up(float(large.detach()), summed)
     if count is not None:
-        print(f"count of all items {float(count(whole)):.12g}, summed over the micro-batches {sum(counts):.12g}")
-        right = right and adds_up(float(count(whole)), counts)
+        print(f"count of all items {total:.12g}, summed over the micro-batches {sum(counts):.12g}")
+        right = right and adds_up(total, counts)
     one, gradients = parameter_gradients(large, model), [parameter_gradients(term, model) for term in terms]
-    other = {name: sum(broadcast(*(gradient[name] for gradient in gradients))) for name in one}
+    other = {name: added(gradient[name] for gradient in gradients) for name in one}
     error, size = largest_difference(one, other), max(largest_difference(g, dict.fromkeys(g)) for g in gradients)
     print(f"the gradients of the two differ by at most {error:.3g}, the largest element is {size:.3g}")
     return right and error <= SEPARABILITY_TOLERANCE * size
@@ -228,20 +194,9 @@ def gradient_accumulates(
     parts: Sequence[Batch],
     allowed: Mapping[str, Any],
 ) -> bool:
-    """Return whether the gradient of a window in one batch is the sum of its micro-batches', weighted by their counts.
-
-    Args:
-        model: in float64.
-        loss: (model, batch) -> a scalar.
-        count: batch -> what its mean divides by; None where the loss is a sum.
-        whole: the window's items in one batch.
-        parts: its micro-batches.
-        allowed: parameter name -> the bound on the difference, for each element or for all of them.
-    """
-    weigh = count or (lambda batch: 1.0)
-    total = float(weigh(whole))
+    """Return whether the gradient of a window is the sum of its micro-batches', weighted by their counts; see above."""
+    shares = [float(count(part)) / float(count(whole)) if count else 1.0 for part in parts]
     large = parameter_gradients(loss(model, whole), model)
-    shares = [float(weigh(part)) / total for part in parts]
     terms = [parameter_gradients(n * loss(model, part), model) for n, part in zip(shares, parts, strict=True) if n]
-    summed = {name: sum(broadcast(*(term[name] for term in terms))) for name in large}
+    summed = {name: added(term[name] for term in terms) for name in large}
     return gradient_is_right(summed, large, allowed)
