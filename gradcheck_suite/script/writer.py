@@ -11,11 +11,11 @@ import symtable
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pprint import pformat
+from string import Template
 from types import FunctionType
 from typing import Any
 
@@ -34,14 +34,13 @@ from gradcheck_suite.catalogue.tables import (
     out_signal,
 )
 from gradcheck_suite.core.case import Case, Layer
-from gradcheck_suite.core.comparison import Vector
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, TrainingRun
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, structure, structure_changes
-from gradcheck_suite.run.optimizers import OPTIMIZERS, NoOpOptimizer, in_groups
-from gradcheck_suite.script import runtime
+from gradcheck_suite.run.optimizers import OPTIMIZERS, at_start, fault_before, fault_between, fault_of_step, in_groups
+from gradcheck_suite.verification.separability import adds_up
 
 PACKAGE = __name__.partition(".")[0]
 WIDTH = 120
@@ -51,11 +50,16 @@ MOST_SHOWN = 4096
 """Largest number of elements of a parameter whose observed gradient a script contains."""
 HANGS = ("timed-out", "endless")
 """Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
-WRITTEN = frozenset(
-    "DEVICE DTYPE TrainingRun Model make_model loss count FOUND PROBLEM DATA MICRO_BATCHES batch_of EXPECTED OBSERVED "
-    "ALLOWED large_batch main model loader pairs optimizer steps run observer right observed large whole parts".split()
-)
+TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
+"""Of every script: a line `%% A B` begins lines that stand where a script has A or B, and `%%` lines of every script."""
+WRITTEN = {*re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE), "DTYPE", "Model", "TrainingRun"}
 """Names that a script itself gives a meaning to."""
+IMPORTS = (
+    *((module, None) for module in ("faulthandler", "importlib.util", "inspect", "os", "sys", "traceback", "torch")),
+    *(("dataclasses", "make_dataclass"), ("operator", "attrgetter"), ("pathlib", "Path")),
+    *(("math", "inf"), ("math", "nan"), ("torch.utils.data", "DataLoader")),
+)
+"""What the template and numbers need, where they name it."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
 """What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
 
@@ -96,11 +100,15 @@ def _is_copyable(node: ast.stmt) -> bool:
     What else a module does, and what modules of the user's it imports, may be what the loop's fault comes from.
     """
     if isinstance(node, ast.Import | ast.ImportFrom):
-        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
+        modules = (
+            [a.name for a in node.names] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
+        )
         return {name.partition(".")[0] for name in modules} <= {*sys.stdlib_module_names, "torch", PACKAGE}
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
         return isinstance(node.value, ast.Constant)
-    return isinstance(node, ast.FunctionDef | ast.ClassDef) or _is_guard(node, "TYPE_CHECKING", "__name__ == '__main__'")
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) or _is_guard(
+        node, "TYPE_CHECKING", "__name__ == '__main__'"
+    )
 
 
 def _global_names(text: str) -> list[str]:
@@ -111,31 +119,6 @@ def _global_names(text: str) -> list[str]:
         tables += table.get_children()
     symbols = [s for t in tables for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is top)]
     return sorted({symbol.get_name() for symbol in symbols})
-
-
-def _plain(text: str) -> str:
-    """Return a definition of the suite without the types of its parameters, and with the first lines of docstrings."""
-    data, cuts = text.encode(), []
-    starts = [0]
-    for line in data.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-
-    def end_of(node: Any) -> int:
-        return starts[node.end_lineno - 1] + node.end_col_offset
-
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.arg) and node.annotation:
-            cuts.append((starts[node.lineno - 1] + node.col_offset + len(node.arg), end_of(node.annotation)))
-        if isinstance(node, ast.FunctionDef):
-            cuts += [(data.rindex(b" ->", 0, end_of(node.returns)), end_of(node.returns))] if node.returns else []
-            inner = [n for n in ast.walk(node) if isinstance(n, ast.AnnAssign) and n.value]
-            cuts += [(end_of(n.target), end_of(n.annotation)) for n in inner]
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and "\n" in (ast.get_docstring(node) or ""):
-            docstring = node.body[0]
-            cuts.append((data.index(b"\n", starts[docstring.lineno - 1]), end_of(docstring) - 3))
-    for start, end in sorted(set(cuts), reverse=True):
-        data = data[:start] + data[end:]
-    return re.sub(r"  # type: ignore\[[\w-]+\]", "", data.decode())
 
 
 class Sources:
@@ -181,9 +164,10 @@ class Sources:
             first = names.get(next(n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)))
             return not (first[0].partition(".")[0] == PACKAGE if isinstance(first, tuple) else is_own and first)
 
-        kept = [f"@{ast.get_source_segment(source, d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
+        kept = [
+            f"@{ast.get_source_segment(source, d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)
+        ]
         text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
-        text = _plain(text) if is_own else text
         if self._texts.get(name, text) != text or (name in WRITTEN and name != "TrainingRun"):
             raise CannotCopyError(f"{name} of {module} and of another module cannot stand in one script")
         if name not in self._texts and name not in WRITTEN:
@@ -251,25 +235,25 @@ class Sources:
         """Have the script import a module, or a name from it."""
         self._imports.add((module, name, None))
 
-    def take(self) -> list[str]:
-        """Return the texts gathered since the last call, each after those it needs."""
+    def take(self) -> str:
+        """Return the definitions gathered since the last call, each after those it needs."""
         texts = [text for text in dict.fromkeys(self._texts.values()) if text not in self._taken]
         self._taken.update(texts)
-        return texts
+        return "".join(f"{text}\n\n\n" for text in texts)
 
     def imports(self) -> str:
         """Return the import statements, those of Python's own modules first."""
         groups: tuple[set[str], set[str]] = (set(), set())
         for module, name, renamed in self._imports:
             named = sorted({f"{n} as {r}" if r else n for m, n, r in self._imports if m == module and n})
-            line = f"from {module} import {', '.join(named)}" if name else f"import {module}{f' as {renamed}' * bool(renamed)}"
+            line = (
+                f"from {module} import {', '.join(named)}"
+                if name
+                else f"import {module}{f' as {renamed}' * bool(renamed)}"
+            )
             groups[module.partition(".")[0] not in sys.stdlib_module_names].add(line)
         in_order = [sorted(group, key=lambda line: (line.startswith("from"), line)) for group in groups]
         return "\n\n".join("\n".join(group) for group in in_order if group)
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _text(value: Any) -> str:
@@ -286,10 +270,6 @@ def _values(tensor: torch.Tensor) -> Any:
     """Return a tensor's entries as nested lists of Python numbers, without rounding: float64 has every float value."""
     tensor = tensor.detach().cpu()
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).tolist()
-
-
-def _function(signature: str, what: str, body: str) -> str:
-    return f'def {signature}:\n    """{what}"""\n{textwrap.indent(body, "    ")}'
 
 
 # A generated model as ordinary `torch.nn` code. A call's arguments are read from the built module, which keeps them as
@@ -374,76 +354,50 @@ def _call(prefix: str, kind: type, module: Any, sources: Sources) -> str:
 # The parts of a script that say what is trained, on which data, and by which loop and optimizer.
 
 
-def generated_text(instance: Instance, sources: Sources) -> Iterator[str]:
-    """Yield `make_model`, `loss` and `count` of a generated problem, in ordinary torch."""
+def _generated(instance: Instance, sources: Sources) -> dict[str, str]:
+    """Return what stands for a generated problem in the template, in ordinary torch."""
     spec, model = instance.case.spec, instance.model()
     assert spec is not None
     definition, whole = loss_definition(spec.loss), needs_batch(spec)
-    wraps = any(layer_definition(layer).wraps for layer in spec.layers)
     calls = list(_calls(spec.layers, model, sources))
-    inside = calls[0].rstrip(",") if len(calls) == 1 else "\n" + textwrap.indent("\n".join(calls), "    ") + "\n"
-    if whole or wraps:
+    inside = calls[0].rstrip(",") if len(calls) == 1 else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
+    kind, classes = "torch.nn.Sequential", sources.take()
+    if whole or any(layer_definition(layer).wraps for layer in spec.layers):
         forward = ['x = batch["x"]'] * whole + [*_forward(spec.layers, input_signal(spec.input), ()), "return x"]
-        signature, lines = f"forward(self, {'batch' if whole else 'x'})", textwrap.indent("\n".join(forward), "        ")
-        yield f"class Model(torch.nn.Sequential):\n    def {signature}:\n{lines}"
-    built = "Model" if whole or wraps else "torch.nn.Sequential"
-    place = "".join
-    ties = [
-        " = ".join("model" + place(f"[{p}]" if p.isdigit() else f".{p}" for p in n.split(".")) for n in tie)
-        for tie in spec.ties
-    ]
-    make = [
-        f"model = {built}({inside}).to(DEVICE, DTYPE)",
-        *ties,
-        f"values = {literal({name: _values(tensor) for name, tensor in model.state_dict().items()}, 9)}",
-        "model.load_state_dict({name: torch.tensor(v, dtype=torch.float64) for name, v in values.items()})",
-        *(f'model.get_parameter("{n}").requires_grad_(False)' for n, p in model.named_parameters() if not p.requires_grad),
-        "return model.train()",
-    ]
-    yield _function("make_model()", "Return the model as it is before the first step.", "\n".join(make))
+        argument, lines, kind = "batch" if whole else "x", textwrap.indent("\n".join(forward), " " * 8), "Model"
+        classes += f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
+    ties = [" = ".join("model" + re.sub(r"\.(\d+)", r"[\1]", f".{name}") for name in tie) for tie in spec.ties]
     output = "model(batch)" if whole else 'model(batch["x"])'
     objective = sources.call(definition.torch_loss, spec.loss.o, output, "batch", f'"{spec.loss.reduction}"')
-    yield _function("loss(model, batch)", f"Return the loss of a batch, its items' {spec.loss.reduction}.", f"return {objective}")
-    yield _count_text(sources.call(definition.count, spec.loss.o, "batch"), instance)
+    data = {name: literal(_values(t), len(name) + 22) for name, t in instance.data.items()}
+    dtypes = {name: "dtype=DTYPE, " * t.is_floating_point() for name, t in instance.data.items()}
+    return {
+        "count": sources.call(definition.count, spec.loss.o, "batch"),
+        "definitions_model": classes + sources.take(),
+        "model": f"{kind}({inside})",
+        "ties": "\n    ".join(ties),
+        "values": literal({name: _values(tensor) for name, tensor in model.state_dict().items()}, 13),
+        "frozen": repr([name for name, p in model.named_parameters() if not p.requires_grad]).replace("'", '"'),
+        "objective": objective,
+        "data": "\n".join(f'    "{n}": torch.tensor({text}, {dtypes[n]}device=DEVICE),' for n, text in data.items()),
+    }
 
 
-def problem_text(problem: Problem, instance: Instance, sources: Sources) -> Iterator[str]:
-    """Yield `make_model`, `loss` and `count` of a user's problem, which is imported from its place."""
+def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, str]:
+    """Return what stands for a user's problem in the template; it is imported from its place."""
     sources.copy(map_leaves, leaves)
-    yield f"FOUND = {_loaded(str(instance.case.problem_name), sources)}\nPROBLEM = FOUND() if callable(FOUND) else FOUND"
-    make = f"return PROBLEM.model({instance.case.seed}).to(DEVICE, DTYPE).train()"
-    yield _function("make_model()", "Return the model as it is before the first step.", make)
-    yield _function("loss(model, batch)", "Return the loss of a batch.", "return PROBLEM.loss(model, batch)")
-    count = "torch.tensor(len(next(leaves(batch))))" if problem.count is None else "torch.as_tensor(PROBLEM.count(batch))"
-    yield _count_text(count, instance)
+    given = problem.count is not None
+    return {
+        "count": "torch.as_tensor(PROBLEM.count(batch))" if given else "torch.tensor(len(next(leaves(batch))))",
+        "definitions_problem": sources.take(),
+        "found": _loaded(str(case.problem_name)),
+        "objective": "PROBLEM.loss(model, batch)",
+        "items": str(case.plan.total_items),
+    }
 
 
-def _count_text(counted: str, instance: Instance) -> str:
-    dtype = torch.promote_types(torch.float32, instance.dtype)
-    return _function("count(batch)", "Return what the mean over a batch divides by.", f"return {counted}.to(DEVICE, {dtype})")
-
-
-def data_text(instance: Instance) -> Iterator[str]:
-    """Yield `DATA`, the items of one epoch, `MICRO_BATCHES`, the items of each micro-batch, and `batch_of`."""
-    plan, lines, item = instance.case.plan, [], "t[list(items)].to(dtype if t.is_floating_point() else t.dtype)"
-    if instance.case.spec is None:
-        moved = "t.to(DEVICE, DTYPE) if t.is_floating_point() else t.to(DEVICE)"
-        chosen = f"map_leaves(lambda t: {item}, DATA)"
-        data = f"DATA = map_leaves(lambda t: {moved}, PROBLEM.batch({plan.total_items}, {instance.case.seed}))"
-    else:
-        chosen = f"{{name: {item} for name, t in DATA.items()}}"
-        for name, tensor in instance.data.items():
-            dtype = "dtype=DTYPE, " * tensor.is_floating_point()
-            lines.append(f'    "{name}": torch.tensor({literal(_values(tensor), len(name) + 22)}, {dtype}device=DEVICE),\n')
-        data = f"DATA = {{\n{''.join(lines)}}}"
-    yield f"{data}\nMICRO_BATCHES = [{', '.join(str(plan.items(j)) for j in range(len(plan.micro_batches)))}]"
-    what = "Return copies of some of the items as one batch."
-    yield _function("batch_of(items, dtype=DTYPE)", what, f"return {chosen}")
-
-
-def _loaded(name: str, sources: Sources) -> str:
+def _loaded(name: str) -> str:
     """Return the call that loads what `FILE.py:NAME` or `package.module:NAME` stands for."""
-    sources.copy(runtime.load)
     place, _, attribute = name.rpartition(":")
     folder = Path.cwd()
     if place.endswith(".py"):
@@ -451,179 +405,102 @@ def _loaded(name: str, sources: Sources) -> str:
     return f"load({place!r}, {attribute!r}, folder={folder.as_posix()!r})".replace("'", '"')
 
 
-def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> tuple[str, list[str]]:
-    """Return the expression of the loop, and the texts it needs: of a user's own, its definition or its import.
+def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> str:
+    """Return the expression of the loop: the suite's own and, where `copied`, a user's own is copied.
 
     Raises:
-        CannotCopyError: the loop is to be copied, and does not stand alone.
+        CannotCopyError: the user's loop does not stand alone.
     """
     if name not in TRAINERS and ":" not in name:
-        return sources.expression(loop), []
+        return sources.expression(loop)
     if not copied:
-        place = TRAINERS[name].place if name in TRAINERS else name
-        return "loop", [f"loop = {_loaded(place, sources)}"]
+        return _loaded(TRAINERS[name].place if name in TRAINERS else name)
     attribute = name.rpartition(":")[2]
-    if not isinstance(loop, FunctionType) or loop.__qualname__ != attribute or name in TRAINERS:
-        raise CannotCopyError(f"{name} is no function of a module")
+    is_local = re.search(rf"(?m)^ +(\w+, )*{attribute}\b[\w, ]* = ", TEMPLATE)
+    if name in TRAINERS or is_local or not isinstance(loop, FunctionType) or loop.__qualname__ != attribute:
+        raise CannotCopyError(f"{name} is no function of a module, or a name that scripts use themselves")
     if not all(map(_is_copyable, _module(loop.__module__)[1].body)):
         raise CannotCopyError(f"{loop.__module__} does more than to define functions")
     sources.add(loop.__module__, attribute)
-    return attribute, []
+    return attribute
 
 
 def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
     """Return the expression of the case's real optimizer, or of the one whose step changes nothing."""
-    if case.optimizer is None:
-        sources.copy(NoOpOptimizer)
-        call = f"NoOpOptimizer({parameters})"
-    else:
+    call = f"NoOpOptimizer({parameters})"
+    if case.optimizer is not None:
         call = sources.call(OPTIMIZERS[case.optimizer], parameters)
     if case.groups > 1:
         sources.copy(in_groups)
     return call if case.groups == 1 else f"in_groups({call}, {case.groups})"
 
 
-# The check of a script: the expected, observed and allowed values, the large batch, and `main`.
+# The check of a script.
 
 
-MAIN = '''\
-def main():
-    """Return 1 while the fault is there and 0 when it is gone."""
-    model = make_model()
-{body}
-    print("the fault is gone" if right else "the fault is there")
-    return 0 if right else 1
+def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
+    """Return the tables of expected, observed and allowed gradients, as far as the script needs them."""
+    evidence, names = violation.evidence, [violation.parameter or ""]
+    if evidence is None:
+        assert violation.kind not in AT_A_STEP, f"a violation of kind {violation.kind} comes with the gradients"
+        return {}
+    if violation.kind in AT_A_STEP and violation.case.spec is not None:
+        names = list(evidence.layout.names)
+    bounds = {name: evidence.layout.part(evidence.allowed, name) for name in names}
+    tables: dict[str, Any] = {
+        "allowed": {n: b.flat[0].item() if np.ptp(b) == 0 else b.tolist() for n, b in bounds.items()}
+    }
+    if violation.kind in AT_A_STEP:
+        seen = {name: evidence.seen(name) for name in names}
+        tables["observed"] = {
+            n: g if g is None else g.tolist() for n, g in seen.items() if g is None or g.size <= MOST_SHOWN
+        }
+        if violation.case.spec is None:
+            tables["allowed"] = {names[0]: violation.allowed}
+    if with_expected:
+        tables["expected"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
+    return {name: literal(value, len(name) + 3) for name, value in tables.items()}
 
 
-if __name__ == "__main__":
-    try:
-        status = main()
-    except BaseException as error:
-        traceback.print_exc()
-        print("This is another failure than the fault that the script shows.", file=sys.stderr)
-        status = 130 if isinstance(error, KeyboardInterrupt) else 2
-    raise SystemExit(status)'''
-RUN = """\
-loader = {loader}
-optimizer = {optimizer}
-steps = recorded(model, optimizer, limit={plan.step_limit})
-given = dict(
-    model=model, optimizer=optimizer, loader=loader, loss=loss, count=count, {pairs} reduction="{reduction}",
-    accumulation_steps={plan.accumulation_steps}, epochs={plan.epochs}, device=DEVICE, dtype=DTYPE, rank=0, world_size=1,
-)
-run = make_dataclass("TrainingRun", given, frozen=True)(**given)
-torch.manual_seed({seed})"""
-
-
-def _moves(violation: Violation) -> bool:
-    """Whether the parameters at the step may depend on the loop: under a real optimizer, or where it edits them."""
-    return violation.moved or violation.case.optimizer is not None
-
-
-def _has_literal(violation: Violation) -> bool:
-    """Return whether the script compares with the expected gradient as numbers, not with the large batch it computes.
-
-    The expected gradient depends on the parameters where the loop has changed them, and that of a user's model may be
-    large.
-    """
-    return violation.case.spec is not None and not _moves(violation)
-
-
-def numbers_text(violation: Violation) -> str:
-    """Return the tables `EXPECTED`, `OBSERVED` and `ALLOWED` of a step's gradients, as far as the check needs them."""
-    evidence, shown = violation.evidence, dict[str, Any]()
-    assert evidence is not None, f"a violation of kind {violation.kind} comes with the gradients that show it"
-    names = list(evidence.layout.names) if violation.case.spec is not None else [violation.parameter or ""]
-    if _has_literal(violation):
-        shown["EXPECTED"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
-    seen = {name: evidence.seen(name) for name in names}
-    shown["OBSERVED"] = {n: g if g is None else g.tolist() for n, g in seen.items() if g is None or g.size <= MOST_SHOWN}
-    shown["ALLOWED"] = {name: _short(evidence.layout.part(evidence.allowed, name)) for name in names}
-    if violation.case.spec is None:
-        shown["ALLOWED"] = {names[0]: violation.allowed}
-    return "\n".join(f"{name} = {literal(value, len(name) + 3)}" for name, value in shown.items())
-
-
-def _short(allowed: Vector) -> Any:
-    """Return the bounds of a parameter's elements as nested lists, or as one number where all are equal."""
-    return allowed.flat[0].item() if np.ptp(allowed) == 0 else allowed.tolist()
-
-
-def large_batch_text(violation: Violation) -> str:
-    """Return `large_batch`, which computes the expected gradient of the violated window in torch."""
-    index, moved = violation.window or 0, _moves(violation)
-    body = [
-        "model = make_model().double()",
-        *["model.load_state_dict(parameters, strict=False)"] * moved,
-        f"large = loss(model, batch_of({violation.case.plan.window_items(index)}, torch.float64))",
-        "if large.requires_grad:",
-        "    large.backward()",
-        "named = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)",
-        "return {name: None if gradient is None else gradient.to_dense() for name, gradient in named}",
-    ]
-    what = f"Return the gradient of window {index}'s items in one batch, in float64."
-    return _function(f"large_batch({'parameters' * moved})", what, "\n".join(body))
-
-
-def _check(violation: Violation, call: str, time_limit_s: float | None, sources: Sources) -> list[str]:
-    """Return the statements that run the loop and decide what `right` is."""
-    case, plan = violation.case, violation.case.plan
-    if violation.diagnosis in HANGS and time_limit_s:
-        sources.add_import("faulthandler")
-        before = f"faulthandler.dump_traceback_later({time_limit_s:g}, exit=True)"
-        lines = [before, call, "faulthandler.cancel_dump_traceback_later()", "right = True"]
-    elif violation.kind == "raised":
-        shown = ["traceback.print_exc(file=sys.stdout)", 'print("the loop raised this exception")', "right = False"]
-        caught = ["except KeyboardInterrupt:", "    raise", "except BaseException:", *(f"    {line}" for line in shown)]
-        return ["try:", f"    {call}", "    right = True", *caught]
-    elif violation.diagnosis == "changed-model":
-        sources.copy(structure, structure_changes)
-        shown = """print(f"changes to the model's parameters other than their values: {right or 'none'}")"""
-        return ["before = structure(model)", call, "right = structure_changes(before, structure(model))", shown, "right = not right"]
-    elif violation.kind == "parameters":
-        sources.copy(Observer, runtime.parameters_are_right)
-        make = "None" if case.optimizer is None else f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
-        observer = f"observer = Observer(model, optimizer, limit={plan.step_limit + 1})"
-        return [observer, call, f"right = parameters_are_right(observer, {make})"]
-    else:
-        lines = [call]
-    if violation.kind == "raised":
-        return lines
-    counted = f'print(f"optimizer.step() was called {{len(steps)}} times, expected {plan.steps}: one call per window")'
-    if violation.kind == "step-count":
-        return [*lines, counted, f"right = len(steps) == {plan.steps}"]
-    return [*lines, counted, f"if right := len(steps) == {plan.steps}:", *_gradient(violation, sources)]
-
-
-def _gradient(violation: Violation, sources: Sources) -> list[str]:
-    sources.copy(runtime.gradient_is_right, runtime.largest_difference)
-    plan, window, epoch = violation.case.plan, violation.window or 0, violation.epoch or 0
-    step, literal_ = epoch * len(plan.windows) + window, _has_literal(violation)
-    beside = """print(f"torch's large batch differs from EXPECTED by at most {largest_difference(EXPECTED, large):.3g}")"""
-    lines = [
-        f'print("step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):")',
-        f"observed, large = steps[{step}][0], large_batch({f'steps[{step}][1]' * _moves(violation)})",
-        *[beside] * literal_,
-        f"right = gradient_is_right(observed, {'EXPECTED' if literal_ else 'large'}, ALLOWED)",
-        'print(f"the gradient differs from OBSERVED by at most {largest_difference(OBSERVED, observed):.3g}")',
-    ]
-    return [f"    {line}" for line in lines]
-
-
-def _objective(violation: Violation, reduction: str, sources: Sources) -> list[str]:
-    plan, counted, window = violation.case.plan, "count" if reduction == "mean" else None, violation.window
+def _objective(violation: Violation, reduction: str) -> dict[str, str]:
+    plan, window = violation.case.plan, violation.window
     items, members = range(plan.total_items), range(len(plan.micro_batches))
-    function, allowed = runtime.is_sum_over_items, ""
     if window is not None:
-        function, allowed = runtime.gradient_accumulates, ", ALLOWED"  # type: ignore[assignment]
         items, members = plan.window_items(window), range(plan.windows[window][0], plan.windows[window][-1] + 1)
-    sources.copy(function)
-    return [
-        "model = model.double()",
-        f"whole = batch_of({items}, torch.float64)",
-        f"parts = [batch_of(MICRO_BATCHES[j], torch.float64) for j in {members}]",
-        f"right = {function.__name__}(model, loss, {counted}, whole, parts{allowed})",
-    ]
+    counts = "[float(count(batch)) for batch in [whole, *parts]]"
+    counts = counts if reduction == "mean" else str([1.0] * (len(members) + 1))
+    return {"window_items": str(items), "members": str(members), "counts": counts}
+
+
+def _flags(violation: Violation, time_limit_s: float | None) -> set[str]:
+    """Return which parts of the template a violation's script has, of those that run a loop and check it."""
+    kind, evidence = violation.kind, violation.evidence is not None
+    if kind == "not-accumulable":
+        kinds = {"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"}
+        return {"objective", "compares", *["bound"] * evidence} | kinds
+    flags = {
+        "loop",
+        *["no_optimizer"] * (violation.case.optimizer is None),
+        *["bound"] * (evidence and kind not in AT_A_STEP),
+    }
+    is_hang = violation.diagnosis in HANGS and bool(time_limit_s)
+    if kind == "raised":
+        return flags | ({"hang", "called", "returns"} if is_hang else {"raised"})
+    flags |= {"called", *["hang"] * is_hang}
+    if kind == "parameters":
+        return flags | {"structure" if violation.diagnosis == "changed-model" else "parameters"}
+    return flags | {"counted"} | ({"step", "compares", "compares_elements"} if kind in AT_A_STEP else {"step_count"})
+
+
+def _filled(flags: set[str], values: Mapping[str, str]) -> str:
+    """Return the template's lines that stand under one of these flags or none, with the values in place."""
+    kept, wanted = [], True
+    for line in TEMPLATE.splitlines():
+        if line.startswith("%%"):
+            wanted = line == "%%" or not flags.isdisjoint(line.split())
+        elif wanted:
+            kept.append(line)
+    return re.sub(r"\n{4,}", "\n\n\n", Template("\n".join(kept)).substitute(values))
 
 
 def script_text(
@@ -656,68 +533,64 @@ def script_text(
 def _script(
     loop: Loop, name: str, violation: Violation, problem: Problem | None, time_limit_s: float | None, *, copied: bool
 ) -> str:
-    case, sources, parts = violation.case, Sources(), list[str]()
+    case, plan, sources = violation.case, violation.case.plan, Sources()
     instance = instance_of(case, problem)
-    reduction = instance.problem.reduction
-
-    def add(title: str, *texts: str) -> None:
-        # definitions stand above the first text that needs them
-        if texts := (*sources.take(), *texts):
-            parts.append(f"# {title}\n" + "\n\n\n".join(texts))
-
-    for module in ("sys", "traceback", "torch"):
-        sources.add_import(module)
-    parts.append(f'DEVICE, DTYPE = torch.device("{case.device}"), torch.{case.dtype}')
-    if case.device == "cuda":
-        parts[0] += '\ntorch.set_float32_matmul_precision("highest")\ntorch.backends.cudnn.allow_tf32 = False'
-    add("The model and its loss", *(problem_text(problem, instance, sources) if problem else generated_text(instance, sources)))
-    add("The data", *data_text(instance))
-    expression = ""
-    if violation.kind != "not-accumulable":
-        expression, texts = _loop(loop, name, sources, copied=copied)
-        add("The loop", *texts)
-    is_plain = expression != "loop" and not UNUSUAL.search(parts[-1])
-    numbers = []
-    if violation.kind in AT_A_STEP:
-        numbers = [numbers_text(violation), large_batch_text(violation)]
-    elif violation.evidence is not None:
-        name = violation.parameter or ""
-        bounds = _short(violation.evidence.layout.part(violation.evidence.allowed, name))
-        numbers = [f"ALLOWED = {literal({name: bounds}, 10)}"]
-    if numbers:
-        add("The gradient: expected, observed, and the error that rounding allows", *numbers)
-    if violation.kind == "not-accumulable":
-        body = _objective(violation, reduction, sources)
+    window, epoch, reduction = violation.window or 0, violation.epoch or 0, instance.problem.reduction
+    step, members = epoch * len(plan.windows) + window, list(plan.windows[window])
+    values = _generated(instance, sources) if problem is None else _users(problem, case, sources)
+    flags = _flags(violation, time_limit_s) | {case.device, "generated" if problem is None else "problem"}
+    flags |= {f"objective_{reduction}"} & {"objective_mean"} if "objective" in flags else set()
+    flags |= {flag for flag in ("ties", "frozen") if values.get(flag, "[]") not in ("", "[]")}
+    # the parameters at the step may depend on the loop under a real optimizer, or where it edits them
+    moves = violation.moved or case.optimizer is not None
+    is_literal = "step" in flags and problem is None and not moves
+    if "step" in flags:
+        # the expected gradient of other parameters is the large batch's, and that of a user's model may be large
+        flags |= {"step_moved" if moves else "step_fixed", "literal" if is_literal else "no_literal"}
+    values |= {"seconds": f"{time_limit_s:g}"} if "hang" in flags else {}
+    values |= _numbers(violation, with_expected=is_literal) | {
+        "window_items": str(plan.window_items(window)), "step": str(step), "steps": str(plan.steps),
+        "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {members}):",
+        "window": str(window), "limit": str(plan.step_limit), "epochs": str(plan.epochs), "seed": str(case.seed),
+        "accumulation_steps": str(plan.accumulation_steps), "reduction": reduction, "device": case.device,
+        "dtype": case.dtype, "count_dtype": str(torch.promote_types(torch.float32, instance.dtype)),
+        "micro_batches": str([plan.items(j) for j in range(len(plan.micro_batches))]),
+    }  # fmt: skip
+    if "objective" in flags:
+        values |= _objective(violation, reduction)
+        sources.copy(adds_up)
     else:
-        body = _run(case, reduction, sources, plain=is_plain)
-        body += _check(violation, f"{expression}(run)", time_limit_s, sources)
-    add("The check", MAIN.format(body=textwrap.indent("\n".join(body), "    ")))
-    text = "\n\n\n".join(parts)
-    for special in ("inf", "nan"):
-        if re.search(rf"(?<![\w.\"]){special}\b", text):
-            sources.add_import("math", special)
-    needs = ["the file of the loop, which may import other packages"] * (expression == "loop")
+        values["loop"] = _loop(loop, name, sources, copied=copied)
+        values["definitions_loop"] = sources.take()
+        is_imported = values["loop"].startswith("load(")
+        if is_imported:
+            values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
+        is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
+        flags.add("plain_loader" if is_plain else "pairs")
+        values["pairs"] = (
+            "pairs=None, criterion=None," if is_plain else "pairs=pairs.over(loader), criterion=pairs.criterion,"
+        )
+        sources.copy(*[] if is_plain else [loader_over, Pairs])
+        sources.copy(*[structure, structure_changes] * ("structure" in flags))
+        if "parameters" in flags:
+            sources.copy(Observer, at_start, fault_before, fault_of_step, fault_between)
+        values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
+        make = _optimizer(case, "parameters", sources)
+        values["make_optimizer"] = "None" if case.optimizer is None else f"lambda parameters: {make}"
+    values["definitions_check"] = sources.take()
+    flags |= {"loads"} if problem is not None or values.get("loop") == "loop" else set()
+    text = _filled(flags, values)
+    for module, imported in IMPORTS:
+        if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
+            sources.add_import(module, imported)
+    needs = ["the file of the loop, which may import other packages"] * (values.get("loop") == "loop")
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
-    # types of a user's functions stay as they are
-    head = ["from __future__ import annotations"] * bool(re.search(r"(?m)^\s*(def .*(: \w.*\)|->)|\w+: \w)", text))
-    return "\n\n".join([_docstring(name, violation, *needs), *head, sources.imports(), text]) + "\n"
-
-
-def _run(case: Case, reduction: str, sources: Sources, *, plain: bool) -> list[str]:
-    """Return the statements that make the argument of the loop; `plain` if the loop only passes over the loader."""
-    sources.copy(runtime.recorded)
-    sources.add_import("dataclasses", "make_dataclass")
-    loader, pairs, first = "DataLoader(MICRO_BATCHES, batch_size=None, collate_fn=batch_of)", "pairs=None, criterion=None,", []
-    if plain:
-        sources.add_import("torch.utils.data", "DataLoader")
-    else:
-        sources.copy(loader_over, Pairs)
-        loader, pairs = "loader_over(DATA, MICRO_BATCHES)", "pairs=pairs.over(loader), criterion=pairs.criterion,"
-        first = ["pairs = Pairs(loss)"]
-    optimizer = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
-    run = RUN.format(plan=case.plan, reduction=reduction, seed=case.seed, loader=loader, pairs=pairs, optimizer=optimizer)
-    return [*first, *run.split("\n")]
+    has_types = any(
+        getattr(node, "annotation", None) or getattr(node, "returns", None) for node in ast.walk(ast.parse(text))
+    )
+    head = [_docstring(name, violation, *needs), *["from __future__ import annotations"] * has_types, sources.imports()]
+    return "\n\n".join([*head, text]) + "\n"
 
 
 def _docstring(name: str, violation: Violation, *needs: str) -> str:
