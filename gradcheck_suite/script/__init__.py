@@ -34,10 +34,8 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=longest, check=False)
     except subprocess.TimeoutExpired:
         return f"it did not end within {longest:g} s"
-    except KeyboardInterrupt:
-        return "it was not run to its end: interrupted"
-    except OSError as error:
-        return f"it could not be run: {error}"
+    except (KeyboardInterrupt, OSError) as error:
+        return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
     # a loop that hangs ends the process, so nothing more is printed
     shown = violation.diagnosis in HANGS or done.stdout.splitlines()[-1:] == [SHOWN]
     if done.returncode == 1 and shown:

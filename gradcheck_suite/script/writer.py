@@ -10,7 +10,6 @@ import re
 import symtable
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,18 +22,12 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
+from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case, details_of, error_text, violation_title
-from gradcheck_suite.catalogue.tables import (
-    extra_keys,
-    input_signal,
-    layer_definition,
-    loss_definition,
-    needs_batch,
-    out_signal,
-)
 from gradcheck_suite.core.case import Case, Layer
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
+from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
@@ -51,7 +44,7 @@ MOST_SHOWN = 4096
 HANGS = ("timed-out", "endless")
 """Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
 TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
-"""Of every script: a line `%% A B` begins lines that stand where a script has A or B, and `%%` lines of every script."""
+"""Of every script: `%% A B` stands above lines of those scripts that have A or B, and `%%` above those of all."""
 WRITTEN = {*re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE), "DTYPE", "Model", "TrainingRun"}
 """Names that a script itself gives a meaning to."""
 IMPORTS = (
@@ -60,8 +53,20 @@ IMPORTS = (
     *(("math", "inf"), ("math", "nan"), ("torch.utils.data", "DataLoader")),
 )
 """What the template and numbers need, where they name it."""
+COPIED: dict[str, tuple[Any, ...]] = {
+    "objective": (adds_up,),
+    "pairs": (loader_over, Pairs),
+    "structure": (structure, structure_changes),
+    "parameters": (Observer, at_start, fault_before, fault_of_step, fault_between),
+}
+"""The suite's definitions that parts of the template call."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
 """What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
+USE = (
+    "Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where it fails otherwise. "
+    "It needs {}. Written by gradcheck-suite with torch {}, for case {}."
+)
+NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
 
 # Definitions copied from modules, each with all that it needs: a name is looked up among its module's definitions.
@@ -73,7 +78,7 @@ class CannotCopyError(Exception):
 
 @cache
 def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
-    """Return a module's source, its tree, and for each top-level name its statement, or the import that it comes from."""
+    """Return a module's source, its tree, and for each top-level name its statement or the import it comes from."""
     source = inspect.getsource(importlib.import_module(name))
     tree, found = ast.parse(source), dict[str, Any]()
     guarded = [n for node in tree.body if _is_guard(node, "TYPE_CHECKING") for n in getattr(node, "body", ())]
@@ -100,24 +105,21 @@ def _is_copyable(node: ast.stmt) -> bool:
     What else a module does, and what modules of the user's it imports, may be what the loop's fault comes from.
     """
     if isinstance(node, ast.Import | ast.ImportFrom):
-        modules = (
-            [a.name for a in node.names] if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
-        )
-        return {name.partition(".")[0] for name in modules} <= {*sys.stdlib_module_names, "torch", PACKAGE}
+        modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        known = {*sys.stdlib_module_names, "torch", PACKAGE}
+        return not getattr(node, "level", 0) and {module.partition(".")[0] for module in modules} <= known
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
         return isinstance(node.value, ast.Constant)
-    return isinstance(node, ast.FunctionDef | ast.ClassDef) or _is_guard(
-        node, "TYPE_CHECKING", "__name__ == '__main__'"
-    )
+    names = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return names or _is_guard(node, "TYPE_CHECKING", "__name__ == '__main__'")
 
 
 def _global_names(text: str) -> list[str]:
     """Return the names that a definition takes from outside of it; parameters and local variables are none of them."""
-    tables = [symtable.symtable(text, "definition", "exec")]
-    top = tables[0]
-    for table in tables:
-        tables += table.get_children()
-    symbols = [s for t in tables for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is top)]
+    scopes = [symtable.symtable(text, "definition", "exec")]
+    for scope in scopes:
+        scopes += scope.get_children()
+    symbols = [s for t in scopes for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is scopes[0])]
     return sorted({symbol.get_name() for symbol in symbols})
 
 
@@ -125,7 +127,7 @@ class Sources:
     """Definitions and imports gathered so far; a definition comes after those it needs."""
 
     def __init__(self) -> None:
-        self._imports: set[tuple[str, str | None, str | None]] = set()
+        self.imports: set[tuple[str, str | None, str | None]] = set()
         self._texts: dict[str, str] = {}
         self._taken: set[str] = set()
 
@@ -145,7 +147,7 @@ class Sources:
             if isinstance(found, tuple):
                 source, original, renamed = found
                 if source.partition(".")[0] != PACKAGE:
-                    self._imports.add(found)
+                    self.imports.add(found)
                 elif original is None or renamed is not None:
                     raise CannotCopyError(f"{name} of {module} has another name where it is defined")
                 elif name not in WRITTEN:
@@ -164,9 +166,7 @@ class Sources:
             first = names.get(next(n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)))
             return not (first[0].partition(".")[0] == PACKAGE if isinstance(first, tuple) else is_own and first)
 
-        kept = [
-            f"@{ast.get_source_segment(source, d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)
-        ]
+        kept = [f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
         text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
         if self._texts.get(name, text) != text or (name in WRITTEN and name != "TrainingRun"):
             raise CannotCopyError(f"{name} of {module} and of another module cannot stand in one script")
@@ -202,13 +202,12 @@ class Sources:
                     return ast.parse(_text(given[node.id]), mode="eval").body
                 return found.value if isinstance(getattr(found, "value", None), ast.Attribute) else node
 
-        uses = Counter(n.id for n in ast.walk(node or tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+        uses = [n.id for n in ast.walk(node or tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
         for statement in [ast.Return(node.body)] if isinstance(node, ast.Lambda) else getattr(node, "body", ()):
             if isinstance(statement, ast.Expr):  # the docstring
                 continue
-            if any(uses[name] > 1 and "(" in value for name, value in given.items() if isinstance(value, str)):
-                break  # it would be computed twice
-            if not isinstance(statement, ast.Return | ast.Assign) or statement.value is None:
+            is_twice = any(uses.count(n) > 1 and "(" in value for n, value in given.items() if isinstance(value, str))
+            if is_twice or not isinstance(statement, ast.Return | ast.Assign) or statement.value is None:
                 break
             # of a copy: the tree is kept
             text = _text(ast.unparse(Put().visit(ast.parse(ast.unparse(statement.value), mode="eval"))))
@@ -231,29 +230,22 @@ class Sources:
             arguments.append(f"{name}={self.expression(value) if callable(value) else repr(value)}")
         return f"{maker}({', '.join(arguments)})"
 
-    def add_import(self, module: str, name: str | None = None) -> None:
-        """Have the script import a module, or a name from it."""
-        self._imports.add((module, name, None))
-
     def take(self) -> str:
         """Return the definitions gathered since the last call, each after those it needs."""
         texts = [text for text in dict.fromkeys(self._texts.values()) if text not in self._taken]
         self._taken.update(texts)
         return "".join(f"{text}\n\n\n" for text in texts)
 
-    def imports(self) -> str:
+    def import_text(self) -> str:
         """Return the import statements, those of Python's own modules first."""
         groups: tuple[set[str], set[str]] = (set(), set())
-        for module, name, renamed in self._imports:
-            named = sorted({f"{n} as {r}" if r else n for m, n, r in self._imports if m == module and n})
-            line = (
-                f"from {module} import {', '.join(named)}"
-                if name
-                else f"import {module}{f' as {renamed}' * bool(renamed)}"
-            )
-            groups[module.partition(".")[0] not in sys.stdlib_module_names].add(line)
-        in_order = [sorted(group, key=lambda line: (line.startswith("from"), line)) for group in groups]
-        return "\n\n".join("\n".join(group) for group in in_order if group)
+        for module, name, renamed in self.imports:
+            others = sorted(n for m, n, r in self.imports if m == module and n and not r)
+            line = f"from {module} import {', '.join([name] if renamed else others)}" if name else f"import {module}"
+            group = groups[module.partition(".")[0] not in sys.stdlib_module_names]
+            group.add(f"{line} as {renamed}" if renamed else line)
+        in_order = [sorted(group, key=lambda line: (line[0] == "f", line)) for group in groups if group]
+        return "\n\n".join(map("\n".join, in_order))
 
 
 def _text(value: Any) -> str:
@@ -266,12 +258,6 @@ def literal(value: Any, column: int = 0) -> str:
     return text.replace("\n", "\n" + " " * column)
 
 
-def _values(tensor: torch.Tensor) -> Any:
-    """Return a tensor's entries as nested lists of Python numbers, without rounding: float64 has every float value."""
-    tensor = tensor.detach().cpu()
-    return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).tolist()
-
-
 # A generated model as ordinary `torch.nn` code. A call's arguments are read from the built module, which keeps them as
 # attributes of the same names, as torch's modules do. Parameters have the names that they have in the suite.
 
@@ -279,7 +265,7 @@ def _values(tensor: torch.Tensor) -> Any:
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
     # not `children()`, which leaves out a module's second place
     for layer, module in zip(layers, chain._modules.values(), strict=True):
-        if layer_definition(layer).wraps:
+        if tables.layer_definition(layer).wraps:
             assert module is not None
             yield "torch.nn.Sequential("
             yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
@@ -292,7 +278,7 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
     """Yield the statements that apply layers to `x`; `place` is their index path in the model, such as `(1, 0)`."""
     for i, layer in enumerate(layers, start):
         path = ".".join(map(str, (*place, i)))
-        kind, suffix = layer_definition(layer), path.replace(".", "_")
+        kind, suffix = tables.layer_definition(layer), path.replace(".", "_")
         if kind.parallel:
             yield f"input_{suffix}, outputs_{suffix} = x, []"
             for b, branch in enumerate(layer.layers):
@@ -309,81 +295,79 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
             yield "for _ in range(2):  # the same weights twice"
             yield from (f"    {line}" for line in _forward(layer.layers, signal, (*place, i)))
         else:
-            given = [f'{name}=batch["{key}"]' for name, key in extra_keys(layer, signal, path).items()]
+            given = [f'{name}=batch["{key}"]' for name, key in tables.extra_keys(layer, signal, path).items()]
             yield f"x = self{''.join(f'[{j}]' for j in (*place, i))}({', '.join(['x', *given])})"
-        signal = out_signal(layer, signal)
+        signal = tables.out_signal(layer, signal)
 
 
 def constructor_call(module: Any, sources: Sources) -> str:
     """Return the call that builds a module like this one, without its parameters' values."""
-    kind, prefix = type(module), "torch.nn."
+    kind = type(module)
     if parametrize.is_parametrized(module, "weight"):
-        norm, kind = module.get_submodule("parametrizations.weight.0"), kind.__bases__[0]
-        return f"torch.nn.utils.parametrizations.weight_norm({_call(prefix, kind, module, sources)}, dim={norm.dim})"
+        norm = module.get_submodule("parametrizations.weight.0")
+        call = f"torch.nn.{kind.__bases__[0].__name__}({', '.join(_arguments(kind.__bases__[0], module, sources))})"
+        return f"torch.nn.utils.parametrizations.weight_norm({call}, dim={norm.dim})"
+    prefix = "torch.nn."
     if kind.__module__.partition(".")[0] == PACKAGE:
         sources.copy(kind)
         prefix = ""
-    return _call(prefix, kind, module, sources)
+    return f"{prefix}{kind.__name__}({', '.join(_arguments(kind, module, sources))})"
 
 
-def _call(prefix: str, kind: type, module: Any, sources: Sources) -> str:
-    parameters, arguments = dict(inspect.signature(kind).parameters), []
+def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
+    parameters = dict(inspect.signature(kind).parameters)
     if issubclass(kind, torch.nn.RNNBase):
         # RNN, GRU and LSTM take *args and **kwargs and pass them to RNNBase
-        nonlinearity = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
-        parameters = {**inspect.signature(torch.nn.RNNBase).parameters, "nonlinearity": nonlinearity}
+        parameters |= {**inspect.signature(torch.nn.RNNBase).parameters, "nonlinearity": NONLINEARITY}
         del parameters["mode"]
     for name, parameter in parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        default, kept = parameter.default, hasattr(module, name)
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not kept:
+            assert kept or default is not parameter.empty or name in ("args", "kwargs"), f"{kind} does not keep {name}"
             continue
-        if not hasattr(module, name):
-            assert parameter.default is not parameter.empty, f"{kind.__name__} does not keep {name}"
-            continue
-        value, default = getattr(module, name), parameter.default
+        value = getattr(module, name)
         if name == "bias":
             value = value is not None and value is not False
         text = constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')
-        if default is parameter.empty and prefix:
-            arguments.append(text)
         # torch spreads a default over the axes of a convolution
-        elif value != default and not (isinstance(value, tuple) and set(value) == {default}):
-            arguments.append(f"{name}={text}")
-    return f"{prefix}{kind.__name__}({', '.join(arguments)})"
+        if value != default and not (isinstance(value, tuple) and set(value) == {default}):
+            is_first = default is parameter.empty and kind.__module__.startswith("torch.")
+            yield text if is_first else f"{name}={text}"
 
 
 # The parts of a script that say what is trained, on which data, and by which loop and optimizer.
 
 
-def _generated(instance: Instance, sources: Sources) -> dict[str, str]:
+def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
     """Return what stands for a generated problem in the template, in ordinary torch."""
     spec, model = instance.case.spec, instance.model()
     assert spec is not None
-    definition, whole = loss_definition(spec.loss), needs_batch(spec)
+    definition, whole = tables.loss_definition(spec.loss), tables.needs_batch(spec)
     calls = list(_calls(spec.layers, model, sources))
     inside = calls[0].rstrip(",") if len(calls) == 1 else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
     kind, classes = "torch.nn.Sequential", sources.take()
-    if whole or any(layer_definition(layer).wraps for layer in spec.layers):
-        forward = ['x = batch["x"]'] * whole + [*_forward(spec.layers, input_signal(spec.input), ()), "return x"]
+    if whole or any(tables.layer_definition(layer).wraps for layer in spec.layers):
+        forward = ['x = batch["x"]'] * whole + [*_forward(spec.layers, tables.input_signal(spec.input), ()), "return x"]
         argument, lines, kind = "batch" if whole else "x", textwrap.indent("\n".join(forward), " " * 8), "Model"
         classes += f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
     ties = [" = ".join("model" + re.sub(r"\.(\d+)", r"[\1]", f".{name}") for name in tie) for tie in spec.ties]
     output = "model(batch)" if whole else 'model(batch["x"])'
     objective = sources.call(definition.torch_loss, spec.loss.o, output, "batch", f'"{spec.loss.reduction}"')
-    data = {name: literal(_values(t), len(name) + 22) for name, t in instance.data.items()}
+    data = {name: literal(t.tolist(), len(name) + 22) for name, t in instance.data.items()}
     dtypes = {name: "dtype=DTYPE, " * t.is_floating_point() for name, t in instance.data.items()}
     return {
         "count": sources.call(definition.count, spec.loss.o, "batch"),
         "definitions_model": classes + sources.take(),
         "model": f"{kind}({inside})",
         "ties": "\n    ".join(ties),
-        "values": literal({name: _values(tensor) for name, tensor in model.state_dict().items()}, 13),
-        "frozen": repr([name for name, p in model.named_parameters() if not p.requires_grad]).replace("'", '"'),
+        "values": literal({name: tensor.tolist() for name, tensor in model.state_dict().items()}, 13),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "objective": objective,
         "data": "\n".join(f'    "{n}": torch.tensor({text}, {dtypes[n]}device=DEVICE),' for n, text in data.items()),
     }
 
 
-def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, str]:
+def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     """Return what stands for a user's problem in the template; it is imported from its place."""
     sources.copy(map_leaves, leaves)
     given = problem.count is not None
@@ -392,7 +376,6 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, str]:
         "definitions_problem": sources.take(),
         "found": _loaded(str(case.problem_name)),
         "objective": "PROBLEM.loss(model, batch)",
-        "items": str(case.plan.total_items),
     }
 
 
@@ -435,7 +418,7 @@ def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
     return call if case.groups == 1 else f"in_groups({call}, {case.groups})"
 
 
-# The check of a script.
+# The whole script.
 
 
 def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
@@ -447,52 +430,41 @@ def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
     if violation.kind in AT_A_STEP and violation.case.spec is not None:
         names = list(evidence.layout.names)
     bounds = {name: evidence.layout.part(evidence.allowed, name) for name in names}
-    tables: dict[str, Any] = {
-        "allowed": {n: b.flat[0].item() if np.ptp(b) == 0 else b.tolist() for n, b in bounds.items()}
-    }
+    short = {name: bound.flat[0].item() if np.ptp(bound) == 0 else bound.tolist() for name, bound in bounds.items()}
+    shown: dict[str, Any] = {"allowed": short}
     if violation.kind in AT_A_STEP:
-        seen = {name: evidence.seen(name) for name in names}
-        tables["observed"] = {
-            n: g if g is None else g.tolist() for n, g in seen.items() if g is None or g.size <= MOST_SHOWN
-        }
-        if violation.case.spec is None:
-            tables["allowed"] = {names[0]: violation.allowed}
+        seen = {n: g for n in names if (g := evidence.seen(n)) is None or g.size <= MOST_SHOWN}
+        shown["observed"] = {n: g if g is None else g.tolist() for n, g in seen.items()}
+        shown |= {} if violation.case.spec else {"allowed": {names[0]: violation.allowed}}
     if with_expected:
-        tables["expected"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
-    return {name: literal(value, len(name) + 3) for name, value in tables.items()}
+        shown["expected"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
+    return {name: literal(value, len(name) + 3) for name, value in shown.items()}
 
 
-def _objective(violation: Violation, reduction: str) -> dict[str, str]:
-    plan, window = violation.case.plan, violation.window
-    items, members = range(plan.total_items), range(len(plan.micro_batches))
-    if window is not None:
-        items, members = plan.window_items(window), range(plan.windows[window][0], plan.windows[window][-1] + 1)
-    counts = "[float(count(batch)) for batch in [whole, *parts]]"
-    counts = counts if reduction == "mean" else str([1.0] * (len(members) + 1))
-    return {"window_items": str(items), "members": str(members), "counts": counts}
-
-
-def _flags(violation: Violation, time_limit_s: float | None) -> set[str]:
-    """Return which parts of the template a violation's script has, of those that run a loop and check it."""
-    kind, evidence = violation.kind, violation.evidence is not None
+def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> set[str]:
+    """Return which parts of the template a violation's script has."""
+    kind, case = violation.kind, violation.case
+    flags = {case.device, "generated" if case.spec else "problem", *["bound"] * (violation.evidence is not None)}
     if kind == "not-accumulable":
-        kinds = {"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"}
-        return {"objective", "compares", *["bound"] * evidence} | kinds
-    flags = {
-        "loop",
-        *["no_optimizer"] * (violation.case.optimizer is None),
-        *["bound"] * (evidence and kind not in AT_A_STEP),
-    }
+        flags |= {"objective", "compares", "objective_mean" if reduction == "mean" else "objective_plain"}
+        return flags | ({"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"})
+    flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
     is_hang = violation.diagnosis in HANGS and bool(time_limit_s)
-    if kind == "raised":
-        return flags | ({"hang", "called", "returns"} if is_hang else {"raised"})
+    if kind == "raised" and not is_hang:
+        return flags | {"raised"}
     flags |= {"called", *["hang"] * is_hang}
     if kind == "parameters":
         return flags | {"structure" if violation.diagnosis == "changed-model" else "parameters"}
-    return flags | {"counted"} | ({"step", "compares", "compares_elements"} if kind in AT_A_STEP else {"step_count"})
+    if kind not in AT_A_STEP:
+        return flags | ({"returns"} if kind == "raised" else {"counted", "step_count"})
+    # the parameters at the step may depend on the loop under a real optimizer, or where it edits them; the expected
+    # gradient is then the large batch's, as it is for a user's model, which may be large
+    moves = violation.moved or case.optimizer is not None
+    flags |= {"step_moved" if moves else "step_fixed", "no_literal" if moves or not case.spec else "literal"}
+    return flags | {"counted", "step", "compares", "compares_elements"}
 
 
-def _filled(flags: set[str], values: Mapping[str, str]) -> str:
+def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
     """Return the template's lines that stand under one of these flags or none, with the values in place."""
     kept, wanted = [], True
     for line in TEMPLATE.splitlines():
@@ -500,16 +472,11 @@ def _filled(flags: set[str], values: Mapping[str, str]) -> str:
             wanted = line == "%%" or not flags.isdisjoint(line.split())
         elif wanted:
             kept.append(line)
-    return re.sub(r"\n{4,}", "\n\n\n", Template("\n".join(kept)).substitute(values))
+    return Template(re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept))).substitute(values)
 
 
 def script_text(
-    loop: Loop,
-    name: str,
-    violation: Violation,
-    *,
-    problem: Problem | None = None,
-    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    loop: Loop, name: str, violation: Violation, *, problem: Problem | None = None, time_limit_s: float | None = LIMIT
 ) -> str:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
 
@@ -533,85 +500,67 @@ def script_text(
 def _script(
     loop: Loop, name: str, violation: Violation, problem: Problem | None, time_limit_s: float | None, *, copied: bool
 ) -> str:
-    case, plan, sources = violation.case, violation.case.plan, Sources()
+    case, sources, needs = violation.case, Sources(), ["Python and torch alone"]
     instance = instance_of(case, problem)
-    window, epoch, reduction = violation.window or 0, violation.epoch or 0, instance.problem.reduction
-    step, members = epoch * len(plan.windows) + window, list(plan.windows[window])
-    values = _generated(instance, sources) if problem is None else _users(problem, case, sources)
-    flags = _flags(violation, time_limit_s) | {case.device, "generated" if problem is None else "problem"}
-    flags |= {f"objective_{reduction}"} & {"objective_mean"} if "objective" in flags else set()
-    flags |= {flag for flag in ("ties", "frozen") if values.get(flag, "[]") not in ("", "[]")}
-    # the parameters at the step may depend on the loop under a real optimizer, or where it edits them
-    moves = violation.moved or case.optimizer is not None
-    is_literal = "step" in flags and problem is None and not moves
-    if "step" in flags:
-        # the expected gradient of other parameters is the large batch's, and that of a user's model may be large
-        flags |= {"step_moved" if moves else "step_fixed", "literal" if is_literal else "no_literal"}
-    values |= {"seconds": f"{time_limit_s:g}"} if "hang" in flags else {}
-    values |= _numbers(violation, with_expected=is_literal) | {
-        "window_items": str(plan.window_items(window)), "step": str(step), "steps": str(plan.steps),
-        "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {members}):",
-        "window": str(window), "limit": str(plan.step_limit), "epochs": str(plan.epochs), "seed": str(case.seed),
-        "accumulation_steps": str(plan.accumulation_steps), "reduction": reduction, "device": case.device,
-        "dtype": case.dtype, "count_dtype": str(torch.promote_types(torch.float32, instance.dtype)),
-        "micro_batches": str([plan.items(j) for j in range(len(plan.micro_batches))]),
-    }  # fmt: skip
-    if "objective" in flags:
-        values |= _objective(violation, reduction)
-        sources.copy(adds_up)
-    else:
-        values["loop"] = _loop(loop, name, sources, copied=copied)
-        values["definitions_loop"] = sources.take()
-        is_imported = values["loop"].startswith("load(")
-        if is_imported:
-            values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
-        is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
-        flags.add("plain_loader" if is_plain else "pairs")
-        values["pairs"] = (
-            "pairs=None, criterion=None," if is_plain else "pairs=pairs.over(loader), criterion=pairs.criterion,"
-        )
-        sources.copy(*[] if is_plain else [loader_over, Pairs])
-        sources.copy(*[structure, structure_changes] * ("structure" in flags))
-        if "parameters" in flags:
-            sources.copy(Observer, at_start, fault_before, fault_of_step, fault_between)
-        values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
-        make = _optimizer(case, "parameters", sources)
-        values["make_optimizer"] = "None" if case.optimizer is None else f"lambda parameters: {make}"
-    values["definitions_check"] = sources.take()
-    flags |= {"loads"} if problem is not None or values.get("loop") == "loop" else set()
-    text = _filled(flags, values)
-    for module, imported in IMPORTS:
-        if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
-            sources.add_import(module, imported)
-    needs = ["the file of the loop, which may import other packages"] * (values.get("loop") == "loop")
+    flags = _flags(violation, instance.problem.reduction, time_limit_s)
+    values: dict[str, Any] = _users(problem, case, sources) if problem else _generated(instance, sources)
+    flags |= {flag for flag in ("ties", "frozen") if values.get(flag)}
+    values |= _numbers(violation, with_expected="literal" in flags) | _places(violation, instance)
+    values["seconds"] = time_limit_s
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
-    has_types = any(
-        getattr(node, "annotation", None) or getattr(node, "returns", None) for node in ast.walk(ast.parse(text))
-    )
-    head = [_docstring(name, violation, *needs), *["from __future__ import annotations"] * has_types, sources.imports()]
-    return "\n\n".join([*head, text]) + "\n"
+    if "loop" in flags:
+        values["loop"] = _loop(loop, name, sources, copied=copied)
+        values["definitions_loop"] = sources.take().rstrip()
+        if is_imported := values["loop"].startswith("load("):
+            values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
+            needs.append("the file of the loop, which may import other packages")
+        is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
+        flags.add("plain_loader" if is_plain else "pairs")
+        values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
+        make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
+        values["make_optimizer"] = make if case.optimizer else None
+    sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
+    values["definitions_check"] = sources.take()
+    values |= _head(name, violation, needs)
+    head, mark, text = _filled(flags | {"loads"} if needs[1:] else flags, values).partition('"""\n\nIMPORTS\n')
+    for module, imported in IMPORTS:
+        if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
+            sources.imports.add((module, imported, None))
+    types = [n for n in ast.walk(ast.parse(text)) if getattr(n, "annotation", None) or getattr(n, "returns", None)]
+    future = "from __future__ import annotations\n\n" * bool(types)
+    return head + mark.replace("IMPORTS", future + sources.import_text()) + text + "\n"
 
 
-def _docstring(name: str, violation: Violation, *needs: str) -> str:
-    where = f"Window {violation.window} of epoch {violation.epoch}"
-    if violation.parameter is not None and violation.error is not None and violation.allowed is not None:
-        where += f", {violation.parameter}: off by {error_text(violation.error, violation.allowed)}."
-    details = details_of(violation) or [where] * (violation.window is not None)
-    use = (
-        "Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where it fails otherwise. "
-        f"It needs {', and '.join(['Python and torch alone', *needs])}. "
-        f"Written by gradcheck-suite with torch {torch.__version__}, for case {violation.case.digest}."
-    )
-    lines = [
-        f"{name}: {violation_title(violation.kind, violation.diagnosis)}.",
-        "",
-        *textwrap.wrap(violation.explanation, WIDTH),
-        *(short for line in details for short in textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""]),
-        "",
-        *(f"    {line}" for line in describe_case(violation.case)),
-        "",
-        *textwrap.wrap(use, WIDTH),
-    ]
-    text = "\n".join(line.rstrip() for line in lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    return f'"""{text}\n"""'
+def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
+    """Return what the template says of a violation's case, and of the window and step that show it."""
+    case, plan = violation.case, violation.case.plan
+    window, epoch = violation.window or 0, violation.epoch or 0
+    members, items, step = plan.windows[window], plan.window_items(window), epoch * len(plan.windows) + window
+    if violation.kind == "not-accumulable" and violation.window is None:
+        members, items = range(len(plan.micro_batches)), range(plan.total_items)  # type: ignore[assignment]
+    return {
+        "window": window, "members": list(members), "items": items, "step": step, "steps": plan.steps,
+        "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {list(members)}):",
+        "limit": plan.step_limit, "epochs": plan.epochs, "accumulation_steps": plan.accumulation_steps,
+        "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
+        "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
+        "count_dtype": torch.promote_types(torch.float32, instance.dtype),
+    }  # fmt: skip
+
+
+def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, str]:
+    """Return the paragraphs of the docstring."""
+    details = details_of(violation)
+    if violation.window is not None and violation.error is not None and violation.allowed is not None and not details:
+        off = error_text(violation.error, violation.allowed)
+        details = [f"Window {violation.window} of epoch {violation.epoch}, {violation.parameter}: off by {off}."]
+    wrapped = [textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""] for line in details]
+    paragraphs = {
+        "title": [f"{name}: {violation_title(violation.kind, violation.diagnosis)}."],
+        "what": [*textwrap.wrap(violation.explanation, WIDTH), *(line for lines in wrapped for line in lines)],
+        "case": [f"    {line}" for line in describe_case(violation.case)],
+        "use": textwrap.wrap(USE.format(" and ".join(needs), torch.__version__, violation.case.digest), WIDTH),
+    }
+    texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
+    return {key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()}
