@@ -109,7 +109,8 @@ def _is_copyable(node: ast.stmt) -> bool:
         known = {*sys.stdlib_module_names, "torch", PACKAGE}
         return not getattr(node, "level", 0) and {module.partition(".")[0] for module in modules} <= known
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
-        return isinstance(node.value, ast.Constant)
+        reaches = any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(node))
+        return isinstance(node.value, ast.Constant) and not reaches
     names = isinstance(node, ast.FunctionDef | ast.ClassDef)
     return names or _is_guard(node, "TYPE_CHECKING", "__name__ == '__main__'")
 
@@ -197,7 +198,7 @@ class Sources:
                 return self.generic_visit(node)
 
             def visit_Name(self, node: ast.Name) -> ast.AST:
-                found = names.get(node.id)
+                found = names.get(node.id, node)
                 if node.id in given:
                     return ast.parse(_text(given[node.id]), mode="eval").body
                 return found.value if isinstance(getattr(found, "value", None), ast.Attribute) else node
@@ -207,7 +208,8 @@ class Sources:
             if isinstance(statement, ast.Expr):  # the docstring
                 continue
             is_twice = any(uses.count(n) > 1 and "(" in value for n, value in given.items() if isinstance(value, str))
-            if is_twice or not isinstance(statement, ast.Return | ast.Assign) or statement.value is None:
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Name("")
+            if is_twice or not isinstance(statement, ast.Return | ast.Assign) or not isinstance(target, ast.Name):
                 break
             # of a copy: the tree is kept
             text = _text(ast.unparse(Put().visit(ast.parse(ast.unparse(statement.value), mode="eval"))))
@@ -215,7 +217,7 @@ class Sources:
                 ours = {name for argument in arguments for name in _global_names(_text(argument))}
                 self.add(function.__module__, *sorted({*_global_names(text)} - ours))
                 return text
-            given[ast.unparse(statement.targets[0])] = text
+            given[target.id] = text
         return f"{self.expression(function)}({', '.join(map(_text, arguments))})"
 
     def expression(self, function: Any) -> str:

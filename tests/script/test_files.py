@@ -1,23 +1,20 @@
-"""Scripts as files: what a user's own loop is imported from, real processes, words for what is missing."""
+"""Scripts as files: what of a user's own module is copied or imported, and the run before a script is announced."""
 
 from __future__ import annotations
 
-import subprocess
+import ast
 import sys
 
 import pytest
 
 from gradcheck_suite.cli.loading import resolve_loop
 from gradcheck_suite.core.case import Case, Plan
-from gradcheck_suite.core.records import write_text
 from gradcheck_suite.core.results import Violation
-from gradcheck_suite.script import script_text
-from tests.script.problems import load
+from gradcheck_suite.script import script_text, unrepeatable
+from gradcheck_suite.script.writer import CannotCopyError, Sources
+from tests.script.alone import run_alone
 from tests.script.test_violations import LINEAR, violation_of
 
-# the suite cannot be imported where the script runs
-ALONE = "import sys, runpy; sys.modules.update(dict.fromkeys(['gradcheck_suite', 'jax', 'hypothesis'])); "
-RUN = ALONE + "runpy.run_path(sys.argv[1], run_name='__main__')"
 LOOP = """
 def train(run):
     for _ in range(run.epochs):
@@ -26,26 +23,9 @@ def train(run):
 """
 FAULTY = LOOP.format(body="run.loss(run.model, batch).backward(); run.optimizer.step()")
 SOUND = FAULTY + "            run.optimizer.zero_grad()\n"
+# a file that does something when it is imported is not copied
+IMPORTED = "NAMES = list()\n"
 CASE = Case(LINEAR, Plan((1, 2), 1))
-
-
-def run(path, cwd):
-    command = [sys.executable, "-c", RUN, str(path)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def elsewhere(tmp_path):
-    """A folder that is neither the loop's nor the script's."""
-    (tmp_path / "elsewhere").mkdir()
-    return tmp_path / "elsewhere"
-
-
-def written(name, folder):
-    """Write the script of a loop's violation; return where."""
-    loop = resolve_loop(name)
-    write_text(folder / "found.py", script_text(loop, name, violation_of(loop, CASE)))
-    return folder / "found.py"
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +37,88 @@ def unchanged_imports(monkeypatch, tmp_path):
             del sys.modules[name]
 
 
-@pytest.mark.full
-def test_a_users_loop_is_imported_from_its_file(tmp_path, elsewhere, monkeypatch):
-    """In a process of its own, where neither the suite nor JAX can be imported; then mended."""
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("import helper\n" + FAULTY)
+    return tmp_path / "mine.py"
+
+
+def script_of(name, violation=None):
+    loop = resolve_loop(name)
+    return script_text(loop, name, violation or violation_of(loop, CASE), time_limit_s=0.5)
+
+
+NEEDS_MORE = """
+import torch as pt
+from collections import deque
+import gradcheck_suite
+from gradcheck_suite import TrainingRun, training_loop
+
+LIMIT: int = 3
+
+def helper(run: TrainingRun, batch) -> pt.Tensor:
+    \"\"\"Return the loss.\"\"\"
+    return run.loss(run.model, batch)
+
+def unused(): ...
+
+@training_loop(assumes=("sum-reduction",))
+@pt.enable_grad()
+def train(run: TrainingRun) -> None:
+    for _ in range(run.epochs):  # a comment
+        for batch in deque(run.loader, LIMIT):
+            helper(run, batch).backward()
+            run.optimizer.step()
+
+if __name__ == "__main__":
+    print("not run")
+"""
+
+
+@pytest.mark.parametrize(("text", "has", "lacks"), [
+    (FAULTY, ["# The loop" + FAULTY], ["from __future__"]),
+    (NEEDS_MORE, ["# a comment", "@pt.enable_grad()", "LIMIT: int = 3", "import torch as pt", "deque", "def helper"],
+     ["training_loop", "unused", "not run"]),
+])  # fmt: skip
+def test_a_users_loop_is_copied_as_it_is(mine, text, has, lacks):
+    mine.write_text(text)
+    script = script_of("mine.py:train")
+    mine.unlink()
+    assert run_alone(script).status == 1
+    assert not [part for part in has if part not in script]
+    assert not [part for part in [*lacks, "def load"] if part in script]
+    assert "It needs Python and torch alone." in " ".join(script.split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import helper\n" + FAULTY,
+        IMPORTED + FAULTY,
+        FAULTY.replace("train", "loss") + "train = loss\n",
+        FAULTY.replace("train", "count") + "def train(run):\n    count(run)\n",
+        FAULTY.replace("train", "model") + "train = model\n",
+        "from functools import partial\n" + FAULTY.replace("train(run", "any(n, run") + "train = partial(any, 1)\n",
+        "import gradcheck_suite\n" + FAULTY + "gradcheck_suite.hidden = 1\n",
+    ],
+)
+def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
+    """In another working directory, where neither the suite nor JAX can be imported; then mended."""
+    mine.write_text(text)
     (tmp_path / "helper.py").write_text("")
-    script = written("mine.py:train", tmp_path / "reports")
-    assert script == tmp_path / "reports" / "found.py"
-    done = run(script, elsewhere)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "the fault is there" in done.stdout
-    (tmp_path / "mine.py").write_text("import helper\n" + SOUND)
-    assert load(script.read_text()).main() == 0
+    script = script_of("mine.py:train")
+    assert f'loop = load("mine.py", "train", folder="{tmp_path}")' in script
+    missing = ("tests", "jax") if "gradcheck_suite" in text else ("gradcheck_suite", "tests", "jax", "hypothesis")
+    done = run_alone(script, missing=missing)
+    assert (done.status, done.errors) == (1, "")
+    mine.write_text("import helper\n" + SOUND)
+    assert run_alone(script).status == 0
+
+
+def test_a_users_loop_is_imported_from_its_module(mine, tmp_path):
+    (tmp_path / "travelling").mkdir()
+    (tmp_path / "travelling" / "loops.py").write_text(IMPORTED + FAULTY)
+    assert run_alone(script_of("travelling.loops:train")).status == 1
 
 
 IMPORT_FAULTS = {
@@ -80,35 +129,25 @@ IMPORT_FAULTS = {
 }
 
 
-def test_where_the_loop_cannot_be_imported_the_status_is_2(tmp_path, capsys):
-    path = tmp_path / "mine.py"
-    path.write_text(FAULTY)
-    script = load(written(f"{path}:train", tmp_path).read_text())
+def test_where_the_loop_cannot_be_imported_the_status_is_2(mine, tmp_path):
+    mine.write_text(IMPORTED + FAULTY)
+    script = script_of("mine.py:train")
     for text, told in IMPORT_FAULTS.items():
-        path.write_text(text) if text else path.unlink()
-        with pytest.raises(SystemExit, match="2"):
-            script.main()
-        error = capsys.readouterr().err
-        assert error.startswith(f"cannot import train from mine.py in {tmp_path} (")
-        assert told in error
+        mine.write_text(text) if text else mine.unlink()
+        done = run_alone(script)
+        assert done.status == 2
+        assert done.errors.startswith(f"cannot import train from mine.py in {tmp_path} (")
+        assert told in done.errors
 
 
-def test_a_users_loop_is_imported_from_its_module(tmp_path, elsewhere, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "travelling").mkdir()
-    (tmp_path / "travelling" / "loops.py").write_text(FAULTY)
-    script = load(written("travelling.loops:train", tmp_path).read_text())
-    monkeypatch.chdir(elsewhere)
-    assert script.main() == 1
-
-
-def test_a_loop_that_steps_without_end_is_stopped(tmp_path, capfd):
-    (tmp_path / "mine.py").write_text(LOOP.format(body="while True: run.optimizer.step()"))
-    script = load(written(f"{tmp_path / 'mine.py'}:train", tmp_path).read_text())
-    assert script.main() == 1
-    assert "calls optimizer.step() 12 times and does not stop there" in capfd.readouterr().out
-    (tmp_path / "mine.py").write_text(SOUND)
-    assert script.main() == 0
+@pytest.mark.parametrize("body", ["raise SystemExit(0)", "raise ValueError", "raise GeneratorExit"])
+def test_another_failure_than_the_fault_has_status_2(mine, body):
+    mine.write_text(IMPORTED + FAULTY)
+    script = script_of("mine.py:train")
+    mine.write_text(LOOP.format(body=body))
+    done = run_alone(script)
+    assert done.status == 2
+    assert done.errors.endswith("This is another failure than the fault that the script shows.\n")
 
 
 CATCHES = """while True:
@@ -116,26 +155,98 @@ CATCHES = """while True:
                 except BaseException: pass"""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("body", "diagnosis"), [(CATCHES, "endless"), ("while True: pass", "timed-out")])
-def test_a_loop_that_cannot_be_stopped_ends_its_process_with_status_1(body, diagnosis, tmp_path, elsewhere):
-    (tmp_path / "mine.py").write_text(LOOP.format(body=body))
-    name = f"{tmp_path / 'mine.py'}:train"
-    loop = resolve_loop(name)
-    violation = Violation("step-count" if diagnosis == "endless" else "raised", diagnosis, "planted", CASE)
-    script = tmp_path / "found.py"
-    write_text(script, script_text(loop, name, violation, time_limit_s=0.5))
-    done = run(script, elsewhere)
-    assert done.returncode == 1
-    assert "mine.py" in done.stderr
+@pytest.mark.parametrize("body", ["while True: run.optimizer.step()", CATCHES])
+def test_a_loop_that_steps_without_end_is_stopped(mine, body):
+    mine.write_text(LOOP.format(body=body))
+    violation = Violation("step-count", "endless", "planted", CASE)
+    done = run_alone(script_of("mine.py:train", violation))
+    told = "the loop calls optimizer.step() 12 times and does not stop there\nthe fault is there\n"
+    assert (done.status, done.output) == (1, told)
+    mine.write_text(SOUND)
+    assert run_alone(script_of("mine.py:train", violation)).status == 0
 
 
-def test_words_that_python_would_read_do_no_harm(tmp_path):
-    words = 'a """ quote, a \\ backslash, \\N{} and {braces}'
-    name = f"{tmp_path / 'mine.py'}:train"
-    (tmp_path / "mine.py").write_text(FAULTY)
+def test_a_loop_that_hangs_ends_its_process_with_status_1(mine):
+    mine.write_text(IMPORTED + LOOP.format(body="while True: pass"))
+    done = run_alone(script_of("mine.py:train", Violation("raised", "timed-out", "planted", CASE)))
+    assert done.status == 1
+    assert "mine.py" in done.errors
+
+
+def test_words_that_python_would_read_do_no_harm(mine):
+    words = 'a """ quote, a \\ backslash, $dollar, \\N{} and {braces}'
+    mine.write_text(FAULTY)
     violation = Violation("step-count", "planted", words, CASE, details=("  " + words, "", "x " * 99))
-    text = script_text(resolve_loop(name), name, violation)
-    namespace: dict = {"__name__": "read"}
-    exec(compile(text.split("\nfrom __future__")[0], "script", "exec"), namespace)
-    assert words in namespace["__doc__"]
+    assert words in ast.get_docstring(ast.parse(script_of("mine.py:train", violation)))
+
+
+# Definitions copied from modules.
+
+
+def test_a_global_whose_name_is_only_local_in_a_function_is_not_copied(mine):
+    mine.write_text(
+        "def batch(): ...\ndef total(): ...\ndef i(): ...\ndef inner(): ...\ndef wanted(): ...\n"
+        "def train(run, batch=None):\n    total = [i for i in (run, batch)]\n"
+        "    def inner(total): return total, wanted\n    return inner(total)\n"
+    )
+    sources = Sources()
+    sources.add(resolve_loop("mine.py:train").__module__, "train")
+    assert [line for line in sources.take().splitlines() if line.startswith("def ")] == [
+        "def wanted(): ...",
+        "def train(run, batch=None):",
+    ]
+
+
+def test_a_definition_comes_after_what_it_needs_and_without_the_suites_decorators():
+    sources = Sources()
+    sources.add("gradcheck_suite.catalogue.linear", "Branch")
+    sources.add("gradcheck_suite.loops.reset_modes", "summed")
+    sources.add("gradcheck_suite.run.observer", "Evaluation")
+    text = sources.take()
+    assert text.index("class Routed(torch.nn.Module):") < text.index("class Branch(Routed):")
+    assert "training_loop" not in text
+    assert "@dataclass(frozen=True)\nclass Evaluation" in text
+    assert "from dataclasses import dataclass, field\n" in sources.import_text()
+
+
+def test_one_name_cannot_stand_for_two_things():
+    sources = Sources()
+    sources.add("gradcheck_suite.run.observer", "_is_copy")
+    with pytest.raises(CannotCopyError, match=r"is_same of gradcheck_suite\.script\.writer and of another"):
+        sources._define("gradcheck_suite.script.writer", "is_same", ast.parse("is_same = 1").body[0])
+
+
+# A script is run before it is announced, and the announcement says so where it does not repeat the fault.
+
+SCRIPTS = {
+    "print('the fault is there'); raise SystemExit(1)": None,
+    "print('the fault is gone')": "in a process of its own the loop does not show the fault (status 0)",
+    "print('working'); raise TypeError('own mistake')": "it ends with status 1: TypeError: own mistake",
+    "import sys; print('cannot import x', file=sys.stderr); raise SystemExit(2)": (
+        "it ends with status 2: cannot import x"
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), SCRIPTS.items())
+def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, said):
+    (tmp_path / "script.py").write_text(text)
+    violation = Violation("step-count", "never-stepped", "planted", CASE)
+    assert unrepeatable(tmp_path / "script.py", violation, 30.0) == said
+
+
+def test_a_script_that_is_killed_by_its_own_limit_repeats_a_hang(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(1)")
+    assert unrepeatable(tmp_path / "script.py", Violation("raised", "timed-out", "planted", CASE), 30.0) is None
+
+
+def test_a_script_that_does_not_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.script.START_S", 0.1)
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    said = unrepeatable(tmp_path / "script.py", Violation("raised", "raised", "planted", CASE), 0.2)
+    assert said == "it did not end within 0.3 s"
+
+
+def test_a_script_that_is_gone_is_not_repeatable(tmp_path):
+    said = unrepeatable(tmp_path / "folder/script.py", Violation("raised", "raised", "planted", CASE), 0.2)
+    assert said.startswith("it ends with status ")
