@@ -17,7 +17,6 @@ __all__ = ["script_text", "unrepeatable"]
 
 START_S = 120.0
 """Seconds that a script may take beside the time limit of its loop: it imports torch and what the loop needs."""
-SHOWN = "the fault is there"
 
 
 def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None) -> str | None:
@@ -37,7 +36,7 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
     except (KeyboardInterrupt, OSError) as error:
         return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
     # a loop that hangs ends the process, so nothing more is printed
-    shown = violation.diagnosis in HANGS or done.stdout.splitlines()[-1:] == [SHOWN]
+    shown = violation.diagnosis in HANGS or done.stdout.endswith("the fault is there\n")
     if done.returncode == 1 and shown:
         return None
     if done.returncode == 0:

@@ -62,10 +62,6 @@ COPIED: dict[str, tuple[Any, ...]] = {
 """The suite's definitions that parts of the template call."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
 """What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
-USE = (
-    "Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where it fails otherwise. "
-    "It needs {}. Written by gradcheck-suite with torch {}, for case {}."
-)
 NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
 
@@ -212,7 +208,8 @@ class Sources:
             if is_twice or not isinstance(statement, ast.Return | ast.Assign) or not isinstance(target, ast.Name):
                 break
             # of a copy: the tree is kept
-            text = _text(ast.unparse(Put().visit(ast.parse(ast.unparse(statement.value), mode="eval"))))
+            copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
+            text = _text(ast.unparse(Put().visit(copy)))
             if isinstance(statement, ast.Return):
                 ours = {name for argument in arguments for name in _global_names(_text(argument))}
                 self.add(function.__module__, *sorted({*_global_names(text)} - ours))
@@ -547,7 +544,8 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
         "limit": plan.step_limit, "epochs": plan.epochs, "accumulation_steps": plan.accumulation_steps,
         "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
         "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
-        "count_dtype": torch.promote_types(torch.float32, instance.dtype),
+        "count_dtype": torch.promote_types(torch.float32, instance.dtype), "torch": torch.__version__,
+        "digest": case.digest,
     }  # fmt: skip
 
 
@@ -562,7 +560,7 @@ def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, st
         "title": [f"{name}: {violation_title(violation.kind, violation.diagnosis)}."],
         "what": [*textwrap.wrap(violation.explanation, WIDTH), *(line for lines in wrapped for line in lines)],
         "case": [f"    {line}" for line in describe_case(violation.case)],
-        "use": textwrap.wrap(USE.format(" and ".join(needs), torch.__version__, violation.case.digest), WIDTH),
+        "needs": [" and ".join(needs)],
     }
     texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
     return {key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()}

@@ -19,6 +19,8 @@ import doctest
 import io
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -148,8 +150,8 @@ class Page:
             return printed
         assert program == "python", f"{self.name}: no rule for $ {command}"
         (script,) = arguments
-        command = [sys.executable, str(self.folder / script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        interpreter = [sys.executable, str(self.folder / script)]
+        done = subprocess.run(interpreter, capture_output=True, text=True, timeout=300, check=False)
         self.status = done.returncode
         return done.stdout + done.stderr
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite.cli.loading import resolve_loop
-from gradcheck_suite.core.case import Case, Plan
+from gradcheck_suite.core.case import Case, Input, Layer, Plan, ProblemSpec
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.script import script_text, unrepeatable
 from gradcheck_suite.script.writer import CannotCopyError, Sources
@@ -46,6 +48,17 @@ def mine(tmp_path, monkeypatch):
 def script_of(name, violation=None):
     loop = resolve_loop(name)
     return script_text(loop, name, violation or violation_of(loop, CASE), time_limit_s=0.5)
+
+
+def test_the_script_of_the_readmes_example_is_short(mine):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    mine.write_text(re.search(r"```python\n# my_loop.py\n(.*?)```", readme, re.S)[1])
+    spec = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), LINEAR.loss)
+    violation = violation_of(resolve_loop("mine.py:train"), Case(spec, Plan((1, 2), 2)))
+    assert violation.diagnosis == "mean-of-means"
+    script = script_of("mine.py:train", violation)
+    assert len(script.splitlines()) <= 200
+    assert run_alone(script).status == 1
 
 
 NEEDS_MORE = """
@@ -95,11 +108,9 @@ def test_a_users_loop_is_copied_as_it_is(mine, text, has, lacks):
     [
         "import helper\n" + FAULTY,
         IMPORTED + FAULTY,
-        FAULTY.replace("train", "loss") + "train = loss\n",
-        FAULTY.replace("train", "count") + "def train(run):\n    count(run)\n",
         FAULTY.replace("train", "model") + "train = model\n",
-        "from functools import partial\n" + FAULTY.replace("train(run", "any(n, run") + "train = partial(any, 1)\n",
-        "import gradcheck_suite\n" + FAULTY + "gradcheck_suite.hidden = 1\n",
+        FAULTY.replace("train", "count") + "def train(run):\n    count(run)\n",
+        "import torch\n" + FAULTY + "torch.hidden = 1\n",
     ],
 )
 def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
@@ -108,8 +119,7 @@ def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, 
     (tmp_path / "helper.py").write_text("")
     script = script_of("mine.py:train")
     assert f'loop = load("mine.py", "train", folder="{tmp_path}")' in script
-    missing = ("tests", "jax") if "gradcheck_suite" in text else ("gradcheck_suite", "tests", "jax", "hypothesis")
-    done = run_alone(script, missing=missing)
+    done = run_alone(script)
     assert (done.status, done.errors) == (1, "")
     mine.write_text("import helper\n" + SOUND)
     assert run_alone(script).status == 0
@@ -140,7 +150,7 @@ def test_where_the_loop_cannot_be_imported_the_status_is_2(mine, tmp_path):
         assert told in done.errors
 
 
-@pytest.mark.parametrize("body", ["raise SystemExit(0)", "raise ValueError", "raise GeneratorExit"])
+@pytest.mark.parametrize("body", ["raise SystemExit(0)", "raise GeneratorExit"])
 def test_another_failure_than_the_fault_has_status_2(mine, body):
     mine.write_text(IMPORTED + FAULTY)
     script = script_of("mine.py:train")
@@ -218,35 +228,22 @@ def test_one_name_cannot_stand_for_two_things():
 
 # A script is run before it is announced, and the announcement says so where it does not repeat the fault.
 
-SCRIPTS = {
-    "print('the fault is there'); raise SystemExit(1)": None,
-    "print('the fault is gone')": "in a process of its own the loop does not show the fault (status 0)",
-    "print('working'); raise TypeError('own mistake')": "it ends with status 1: TypeError: own mistake",
-    "import sys; print('cannot import x', file=sys.stderr); raise SystemExit(2)": (
-        "it ends with status 2: cannot import x"
-    ),
-}
+SCRIPTS = [
+    ("print('the fault is there'); raise SystemExit(1)", "never-stepped", None),
+    ("raise SystemExit(1)", "timed-out", None),
+    ("print('the fault is gone')", "raised", "in a process of its own the loop does not show the fault (status 0)"),
+    ("raise TypeError('own mistake')", "raised", "it ends with status 1: TypeError: own mistake"),
+    ("import sys; sys.exit('cannot import x')", "timed-outs", "it ends with status 1: cannot import x"),
+    ("import time; time.sleep(60)", "raised", "it did not end within 5.2 s"),
+    (None, "raised", "it ends with status 2: "),
+]
 
 
-@pytest.mark.parametrize(("text", "said"), SCRIPTS.items())
-def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, said):
-    (tmp_path / "script.py").write_text(text)
-    violation = Violation("step-count", "never-stepped", "planted", CASE)
-    assert unrepeatable(tmp_path / "script.py", violation, 30.0) == said
-
-
-def test_a_script_that_is_killed_by_its_own_limit_repeats_a_hang(tmp_path):
-    (tmp_path / "script.py").write_text("raise SystemExit(1)")
-    assert unrepeatable(tmp_path / "script.py", Violation("raised", "timed-out", "planted", CASE), 30.0) is None
-
-
-def test_a_script_that_does_not_end_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradcheck_suite.script.START_S", 0.1)
-    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
-    said = unrepeatable(tmp_path / "script.py", Violation("raised", "raised", "planted", CASE), 0.2)
-    assert said == "it did not end within 0.3 s"
-
-
-def test_a_script_that_is_gone_is_not_repeatable(tmp_path):
-    said = unrepeatable(tmp_path / "folder/script.py", Violation("raised", "raised", "planted", CASE), 0.2)
-    assert said.startswith("it ends with status ")
+@pytest.mark.parametrize(("text", "diagnosis", "said"), SCRIPTS)
+def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, diagnosis, said, monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.script.START_S", 5.0)
+    script = tmp_path / "script.py"
+    if text:
+        script.write_text(text)
+    found = unrepeatable(script, Violation("raised", diagnosis, "planted", CASE), 0.2)
+    assert found == said or (text is None and found.startswith(said))
