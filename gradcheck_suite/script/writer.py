@@ -160,7 +160,7 @@ class Sources:
 
         def says_something(decorator: ast.expr) -> bool:
             # one of the suite's says something to the suite only
-            first = names.get(next(n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)))
+            first = names.get(next((n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)), ""))
             return not (first[0].partition(".")[0] == PACKAGE if isinstance(first, tuple) else is_own and first)
 
         kept = [f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
@@ -492,7 +492,7 @@ def script_text(
     """
     try:
         return _script(loop, name, violation, problem, time_limit_s, copied=True)
-    except CannotCopyError:
+    except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
         return _script(loop, name, violation, problem, time_limit_s, copied=False)
 
 

@@ -63,13 +63,10 @@ def double(p):
 
 def fills(value):
     def loop(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
-            for batch in window:
-                run.loss(run.model, batch).backward()
-            for p in run.model.parameters():
-                p.grad.fill_(value)
-            run.optimizer.step()
+        run.optimizer.register_step_pre_hook(
+            lambda *given: [p.grad.fill_(value) for p in run.model.parameters()] and None
+        )
+        plain(run)
 
     return loop
 
@@ -89,10 +86,8 @@ def violation_of(loop, case, problem=None):
 def assert_script_is_right(loop, case, problem=None):
     """Hold a loop's script to status 1, and that of a sound loop to 0; return the violation and what it prints."""
     __tracebackhide__ = True
-    violation, missing = violation_of(loop, case, problem), SUITE
-    if problem is not None:
-        # a user's file imports the suite for its Problem
-        missing = ("tests", "jax")
+    # a user's file imports the suite for its Problem
+    violation, missing = violation_of(loop, case, problem), ("tests", "jax") if problem else SUITE
     faulty = run_alone(script_text(loop, "planted", violation, problem=problem), missing=missing)
     mended = run_alone(script_text(plain, "planted", violation, problem=problem), missing=missing)
     assert (faulty.status, faulty.errors) == (1, "")
@@ -172,44 +167,29 @@ def test_a_loop_of_the_suites_own_is_printed_in_full():
 
 PROBLEMS = """
 import torch
-from gradcheck_suite.cli.loading import resolve_problem
+from gradcheck_suite import Problem
+F = torch.nn.functional
 def model(seed):
     torch.manual_seed(seed)
     return torch.nn.Linear(2, 1)
 def batch(items, seed):
     drawn = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(items, 2, generator=drawn), "y": [torch.randn(items, 1, generator=drawn)]}
-def loss(model, batch):
-    return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"][0])
-def problem(**changes):
-    return Problem(**{"model": model, "batch": batch, "loss": loss, **changes})
-PROBLEM = problem()
-COUNTED = problem(count=lambda batch: len(batch["x"]))
-SUMMED = problem(loss=lambda m, b: ((m(b["x"]) - b["y"][0]) ** 2).sum(), reduction="sum")
-CENTRED = problem(loss=lambda m, b: (m(b["x"]) - b["y"][0]).std(correction=0))
-def same_value(m, b):
-    error, means = m(b["x"]) - b["y"][0], m(b["x"]).mean()
-    return (error ** 2).mean() + (means - means.detach()) * means.detach()  # adds 0
-SAME_VALUE = problem(loss=same_value)
-def slightly(m, b):
-    out = m(b["x"])
-    return ((out - b["y"][0]) ** 2).mean() + 1e-8 * out.mean() ** 2  # adds a product of means
-SLIGHTLY = problem(loss=slightly)
+def of(loss, **changes):
+    given = {"model": model, "batch": batch, "loss": lambda m, b: loss(m(b["x"]), b["y"][0]), **changes}
+    return lambda: Problem(**given)
+PROBLEM = of(F.mse_loss)()
+COUNTED = of(F.mse_loss, count=lambda b: len(b["x"]))
+SUMMED = of(lambda out, y: ((out - y) ** 2).sum(), reduction="sum")
+CENTRED = of(lambda out, y: (out - y).std(correction=0))
+SAME_VALUE = of(lambda out, y: F.mse_loss(out, y) + (out.mean() - out.mean().detach()) * out.mean().detach())  # adds 0
+SLIGHTLY = of(lambda out, y: F.mse_loss(out, y) + 1e-8 * out.mean() ** 2)  # adds a product of means
 class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * (2 if len(gradient) == 3 else 1)  # depends on the batch
-BACKWARD = problem(loss=lambda m, b: torch.nn.functional.mse_loss(Doubles.apply(m(b["x"])), b["y"][0]))
-MISCOUNTED = problem(count=lambda batch: len(batch["x"]) ** 2)
-def normalized(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))  # in train mode
-NORMALIZED = problem(model=normalized)
-def make():
-    return problem()
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, gradient: gradient * (2 if len(gradient) == 3 else 1))  # depends on the batch
+BACKWARD = of(lambda out, y: F.mse_loss(Doubles.apply(out), y))
+MISCOUNTED = of(F.mse_loss, count=lambda b: len(b["x"]) ** 2)
+NORMALIZED = of(F.mse_loss, model=lambda seed: torch.nn.Sequential(model(seed), torch.nn.BatchNorm1d(1)))
 """
 
 
@@ -226,7 +206,7 @@ def users_file(tmp_path):
         (no_reset, "PROBLEM", {"optimizer": "sgd"}),
         (no_reset, "COUNTED", {"dtype": "bfloat16"}),
         (no_reset, "SUMMED", {"optimizer": "sgd"}),
-        (no_reset, "make", {"dtype": "bfloat16"}),
+        (no_reset, "PROBLEM", {"dtype": "bfloat16"}),
         (of_pairs, "PROBLEM", {}),
     ],
 )
@@ -239,18 +219,16 @@ def test_a_users_problem_is_imported(loop, name, options, users_file):
     ("name", "faulty", "mended"),
     [
         ("CENTRED", ".std(correction=0)", ".abs().mean()"),
-        ("SAME_VALUE", "means.detach()  #", "0  #"),
+        ("SAME_VALUE", "out.mean().detach())  #", "0)  #"),
         ("SLIGHTLY", "1e-8", "0.0"),
         ("BACKWARD", "(2 if", "(1 if"),
-        ("MISCOUNTED", "** 2)\ndef", ")\ndef"),
+        ("MISCOUNTED", 'len(b["x"]) ** 2', 'len(b["x"])'),
         ("NORMALIZED", "torch.nn.BatchNorm1d(1)", "torch.nn.Tanh()"),
     ],
 )
 def test_an_objective_that_is_no_sum_over_items(name, faulty, mended, users_file):
-    plan, problem = (
-        Plan((1, 2), 2) if name == "NORMALIZED" else Plan((2, 3), 2),
-        resolve_problem(f"{users_file}:{name}"),
-    )
+    problem = resolve_problem(f"{users_file}:{name}")
+    plan = Plan((1, 2), 2) if name == "NORMALIZED" else Plan((2, 3), 2)
     violation = violation_of(plain, Case(f"{users_file}:{name}", plan), problem)
     assert violation.kind == "not-accumulable"
     assert PROBLEMS.count(faulty) == 1
