@@ -143,8 +143,10 @@ class Sources:
             found = _module(module)[2].get(name)
             if isinstance(found, tuple):
                 source, original, renamed = found
-                if source.partition(".")[0] != PACKAGE:
-                    self.imports.add(found)
+                root = source.partition(".")[0]
+                if root != PACKAGE:
+                    # of JAX, only types stand in what runs torch
+                    self.imports |= {found} if root != "jax" else set()
                 elif original is None or renamed is not None:
                     raise CannotCopyError(f"{name} of {module} has another name where it is defined")
                 elif name not in WRITTEN:
