@@ -215,7 +215,7 @@ class Sources:
             if isinstance(statement, ast.Return):
                 ours = {name for argument in arguments for name in _global_names(_text(argument))}
                 self.add(function.__module__, *sorted({*_global_names(text)} - ours))
-                return text
+                return text if isinstance(copy.body, ast.Call) else f"({text})"
             given[target.id] = text
         return f"{self.expression(function)}({', '.join(map(_text, arguments))})"
 
