@@ -143,8 +143,7 @@ class Sources:
             found = _module(module)[2].get(name)
             if isinstance(found, tuple):
                 source, original, renamed = found
-                root = source.partition(".")[0]
-                if root != PACKAGE:
+                if (root := source.partition(".")[0]) != PACKAGE:
                     # of JAX, only types stand in what runs torch
                     self.imports |= {found} if root != "jax" else set()
                 elif original is None or renamed is not None:
