@@ -319,7 +319,7 @@ def _layers(cell: Cell) -> Lowering:
     torch's decomposition would unroll it: some 15 operations for each step, layer and direction.
     """
 
-    def lowering(
+    def lowering(  # noqa: PLR0913 - the arguments of torch's recurrent operations
         x: Array,
         states: Array | Sequence[Array],
         params: Sequence[Array],
