@@ -19,7 +19,6 @@ from gradcheck_suite.core.results import Result
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.ranks import packed
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import ahead
@@ -246,7 +245,7 @@ STRANGE = """
 import os, sys
 import gradcheck_suite
 from gradcheck_suite.run import environment
-from gradcheck_suite.loops import BUILT_IN
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.verification.judge_process import second_process
 from gradcheck_suite.verification.verify import verify
 
@@ -305,24 +304,24 @@ def test_verification_goes_on_where_the_process_is_stopped(monkeypatch, stopped)
         assert judge.pid
         if stopped == "before a message":
             os.kill(judge.pid, signal.SIGSTOP)
-        assert judge.send(bytes(10 if stopped == "before an answer" else 10_000_000)) == (stopped != "before a message")
+        number = judge.send(bytes(10 if stopped == "before an answer" else 10_000_000))
+        assert bool(number) == (stopped != "before a message")
         os.kill(judge.pid, signal.SIGSTOP)
-        assert judge.answer() is None
+        assert judge.answer(number) is None
         assert verify(BUILT_IN["plain"], examples=5).judged == 5
 
 
-def test_an_answer_on_another_case_is_none(monkeypatch, second):
+def test_a_verdict_that_nobody_wants_any_more_is_none_on_the_next_case(second):
     case, other = Case(LINEAR, Plan((1, 3, 2), 2)), Case(LINEAR, Plan((1, 3, 2), 3))
-    loop, verdicts = BUILT_IN["plain"], []
-    for answered in (case, other):
-        monkeypatch.setattr(second, "answer", lambda answered=answered: packed(check(loop, answered)))
-        prepared = ahead.Ahead(loop, None, terms_of(loop), 30.0, runs=True)
-        prepared.prepare(case)
-        verdicts.append(prepared.result(case)[0])
-        monkeypatch.undo()
-        assert second.answer() is not None
-    assert verdicts[0].holds
-    assert verdicts[1] is None
+    loop = BUILT_IN["plain"]
+    prepared = ahead.Ahead(loop, None, terms_of(loop), 30.0, runs=True)
+    prepared.prepare(case)
+    prepared.forget()
+    prepared.prepare(other)
+    assert prepared.result(case) == (None, None)
+    verdict, _ = prepared.result(other)
+    assert verdict.holds
+    assert verdict.case == other
 
 
 ABANDONED = """
