@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
@@ -15,9 +14,6 @@ from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
-
-if TYPE_CHECKING:
-    from gradcheck_suite.studies.campaigns import Shards
 
 COMMANDS = ("verify", "zoo", "calibrate", "trainers")
 FOLDER = "campaign"
@@ -57,20 +53,22 @@ def run(arguments: argparse.Namespace) -> int:
     output_paths.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
     from gradcheck_suite.core.text import counted
-    from gradcheck_suite.studies.campaigns import Shards, failed, merge, outcome, plan
+    from gradcheck_suite.studies.campaigns import Shards, cut_up, failed, found_by, merge, run_locally, run_on_ray
 
-    campaign = plan(arguments.what, arguments.rest)
+    campaign = cut_up(arguments.what, arguments.rest)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
     numbers = range(len(campaign.shards))
     waiting = [number for number in numbers if not shards.done(number)]
     done = len(numbers) - len(waiting)
     before = f", {done} of them done before" if done else ""
     print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
+    engine = partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
     try:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")
             progress.count(done)
-            _run_shards(arguments, campaign.shards, waiting, shards, lambda number: progress.count(1))
+            if waiting:
+                engine(campaign.shards, waiting, shards, arguments.workers, lambda: progress.count(1))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", flush=True)
         raise
@@ -81,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(message)
         raise RuntimeError(message)
     environment.set_precision()
-    found = outcome(campaign, shards)
+    found = found_by(campaign, shards)
     about = environment.environment()
     merge(shards, numbers, arguments.reports, found.copied)
     if found.record is not None:
@@ -92,22 +90,3 @@ def run(arguments: argparse.Namespace) -> int:
     shards.remove()
     print("\n".join(found.lines))
     return found.status
-
-
-def _run_shards(
-    arguments: argparse.Namespace,
-    commands: Sequence[Sequence[str]],
-    waiting: Sequence[int],
-    shards: Shards,
-    progress: Callable[[int], None],
-) -> None:
-    if not waiting:
-        return
-    if arguments.engine == "ray":
-        from gradcheck_suite.studies.campaign_workers import run_on_ray
-
-        run_on_ray(commands, waiting, shards, arguments.workers, progress, arguments.address)
-    else:
-        from gradcheck_suite.studies.campaign_workers import run_locally
-
-        run_locally(commands, waiting, shards, arguments.workers, progress)
