@@ -259,14 +259,11 @@ def take_template() -> Template:
     return _ahead.pop() if _ahead else Template(*FOR_RANKS)
 
 
-# How another process finds a loop or a user's problem: by the call that returns it there.
-#
-# Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
-
-
 @dataclass(frozen=True)
 class Source:
     """A call that returns an object in any process of this machine.
+
+    Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
 
     Attributes:
         module: that has the function.
@@ -304,15 +301,17 @@ def source_of(wanted: Any, what: str) -> Source:
     known = _remembered.get(id(wanted))
     if known is not None and known[0] is wanted:
         return known[1]
-    name = _module_of(wanted)
+    made = wanted.loss if isinstance(wanted, Problem) else wanted
+    name = str(getattr(made, "__module__", None) or type(made).__module__)
     # a decorated loop says that it is of the module of the one inside
     beside = [place for place in sys.modules if place.partition(".")[0] == name.partition(".")[0]]
     for place in (name, *beside):
         module = sys.modules.get(place)
         for path, value in _named(module):
             if value is wanted:
-                remember(wanted, Source(__name__, "found", (place, getattr(module, "__file__", None), path)))
-                return _remembered[id(wanted)][1]
+                source = Source(__name__, found.__name__, (place, getattr(module, "__file__", None), path))
+                remember(wanted, source)
+                return source
     shown = getattr(wanted, "__qualname__", type(wanted).__name__)
     raise UsageError(
         f"{what} {shown} of {name} cannot be imported in another process, as each rank must: define it at the top "
@@ -334,11 +333,6 @@ def found(name: str, file: str | None, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _module_of(wanted: Any) -> str:
-    made = wanted.loss if isinstance(wanted, Problem) else wanted
-    return str(getattr(made, "__module__", None) or type(made).__module__)
-
-
 def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the objects of a module with their paths: its names, entries of its dictionaries, loops of its records."""
     for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -351,9 +345,11 @@ def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _module(name: str, file: str | None) -> Any:
-    if name in sys.modules and name != "__main__":
-        return sys.modules[name]
-    if name != "__main__":
+    # a script's own `if __name__ == "__main__"` must not run again in every rank
+    own = "__gradcheck_suite_main__" if name == "__main__" else name
+    if own in sys.modules:
+        return sys.modules[own]
+    if own == name:
         try:
             module = importlib.import_module(name)
             if file is None or Path(getattr(module, "__file__", None) or "").resolve() == Path(file).resolve():
@@ -363,17 +359,13 @@ def _module(name: str, file: str | None) -> Any:
                 raise
     if file is None:
         raise UsageError(f"{name} has no file, so a rank cannot import it: put the loop into a file")
-    # a script's own `if __name__ == "__main__"` must not run again in every rank
-    own = "__gradcheck_suite_main__" if name == "__main__" else name
-    if own not in sys.modules:
-        spec = importlib.util.spec_from_file_location(own, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[own] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[own]
-            raise
-    return sys.modules[own]
+    spec = importlib.util.spec_from_file_location(own, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[own] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own]
+        raise
+    return module

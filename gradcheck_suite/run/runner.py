@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,10 @@ from gradcheck_suite.run.observer import (
     Observation,
     Observer,
     RankObserver,
-    ScalerCalls,
     Structure,
     TooManySteps,
     as_before_sharding,
-    scaler_calls,
-    scheduler_steps,
+    recorded_calls,
     structure,
     structure_changes,
 )
@@ -128,11 +126,6 @@ def is_quiet() -> bool:
     return _QUIET.get()
 
 
-def loop_output() -> AbstractContextManager[None]:
-    """Return the context that a loop runs in: one that discards its output, or one that does nothing."""
-    return _discarded_output() if is_quiet() else nullcontext()
-
-
 @contextmanager
 def _discarded_output() -> Iterator[None]:
     """Discard what is written to the process's standard output and error, also by loggers and by code in C."""
@@ -215,15 +208,14 @@ def run_loop(
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
-    scaled, scheduled, epoch = ScalerCalls(), Calls(), epoch_of(run.loader)
+    calls = Calls()
     default_dtype = torch.get_default_dtype()
     try:
         with (
-            loop_output(),
+            _discarded_output() if is_quiet() else nullcontext(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
-            scaler_calls(lambda: len(observer.observations), epoch) as scaled,
-            scheduler_steps(epoch) as scheduled,
+            recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
             time_limit(time_limit_s) as limit,
         ):
             loop(run)
@@ -256,9 +248,9 @@ def run_loop(
         structure=_changes(run.model, before, observer),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
-        scheduler_steps=scheduled.counts,
-        skipped=tuple(scaled.skipped),
-        scaler_calls=scaled.counts,
+        scheduler_steps=tuple(map(dict, calls.schedulers.values())),
+        skipped=tuple(calls.skipped),
+        scaler_calls=tuple((method, dict(counts)) for (method, *_), counts in calls.scalers.items()),
     )
 
 
