@@ -20,13 +20,6 @@ from torch.utils._pytree import tree_map_only
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.ranks import uncounted
 
-# Observation of optimizer steps: the gradients and parameters that each step starts from, and what it leaves behind.
-#
-# Hooks that a loop registers after the observer's may still edit gradients. The observer therefore passes every step
-# a closure of its own: the optimizer calls it after all hooks have run and before it reads a gradient. A closure that
-# the loop passes, as Lightning does, is called first. Where an optimizer calls it several times, as L-BFGS does, each
-# call is recorded.
-
 
 class TooManySteps(BaseException):
     """The loop stepped far too often. Raised in `optimizer.step()`, so that the loop ends."""
@@ -123,7 +116,8 @@ class Observer:
             raise TooManySteps
         # where a step calls another one, as that of a subclass does, the inner one has the arithmetic
         self._evaluations, self._open = [], True
-        # the first argument is the optimizer itself
+        # Hooks that a loop registers later may still edit gradients: a closure is called after all of them, and before
+        # the optimizer reads a gradient. The first argument is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         return args[:1], {**kwargs, "closure": self._recorded(closure, optimizer)}
 
@@ -240,9 +234,7 @@ def same_tree(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
 
 
-# Check that a loop leaves a model's parameters what they are: the same objects, shapes, dtypes and devices.
-#
-# Stand-alone scripts copy these functions, which therefore need torch alone.
+# Stand-alone scripts copy these two functions, which therefore need torch alone.
 
 
 Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
@@ -266,9 +258,6 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
             changes.append(f"replaced {name} by another parameter")
         changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
     return ", ".join(sorted(changes)) or None
-
-
-# Custom `torch.autograd.Function`s: those in the graph of a tensor, and other forwards in their place.
 
 
 Forward = Callable[..., Any]
@@ -396,19 +385,16 @@ def recorded_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterat
             setattr(owner, method, original)
 
 
-# Observation of parameters that a loop has sharded over ranks, as `fully_shard` does: gathered, they are whole again.
-#
-# `fully_shard` replaces each parameter of a model by a `DTensor` of the same name. Only a `DTensor` has
-# `full_tensor`, which is a collective, so all ranks have to step as often as each other.
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether each rank has only a part of a tensor."""
+    """Return whether each rank has only a part of a tensor, as of the `DTensor`s that `fully_shard` puts in."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor gathered from all ranks, or the tensor itself where it is not sharded."""
+    """Return a tensor gathered from all ranks, or the tensor itself where it is not sharded.
+
+    To gather is a collective, so all ranks have to step as often as each other.
+    """
     if not is_sharded(tensor):
         return tensor
     with uncounted():

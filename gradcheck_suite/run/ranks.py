@@ -33,13 +33,10 @@ from gradcheck_suite.run.processes import STARTUP_S, Source, source_of, take_tem
 from gradcheck_suite.run.runner import Outcome, is_quiet, run_loop
 from gradcheck_suite.run.time_limits import IDLE, STARTING, Allowance
 
-# Messages between processes of the suite, with tensors as numpy arrays.
-#
-# `pickle` takes a tenth of a millisecond for a tensor, since it goes through the file format of `torch.save`; an
-# array takes a few microseconds.
-
 
 class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays: a few microseconds each, where the file format of `torch.save` takes a hundred."""
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             plain, is_bfloat16 = value.detach().cpu(), value.dtype is torch.bfloat16
@@ -64,9 +61,6 @@ def packed(message: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return the message of some bytes, which a process that this program has started, or its parent, has sent."""
     return pickle.loads(data)
-
-
-# What the parent and the ranks send each other: requests and outcomes.
 
 
 @dataclass(frozen=True)
@@ -439,12 +433,6 @@ def _hung(answers: list[Outcome | None], stacks: list[str], patience: Patience) 
     )
 
 
-# Steps that ranks share out among them, as `ZeroRedundancyOptimizer` does: each rank's optimizer has a few
-# parameters.
-#
-# Put together, they are one step on all parameters.
-
-
 _T = TypeVar("_T")
 
 
@@ -457,7 +445,10 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
 
 
 def _together(steps: Sequence[Observation]) -> list[Observation]:
-    """Return each rank's step with what the rank that steps on a parameter has of it."""
+    """Return each rank's step with what the rank that steps on a parameter has of it.
+
+    Ranks may share a step out, as under `ZeroRedundancyOptimizer`: each rank's optimizer has a few parameters.
+    """
     owners = _owners(steps)
     if owners is None:
         return list(steps)
@@ -497,9 +488,6 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
         replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))
         for rank, o in enumerate(outcomes)
     ]
-
-
-# A loop run on all ranks of a case.
 
 
 def run_ranks(

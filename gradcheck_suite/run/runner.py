@@ -34,9 +34,6 @@ from gradcheck_suite.run.observer import (
 )
 from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
 
-# Exceptions of user code: the line that raised them, and their most likely cause.
-
-
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
@@ -105,15 +102,12 @@ def hint(error: BaseException) -> str | None:
     return next((meaning for part, meaning in _BY_TEXT if part in text), None)
 
 
-# Discard what loops print: trainers that print a line or a progress bar for every epoch of every case.
-
-
 _QUIET = ContextVar("_QUIET", default=False)
 
 
 @contextmanager
 def quiet_loops(quiet: bool) -> Iterator[None]:
-    """Discard the output of the loops that run inside the block, if `quiet`."""
+    """Discard the output of the loops that run inside the block, such as a line for every epoch, if `quiet`."""
     token = _QUIET.set(quiet)
     try:
         yield

@@ -421,9 +421,6 @@ COMMANDS = {
 }
 
 
-# The engines: processes of this machine, or Ray. The user's files must be at the same paths on each of its machines.
-
-
 LOSSES = 3
 """Processes that one shard may lose before the campaign gives up: the shard itself ends its process, then."""
 ANSWER_S = 30
@@ -531,6 +528,8 @@ def run_on_ray(
     address: str | None = None,
 ) -> None:
     """Run the waiting shards as tasks of Ray, which is imported here alone.
+
+    The user's files must be at the same paths on each of its machines.
 
     Args:
         commands: the command line of each shard, by number.

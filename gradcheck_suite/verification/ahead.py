@@ -30,8 +30,6 @@ from gradcheck_suite.run.runner import Outcome, run_loop
 from gradcheck_suite.verification.check import Terms, check_run
 from gradcheck_suite.verification.judge_process import NUMBER, Judge, running_judge
 
-# What the parent sends to the second process, and what it answers.
-
 
 @dataclass(frozen=True)
 class Run:
@@ -50,9 +48,6 @@ class Run:
 
 Answer = Verdict | None
 """A verdict without violation or finding; None where the parent has to judge the run itself."""
-
-
-# The second process: judges the runs that its parent sends, until the parent is gone.
 
 
 class NeedsLoopError(Exception):
@@ -82,7 +77,7 @@ def answer_to(run: Run) -> Answer:
 
 
 def main(connection: Connection) -> None:
-    """Answer until the parent is gone.
+    """Judge the runs that the parent sends, in the second process, until the parent is gone.
 
     Args:
         connection: to the parent.
@@ -111,9 +106,6 @@ def main(connection: Connection) -> None:
     finally:
         # unloading torch and jax in order takes a second
         os._exit(0)
-
-
-# What is done for cases before their turn: ranks and the second process work on them, threads compile programs.
 
 
 SLOW_S = 0.1
