@@ -2,7 +2,7 @@
 
     python mutation/run.py                     # everything, from the start
     python mutation/run.py --again             # only what survived, after tests were added
-    python mutation/run.py numerics/bounds     # one module; the report holds what the last runs of the others found
+    python mutation/run.py core/comparison     # one module; the report holds what the last runs of the others found
 
 Mutants are written to disk one after the other, so this works on a copy under `build/mutation`: a run that is killed
 leaves the tree as it was. Exits with 1 where a mutant survived that `explained.toml` does not explain.
