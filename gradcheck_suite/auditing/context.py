@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch
 
-from gradcheck_suite.auditing.judge import (
-    UNCLEAR,
-    JaxOpinion,
-    KeptCall,
-    ask_jax,
-    dropped_tail,
-    judge,
-    kept_calls,
-    why_unjudged,
-)
-from gradcheck_suite.auditing.losses import DECLARED, Call, Counted, Place, here
+from gradcheck_suite.auditing import recorder as recording
+from gradcheck_suite.auditing.judge import KNOWN, Judge
 from gradcheck_suite.auditing.options import AuditFields, AuditOptions
-from gradcheck_suite.auditing.passes import Watched
-from gradcheck_suite.auditing.ranks import Ranks, RankWriter, died_before, gather, judge_together
-from gradcheck_suite.auditing.recorder import Patches, Recorder, configured_steps
-from gradcheck_suite.auditing.sums import KNOWN, Judged, Memory, Step
+from gradcheck_suite.auditing.recorder import Event, Recorder, StepRecord, here, living
+from gradcheck_suite.auditing.terms import declare
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.errors import UsageError
 
@@ -42,8 +30,6 @@ def _shown(error: BaseException | None) -> str:
 
 class StoppedOnViolation(BaseException):
     """Ends a run at its first violation. No `Exception`, so that a program that catches those ends all the same."""
-
-    gradcheck_suite_passes = True
 
 
 class audit:  # noqa: N801 - it is used as a function, as `open` is
@@ -82,26 +68,29 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if wrong := sorted(set(self.options.accept) - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet
-        self._memories: dict[int, Memory] = {}
-        self._violations: dict[str, LiveViolation] = {}
-        self._findings: Counter[str] = Counter()
-        self._windows = 0
-        self._again: Counter[str] = Counter()
-        self._calls: list[KeptCall] | str | None = None
-        self._opinion: JaxOpinion | None = None
         self._result: LiveResult | None = None
-        self._opened = False
-        self._observing = False
+        self._opened = self._observing = False
         self._process = os.getpid()
-        self._ranks = Ranks.of()
-        self._writer: RankWriter | None = None
+        self._steps = 0
+        self._told: set[str] = set()
+        self._stop = False
+        self._events: list[Event] = []
+        self._names: dict[int, str] = {}
+        self._dtypes: dict[int, str] = {}
         self._recorder = Recorder(
-            self._judge,
+            self._receive,
+            self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
-            every=None if "batch" in self.options.without or self._ranks is not None else self.options.every,
         )
-        self._patches = Patches(self._recorder)
+        self._judge = Judge(
+            1,
+            self._dtypes,
+            given=self.options.accumulation_steps,
+            weights="weights" not in self.options.without,
+            sums="sums" not in self.options.without,
+            name_of=self._name_of,
+        )
 
     def __enter__(self) -> audit:
         return self.open()
@@ -109,32 +98,27 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
-    def open(self, *, scan: bool = True) -> audit:
+    def open(self) -> audit:
         """Begin to observe.
-
-        Args:
-            scan: whether to look for optimizers that exist already.
 
         Raises:
             UsageError: this audit was open before, or another one is.
+            CannotRunHere: this torch lacks what the audit needs.
         """
         if self._opened:
             raise UsageError("audit: this audit was closed; make a new one with gradcheck_suite.audit()")
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
-        if self._ranks is not None:
-            self._writer = RankWriter(self._ranks)
+        recording.expect_supported()
         self._opened = self._observing = True
         _open.append(self)
         self._start = time.perf_counter()
-        self._patches.install()
-        self._recorder.open(scan=scan)
+        self._recorder.open()
         return self
 
     def _detach(self) -> None:
         if self._observing:
             self._observing = False
-            self._patches.remove()
             self._recorder.close()
 
     def close(self, error: BaseException | None = None) -> LiveResult:
@@ -151,42 +135,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._detach()
         if self in _open:
             _open.remove(self)
-        if self._ranks is not None and self._writer is not None:
-            given = self.options.accumulation_steps
-            tail = self._writer.tail(self._recorder.watched, given) if complete else None
-            self._writer.end(self._recorder.findings, _shown(error), tail)
-            self._result = self._of_all_ranks(self._ranks, error)
-            return self._result
-        if complete:
-            self._at_the_end()
-        if self.options.jax and not isinstance(error, KeyboardInterrupt):
-            calls = self._calls or []
-            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+        self._judge_events()
+        self._judge.end(complete=complete)
         self._result = self._finished(error)
         return self._result
-
-    def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> LiveResult:
-        """Judge the run from what all ranks have written, in the first rank that has not died."""
-        if ranks.rank and not died_before(ranks):
-            reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
-            return replace(self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size)
-        files = gather(ranks)
-        together = judge_together(files, self.options.accumulation_steps)
-        self._violations, self._windows = together.violations, together.windows
-        self._findings, self._recorder.findings = together.findings, Counter()
-        for file in files:
-            if file.ended is None:
-                wrote = "it died, or runs on another machine" if file.writer else "it wrote nothing on this machine"
-                self._findings[f"rank {file.rank} has not ended: {wrote}"] += 1
-            elif file.ended:
-                self._findings[f"rank {file.rank} ended with {file.ended}"] += 1
-            if file.tail:
-                self._violations.setdefault(file.tail.diagnosis, file.tail)
-        if "batch" not in self.options.without:
-            self._findings["windows are not computed again where there are several ranks"] += 1
-        result = replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
-        shutil.rmtree(ranks.folder, ignore_errors=True)
-        return result
 
     @property
     def result(self) -> LiveResult:
@@ -198,94 +150,102 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Whether steps are still judged in this process."""
         return self._observing and self._process == os.getpid()
 
-    def declare(self, loss: torch.Tensor, count: float | torch.Tensor, reduction: str, place: Place) -> None:
-        """Note a loss that `objective` declares."""
-        with self._recorder.guarded("a declared loss"):
-            if loss.requires_grad and self.options.without != ("weights",):
-                items = float(count) if not isinstance(count, torch.Tensor) else count.detach()
-                number = int(items) if not isinstance(items, torch.Tensor) else 1
-                counted = Counted(reduction, items, number, number)
-                self._recorder.declare(loss, Call(DECLARED, place, counted, None))
+    def _is_full(self) -> bool:
+        """Return whether the window that runs is looked at in full."""
+        return self._steps % self.options.every == 0
+
+    def _name_of(self, key: int) -> str | None:
+        """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
+        if key not in self._names:
+            known = self._recorder.parameters
+            for module in living(torch.nn.Module):
+                if "_parameters" in module.__dict__:
+                    named = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+                    for other, about in known.items():
+                        name = named.get(id(about.reference()), "").removeprefix("module.").removeprefix("_orig_mod.")
+                        if len(name) > len(self._names.get(other, "")):
+                            self._names[other] = name
+            self._names.setdefault(key, f"parameter {key}")
+        return self._names[key]
 
     # Judging
 
-    def _judge(self, state: Watched, place: Place) -> None:
+    def _receive(self, event: Event) -> None:
         if self._process != os.getpid():
             return
-        if self._writer is not None:
-            state.detail = True
-            self._writer.step(state, self._recorder.watched.index(state), place, configured_steps())
-            self._windows += 1
-            if self.options.steps is not None and self._windows >= self.options.steps:
+        self._events.append(event)
+        if isinstance(event, StepRecord):
+            self._steps += 1
+            self._judge_events()
+            if self.options.steps is not None and self._steps >= self.options.steps:
                 self._detach()
-            return
-        memory = self._memories.setdefault(id(state), Memory())
-        given = self.options.accumulation_steps
-        step = Step(state, place, self._recorder.steps_seen - 1, memory, given, configured_steps())
-        recorder = self._recorder
-        judged = judge(step, weights=recorder.weights, sums=recorder.sums, batch=recorder.due(state))
-        known = self._violations.get(judged.violation.diagnosis) if judged.violation is not None else None
-        self._recorder.forwards.copies |= judged.copies
-        state.measure = judged.copies or (judged.violation is not None and judged.error is None and known is None)
-        self._note(judged)
-        if self.options.steps is not None and self._windows >= self.options.steps:
-            self._detach()
 
-    def _note(self, judged: Judged) -> None:
-        self._findings.update(judged.findings)
-        if (
-            judged.weights
-            or judged.violation is not None
-            or ((judged.sums or judged.again) and not self._recorder.weights)
-        ):
-            self._windows += 1
-        if judged.again is not None:
-            self._again[judged.again] += 1
-            if self.options.jax and self._calls is None:
-                self._calls = kept_calls(judged.parts)
-        if judged.violation is not None:
-            self._violate(judged.violation)
+    def _judge_events(self) -> None:
+        """Judge what was recorded since the last step."""
+        events, self._events = self._events, []
+        recording.settle(events)
+        for known in self._recorder.parameters.items():
+            self._dtypes.setdefault(known[0], known[1].dtype)
+        for event in events:
+            self._judge.take([event])
+        for violation in self._judge.violations():
+            if violation.diagnosis not in self._told and violation.diagnosis not in self.options.accept:
+                self._told.add(violation.diagnosis)
+                self._tell(violation)
 
-    def _violate(self, violation: LiveViolation) -> None:
-        known = self._violations.get(violation.diagnosis)
-        self._violations[violation.diagnosis] = violation if known is None else known.again(violation)
-        if known is None and violation.diagnosis not in self.options.accept:
-            if not self._quiet:
-                from gradcheck_suite.core.text import violation_lines
+    def _tell(self, violation: LiveViolation) -> None:
+        if not self._quiet:
+            from gradcheck_suite.core.text import violation_lines
 
-                print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
-            if self.options.stop_on_violation:
-                raise StoppedOnViolation
-
-    def _at_the_end(self) -> None:
-        """Judge what is left when the run is over: micro-batches without a step, and what stayed unclear."""
-        for state in self._recorder.watched:
-            memory = self._memories.get(id(state), Memory())
-            self._findings.update(memory.strays())
-            if memory.unclear is not None and "not-linear" not in self._violations:
-                self._findings[UNCLEAR] += 1
-            if dropped := dropped_tail(state, memory.steps(self.options.accumulation_steps)):
-                self._violate(dropped)
+            print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
+        if self.options.stop_on_violation and self._observing:
+            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> LiveResult:
-        accepted = tuple(v for name, v in self._violations.items() if name in self.options.accept)
-        violations = tuple(v for name, v in self._violations.items() if name not in self.options.accept)
-        findings = self._findings + self._recorder.findings
+        found = self._judge.violations()
+        violations = tuple(v for v in found if v.diagnosis not in self.options.accept)
+        accepted = tuple(v for v in found if v.diagnosis in self.options.accept)
+        off = Counter(
+            f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
+        )
+        findings = self._judge.unknown() + self._judge.notes() + off
+        if self._recorder.off:
+            violations = accepted = ()
+        weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
+        windows = len(weighed | {v.step for v in found if v.step is not None})
         return LiveResult(
             script=self._name,
-            windows=self._windows,
+            windows=windows,
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
             accepted=accepted,
-            again=dict(self._again),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
-            second_opinion=self._opinion.summary() if self._opinion else None,
-            disagreements=tuple(self._opinion.findings) if self._opinion else (),
-            unjudged=None if violations or accepted else why_unjudged(self._recorder, self._windows, self._findings),
+            unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
         )
+
+    def _why_unjudged(self, windows: int, findings: Mapping[str, int]) -> str | None:
+        """Return why nothing could be judged, and what to do; None where something was."""
+        recorder = self._recorder
+        if recorder.off:
+            return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
+        if set(self.options.without) >= {"weights", "sums"}:
+            return "every instrument was switched off"
+        if not recorder.steps_seen and recorder.passes_seen:
+            return (
+                f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: the script trains "
+                "without a torch.optim optimizer"
+            )
+        if not recorder.steps_seen:
+            return (
+                "no backward pass and no optimizer.step() was seen in this process: the script trains nothing here, or "
+                "in another process"
+            )
+        if windows:
+            return None
+        return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
 
 
 def objective(
@@ -308,7 +268,7 @@ def objective(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError("objective: expected a scalar tensor, the loss of one micro-batch")
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
-        _open[-1].declare(loss, count, reduction, here())
+        declare(loss, count, reduction)
     return loss
 
 

@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         jax=arguments.jax,
         name=name,
         quiet=False,
-    ).open(scan=False)
+    ).open()
     error: BaseException | None = None
     status = 0
     try:
