@@ -100,11 +100,13 @@ class Sums:
         fault: what is wrong, or None.
         excuse: why passes that are missing are no fault, or None.
         coefficients: of each pass that is in it.
+        by_hand: whether the program put it together itself, from what arrived.
     """
 
     fault: Fault | None = None
     excuse: str | None = None
     coefficients: Mapping[Source, float] = field(default_factory=dict)
+    by_hand: bool = False
 
 
 def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
@@ -194,7 +196,7 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
     missing = members.missing_parameters()
     if window.edit == "all reset" or (members.required and not window.coefficients):
         return _fault("no-gradient")
-    if stale := _stale_key(window):
+    if (stale := _stale_key(window)) is not None:
         return _fault("stale-window", key=stale)
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
@@ -205,9 +207,12 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
         return _judge_by_hand(members)
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
         return _fault("not-linear")
-    if lost := [i for i in members.required if not members.is_in(i)]:
+    lost = [i for i in members.required if not members.is_in(i)]
+    if lost and window.edit == "free" and window.is_made_by_hand(lost):
+        return Sums(by_hand=True)
+    if lost:
         found = _judge_lost(members, lost, usual)
-        if found.fault is not None or found.excuse is not None:
+        if found.excuse is not None or found.fault is not None:
             return replace(found, coefficients=_used(window))
     if found := _judge_parameters(members, missing):
         return found
@@ -258,15 +263,16 @@ def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Su
         return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
     if elsewhere and window.first:
         return Sums(excuse="passes from before the training were reset")
+    if elsewhere:
+        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
+        lines = ", ".join(sorted(place.line for place in members.places(lost)))
+        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
     if kept and usual and len(kept) == usual:
         if len(lost) % usual == 0:
             return Sums(excuse="a whole window was reset without a step")
         if len(lost) < usual:
             sentence = SENTENCES["tail-dropped"].format(lost=_micro_batches(len(lost)))
             return Sums(Fault("tail-dropped", sentence, kind="step-count"))
-    if elsewhere:
-        lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        return Sums(excuse=f"{lines}: what goes backward here was reset and is in no step")
     if kept and max(lost) > min(kept):
         return _fault("dropped-micro-batch")
     return _fault("reset-inside-window")
@@ -684,7 +690,7 @@ class Judge:
             self.judged.add(window.number)
             self._violate(fault, window, where)
             return None
-        if any(seen.by_hand for seen in window.passes.values()) and window.edit == "free":
+        if found.by_hand or (any(seen.by_hand for seen in window.passes.values()) and window.edit == "free"):
             self._unknown[
                 f"{where}: gradients are put together by hand from what arrived, in a way that is not seen"
             ] += 1

@@ -8,7 +8,7 @@ is fitted, but for gradients that a program puts together by hand.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,8 @@ class Window:
         local: whether `.grad` was never reduced, where there are several ranks.
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
+        arrivals: (elements, passes) what arrived in each pass, over all parameters; None where that is not known.
+        target: (elements,) what stood in `.grad` at the step.
     """
 
     optimizer: int
@@ -116,16 +118,52 @@ class Window:
     local: bool
     null: set[tuple[int, int, int]]
     not_finite: set[int]
+    arrivals: Vector | None = None
+    target: Vector = field(default_factory=lambda: ZERO)
 
     @property
     def step(self) -> StepRecord:
         """The step, as the first rank has it."""
         return self.steps[0]
 
+    def is_made_by_hand(self, lost: Sequence[int]) -> bool:
+        """Return whether passes that were reset are in `.grad` all the same: the program added up copies.
+
+        Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones.
+        """
+        if self.arrivals is None:
+            return False
+        solution, _, rank, _ = np.linalg.lstsq(self.arrivals, self.target, rcond=1e-7)
+        rows, columns = self.arrivals.shape
+        if rank < columns:
+            return False
+        residual = self.target - self.arrivals @ solution
+        variance = float((residual * residual).sum()) / (rows - columns)
+        errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
+        order = {index: i for i, index in enumerate(self.passes)}
+        return any(abs(solution[order[i]]) > SIGNIFICANT * errors[order[i]] for i in lost)
+
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
         found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
         return float(np.median(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a measured `.grad` is of what stood there.
+
+    Attributes:
+        event: that happened to it.
+        factor: by which it was multiplied.
+        coefficients: of the passes.
+        now: a sample of it.
+    """
+
+    event: str
+    factor: float
+    coefficients: Coefficients
+    now: Vector
 
 
 class Replay:
@@ -147,13 +185,15 @@ class Replay:
         self._arrived: dict[tuple[int, int, int], Vector] = {}
         self._null: set[tuple[int, int, int]] = set()
         self._not_finite: set[int] = set()
+        self._owners: defaultdict[int, set[int]] = defaultdict(set)
+        self._stepped: dict[int, int] = {}
 
     def tolerance(self, key: int) -> float:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
         return RELATIVE.get(self._dtypes.get(key, "float32"), RELATIVE["float32"])
 
-    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool) -> tuple[str, float, Coefficients]:
-        """Return what a measured `.grad` is of what stood there: an event, its factor, and its coefficients.
+    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool) -> Explanation:
+        """Explain a measured `.grad`.
 
         Args:
             rank: on which it was measured.
@@ -162,21 +202,21 @@ class Replay:
             inside: whether more passes of the window may follow: a factor then stays in the coefficients.
         """
         state, tolerance = self._states[rank][key], self.tolerance(key)
-        now, then = alike(now, state.sample)
-        if not is_finite(now):
-            return NOT_FINITE, 1.0, {}
-        if not size(now):
+        cut, then = alike(now, state.sample)
+        if not is_finite(cut):
+            return Explanation(NOT_FINITE, 1.0, {}, now)
+        if not size(cut):
             kept = not size(then) and bool(state.coefficients)
-            return (SAME, 1.0, state.coefficients) if kept else (RESET, 0.0, {})
-        if size(now - then) <= 1e-3 * tolerance * size(now):
-            return SAME, 1.0, state.coefficients
-        if self.ranks > 1 and (found := self._reduction(key, now, then, tolerance)) is not None:
-            return REDUCED, *found
-        multiplied = factor(now, then, tolerance)
+            return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
+        if size(cut - then) <= 1e-3 * tolerance * size(cut):
+            return Explanation(SAME, 1.0, state.coefficients, now)
+        if self.ranks > 1 and (found := self._reduction(key, cut, then, tolerance)) is not None:
+            return Explanation(REDUCED, *found, now)
+        multiplied = factor(cut, then, tolerance)
         if multiplied is not None:
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
-            return FACTOR, multiplied, scaled if inside else state.coefficients
-        return EDITED, 1.0, {(rank, UNKNOWN): 1.0}
+            return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
+        return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
 
     def _reduction(self, key: int, now: Vector, then: Vector, tolerance: float) -> tuple[float, Coefficients] | None:
         """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
@@ -201,15 +241,15 @@ class Replay:
         self.passes[index] = Seen(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         touched = [
-            (rank, key, a.was, self._explain(rank, key, a.was, inside=True))
+            (rank, key, self._explain(rank, key, a.was, inside=True))
             for rank, record in enumerate(records)
             for key, a in record.arrivals.items()
             if a.before == TOUCHED and isinstance(a.was, np.ndarray)
         ]
-        for rank, key, sample, (event, _, coefficients) in touched:
-            self._states[rank][key] = State(sample, dict(coefficients))
+        for rank, key, one in touched:
+            self._states[rank][key] = State(one.now, dict(one.coefficients))
             if last is not None:
-                last.reduced = last.reduced or event == REDUCED
+                last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
             for key, a in record.arrivals.items():
                 assert isinstance(a.now, np.ndarray)
@@ -238,11 +278,11 @@ class Replay:
         before = self.last.get(optimizer, 0)
         members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
         found = {
-            key: (*self._explain(0, key, now, inside=False), now)
+            key: self._explain(0, key, now, inside=False)
             for key in keys
             if isinstance(now := steps[0].gradients[key], np.ndarray)
         }
-        reduced = any(event == REDUCED for event, *_ in found.values())
+        reduced = any(one.event == REDUCED for one in found.values())
         window = Window(
             optimizer, self.steps, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
@@ -254,26 +294,29 @@ class Replay:
         self.steps += 1
         return window
 
-    def _fill(self, window: Window, found: dict[int, tuple[str, float, Coefficients, Vector]]) -> None:
+    def _fill(self, window: Window, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
         factors = {
-            key: (multiplied if event != EDITED else None)
-            for key, (event, multiplied, _, _) in found.items()
-            if event != NOT_FINITE and (self._states[0][key].coefficients or event != RESET)
+            key: (one.factor if one.event != EDITED else None)
+            for key, one in found.items()
+            if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
         }
         some = [f for f in factors.values() if f]
         tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
         common = float(np.median(some)) if some else 0.0
         off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
-        if off and (by_hand := self._by_hand(window, found)) is not None:
+        if off and self.ranks == 1 and window.passes:
+            self._gather(window, found)
+        if off and (by_hand := self._by_hand(window)) is not None:
             window.edit = BY_HAND
             pairs = list(zip(window.passes, by_hand, strict=True))
             for key in window.keys:
                 window.coefficients[key] = {(0, i): c for i, c in pairs if (0, i, key) in self._arrived}
             return
         window.factor = common
-        for key, (event, _, coefficients, _) in found.items():
-            kept = self._states[0][key].coefficients if event in (EDITED, RESET, NOT_FINITE) else coefficients
+        for key, one in found.items():
+            unexplained = one.event in (EDITED, RESET, NOT_FINITE)
+            kept = self._states[0][key].coefficients if unexplained else one.coefficients
             window.coefficients[key] = dict(kept)
         if factors and all(f == 0.0 for f in factors.values()):
             window.edit = "all reset"
@@ -282,26 +325,28 @@ class Replay:
         elif off:
             window.edit = "reset"
 
-    def _by_hand(
-        self, window: Window, found: dict[int, tuple[str, float, Coefficients, Vector]]
-    ) -> Sequence[float] | None:
-        """Return the coefficients of a window's arrivals in a gradient that the program wrote: least squares, if exact."""
-        if self.ranks > 1 or not window.passes:
-            return None
-        length = min((len(v) for *_, v in found.values()), default=0)
+    def _gather(self, window: Window, found: Mapping[int, Explanation]) -> None:
+        """Put what arrived in each pass beside what stood in `.grad`, over all parameters."""
+        length = min((len(one.now) for one in found.values()), default=0)
         nothing = np.zeros(length)
 
-        def column(values: Iterator[Vector]) -> Vector:
+        def column(values: Iterable[Vector]) -> Vector:
             return np.concatenate([(v if len(v) >= length else nothing)[:length] for v in values])
 
         columns = [column(self._arrived.get((0, i, key), nothing) for key in window.keys) for i in window.passes]
-        matrix = np.stack(columns, 1)
-        target = column(found[key][3] if key in found else nothing for key in window.keys)
-        if matrix.shape[0] <= matrix.shape[1] or not is_finite(target) or not np.isfinite(matrix).all():
+        target = column(found[key].now if key in found else nothing for key in window.keys)
+        arrivals = np.stack(columns, 1)
+        if arrivals.shape[0] > arrivals.shape[1] and is_finite(target) and np.isfinite(arrivals).all():
+            window.arrivals, window.target = arrivals, target
+
+    def _by_hand(self, window: Window) -> Sequence[float] | None:
+        """Return the coefficients of a window's arrivals in a gradient that the program wrote, if they are exact."""
+        if window.arrivals is None:
             return None
-        solution, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=1e-7)
+        solution, _, rank, _ = np.linalg.lstsq(window.arrivals, window.target, rcond=1e-7)
         tolerance = 20 * max(map(self.tolerance, window.keys))
-        if rank < matrix.shape[1] or size(matrix @ solution - target) > tolerance * size(target):
+        residual = size(window.arrivals @ solution - window.target)
+        if rank < window.arrivals.shape[1] or residual > tolerance * size(window.target):
             return None
         return [float(c) for c in solution]
 
@@ -325,13 +370,24 @@ class Replay:
             if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
+        for key in window.keys:
+            self._owners[key].add(window.optimizer)
         self._forget()
 
     def _forget(self) -> None:
-        oldest = min(self.last.values())
-        # an optimizer that has ended must not keep everything
-        oldest = max(oldest, self.number_of_passes - MOST_PASSES)
-        for index in [i for i in self.passes if i < oldest - 1]:
+        """Let go of the passes that every optimizer of their parameters has stepped on.
+
+        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while.
+        """
+
+        def is_done(index: int, seen: Seen) -> bool:
+            keys = {key for record in seen.records for key in record.arrivals}
+            return all(index < self._stepped.get(key, 0) - 1 for key in keys)
+
+        for key, steps in list(self._owners.items()):
+            self._stepped[key] = min(self.last[optimizer] for optimizer in steps)
+        old = self.number_of_passes - MOST_PASSES
+        for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
             del self.passes[index]
         kept = self.passes.keys()
         self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept}
@@ -339,5 +395,7 @@ class Replay:
         self._not_finite &= kept
 
 
-MOST_PASSES = 1024
-"""Passes that are kept for an optimizer that has not stepped since."""
+MOST_PASSES = 512
+"""Passes that are kept for parameters that no optimizer has stepped on."""
+SIGNIFICANT = 8.0
+"""Standard errors from which on a coefficient is not 0."""
