@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch
 
 from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.judge import KNOWN, Judge
+from gradcheck_suite.auditing.forwards import Forward, Forwards
+from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
+from gradcheck_suite.auditing.judge import KNOWN, Fault, Judge, violation_of
 from gradcheck_suite.auditing.options import AuditFields, AuditOptions
-from gradcheck_suite.auditing.recorder import Event, Recorder, StepRecord, here, living
-from gradcheck_suite.auditing.terms import declare
+from gradcheck_suite.auditing.ranks import End, Ranks, RankWriter, died_before, gather
+from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord, here, living
+from gradcheck_suite.auditing.replay import Window
+from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.window_again import Asked, compute_again
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.errors import UsageError
 
@@ -83,8 +90,20 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
         )
-        self._judge = Judge(
-            1,
+        self._judge = self._new_judge(1)
+        self._ranks = Ranks.of()
+        self._writer: RankWriter | None = None
+        self._forwards = Forwards(self._records_calls, self._keep_cotangent, self._forwards_failed)
+        self._running: dict[int, Running] = {}
+        self._passes = 0
+        self._again: Counter[str] = Counter()
+        self._functions: set[type] = set()
+        self._calls: list[KeptCall] | str | None = None
+        self._opinion: JaxOpinion | None = None
+
+    def _new_judge(self, ranks: int) -> Judge:
+        return Judge(
+            ranks,
             self._dtypes,
             given=self.options.accumulation_steps,
             weights="weights" not in self.options.without,
@@ -110,15 +129,20 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
         recording.expect_supported()
+        if self._ranks is not None:
+            self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
         _open.append(self)
         self._start = time.perf_counter()
         self._recorder.open()
+        if self._writer is None and "batch" not in self.options.without:
+            self._forwards.open()
         return self
 
     def _detach(self) -> None:
         if self._observing:
             self._observing = False
+            self._forwards.close()
             self._recorder.close()
 
     def close(self, error: BaseException | None = None) -> LiveResult:
@@ -135,10 +159,54 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._detach()
         if self in _open:
             _open.remove(self)
+        if self._ranks is not None and self._writer is not None:
+            self._write_events()
+            self._name_of(0)
+            recorder = self._recorder
+            end = End(_shown(error), complete, recorder.off, self._dtypes, self._names, recorder.steps_seen)
+            self._writer.end(end)
+            self._result = self._of_all_ranks(self._ranks, error)
+            return self._result
         self._judge_events()
         self._judge.end(complete=complete)
+        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+            calls = self._calls or []
+            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
         self._result = self._finished(error)
         return self._result
+
+    def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> LiveResult:
+        """Judge the run from what all ranks have written, in the first rank that has not died."""
+        if ranks.rank and not died_before(ranks):
+            reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
+            return replace(self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size)
+        files = gather(ranks)
+        complete = all(file.end is not None and file.end.complete for file in files)
+        self._judge = self._judged([file.events for file in files], complete=complete)
+        if self._judge.alone:
+            each = [self._judged([file.events], complete=complete) for file in files]
+            self._judge = max(each, key=lambda judge: len(judge.violations()))
+            self._judge.note(
+                "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself"
+            )
+        for file in files:
+            if file.fate is not None:
+                self._judge.note(file.fate)
+        if "batch" not in self.options.without:
+            self._judge.note("windows are not computed again where there are several ranks")
+        shutil.rmtree(ranks.folder, ignore_errors=True)
+        return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
+
+    def _judged(self, events: Sequence[Sequence[Event]], *, complete: bool) -> Judge:
+        judge = self._new_judge(len(events))
+        for row in zip(*events, strict=False):
+            try:
+                judge.take(row)
+            except ValueError as error:
+                judge.note(f"{error}: judged up to there")
+                break
+        judge.end(complete=complete)
+        return judge
 
     @property
     def result(self) -> LiveResult:
@@ -174,24 +242,110 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._process != os.getpid():
             return
         self._events.append(event)
-        if isinstance(event, StepRecord):
+        if not isinstance(event, StepRecord):
+            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+                self._running[self._passes] = self._recorder.last
+            self._passes += 1
+        else:
+            was_full = self._is_full()
             self._steps += 1
-            self._judge_events()
+            if self._writer is not None:
+                self._write_events()
+            else:
+                self._judge_events(event if was_full else None)
             if self.options.steps is not None and self._steps >= self.options.steps:
                 self._detach()
 
-    def _judge_events(self) -> None:
-        """Judge what was recorded since the last step."""
+    def _taken(self) -> list[Event]:
+        """Return what was recorded since the last step."""
         events, self._events = self._events, []
         recording.settle(events)
-        for known in self._recorder.parameters.items():
-            self._dtypes.setdefault(known[0], known[1].dtype)
-        for event in events:
+        for key, known in self._recorder.parameters.items():
+            self._dtypes.setdefault(key, known.dtype)
+        return events
+
+    def _write_events(self) -> None:
+        if self._writer is not None:
+            self._writer.write(*self._taken())
+
+    def _judge_events(self, step: StepRecord | None = None) -> None:
+        """Judge what was recorded since the last step.
+
+        Args:
+            step: of a window that is to be computed again, or None.
+        """
+        for event in self._taken():
             self._judge.take([event])
+        if step is not None and self._judge.window is not None and "batch" not in self.options.without:
+            self._compute_again(self._judge.window)
+        for index in [i for i, running in self._running.items() if step is not None]:
+            del self._running[index]
         for violation in self._judge.violations():
             if violation.diagnosis not in self._told and violation.diagnosis not in self.options.accept:
                 self._told.add(violation.diagnosis)
                 self._tell(violation)
+
+    # The window again
+
+    def _records_calls(self) -> bool:
+        return self._is_full() and not self._recorder.muted
+
+    def _keep_cotangent(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
+        if not self._recorder.muted:
+            self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
+
+    def _forwards_failed(self, error: Exception) -> None:
+        self._recorder.switch_off("the window again", error)
+
+    def _compute_again(self, window: Window) -> None:
+        violation, used = self._judge.of_last_step(), self._judge.used
+        own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
+        weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
+        if violation is not None and violation.weights:
+            weights = _righted(violation, weights)
+        if not weights or window.edit is not None or self._recorder.is_off("the window again"):
+            return
+        known = self._recorder.parameters
+        hooked = {k for seen in window.passes.values() for record in seen.records for k in record.hooked}
+        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
+        observed = {
+            id(p): p.grad
+            for k, p in live.items()
+            if p.grad is not None and p.grad.layout == torch.strided and (k not in hooked or violation is not None)
+        }
+        self._recorder.muted = True
+        try:
+            runs = [
+                self._running.get(index, Running(seen.records[0], Reader()))
+                for index, seen in window.passes.items()
+                if index in weights
+            ]
+            asked = Asked(
+                runs,
+                [weights[i] for i in window.passes if i in weights],
+                window.factor or 1.0,
+                observed,
+                violation is not None,
+                self._functions,
+            )
+            found = compute_again(asked)
+        finally:
+            self._recorder.muted = False
+        self._forwards.copies |= found.inputs_changed
+        for sentence in found.notes:
+            self._judge.note(sentence)
+        if found.how is not None:
+            self._again[found.how] += 1
+            if self.options.jax and self._calls is None:
+                self._calls = kept_calls(found.parts)
+        if violation is not None and found.error is not None:
+            self._judge.size(window.number, found.error)
+        elif found.name is not None:
+            key = next((k for k, p in live.items() if id(p) == found.parameter), None)
+            name = None if key is None else self._name_of(key)
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(Fault(found.name, found.sentence), window, last, name)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
     def _tell(self, violation: LiveViolation) -> None:
         if not self._quiet:
@@ -212,7 +366,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._recorder.off:
             violations = accepted = ()
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
-        windows = len(weighed | {v.step for v in found if v.step is not None})
+        windows = len(weighed | self._judge.violated)
         return LiveResult(
             script=self._name,
             windows=windows,
@@ -220,6 +374,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
             accepted=accepted,
+            again=dict(self._again),
+            second_opinion=self._opinion.summary() if self._opinion else None,
+            disagreements=tuple(self._opinion.findings) if self._opinion else (),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
             unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
             interrupted=isinstance(error, KeyboardInterrupt),
@@ -246,6 +403,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if windows:
             return None
         return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
+
+
+def _righted(violation: LiveViolation, weights: Mapping[int, float]) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+    ratios: dict[int, set[float]] = {}
+    for row in violation.weights:
+        if row.observed and row.count:
+            ratios.setdefault(row.micro_batch, set()).add(round(row.expected / row.observed, 6))
+    order = dict(enumerate(sorted(weights)))
+    if any(len(found) > 1 for found in ratios.values()):
+        return {}
+    return {index: weights[index] * next(iter(ratios.get(j, {1.0}))) for j, index in order.items()}
 
 
 def objective(

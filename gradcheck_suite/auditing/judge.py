@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing import window_again
 from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, Place, StepRecord
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
 from gradcheck_suite.auditing.weights import (
@@ -64,7 +65,7 @@ SENTENCES = {
     BY_PLACE: "items of different micro-batches have different weights: {note}",
 }
 """Name -> what is wrong and what to do."""
-KNOWN = frozenset(SENTENCES) - {"hook", "foreign"} | {"wrong-scale", "tail-leak", "wrong-mode", "wrong-backward"}
+KNOWN = frozenset(SENTENCES) - {"hook", "foreign"} | {"wrong-scale", "tail-leak"} | frozenset(window_again.SENTENCES)
 """Every diagnosis of a live run."""
 MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
@@ -364,7 +365,7 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, ranks: int) -> 
         found = _settled(one, modes, usual)
         if fault := _again(one):
             result.steps.add(one.window.number)
-            result.violations.append(_violation(fault, one.window, one.where))
+            result.violations.append(violation_of(fault, one.window, one.where))
             continue
         dark = _note_unknown(one, found, result)
         if (found and (one.length == 1 or not dark)) or one.length == 1:
@@ -469,7 +470,8 @@ def _compare_within(
 # Violations, in words.
 
 
-def _violation(fault: Fault, window: Window, where: Place, parameter: str | None = None) -> LiveViolation:
+def violation_of(fault: Fault, window: Window, where: Place, parameter: str | None = None) -> LiveViolation:
+    """Return the violation that a fault of a window is."""
     return LiveViolation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
@@ -534,7 +536,7 @@ def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
         sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     fault = Fault(name, sentence)
     return _with_weights(
-        _violation(fault, window, objective.place), objective, _rows(objective, count, coefficient / total)
+        violation_of(fault, window, objective.place), objective, _rows(objective, count, coefficient / total)
     )
 
 
@@ -551,7 +553,7 @@ def _of_scale(scale: Scale) -> LiveViolation:
         )
     fault = Fault(scale.name, sentence)
     rows = _rows(use.objective, use.count, scale.expected / total)
-    return _with_weights(_violation(fault, use.window, use.objective.place), use.objective, rows)
+    return _with_weights(violation_of(fault, use.window, use.objective.place), use.objective, rows)
 
 
 # The run.
@@ -572,6 +574,8 @@ class Judge:
         window: the last one.
         used: the coefficients of its passes, where its sums were judged.
         judged: the steps of which something was judged.
+        alone: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each rank may
+            train by itself.
     """
 
     def __init__(
@@ -588,6 +592,9 @@ class Judge:
         self._last: dict[int, Window] = {}
         self.used: Mapping[Source, float] = {}
         self.judged: set[int] = set()
+        self.alone = False
+        self._by_hand: set[str] = set()
+        self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
         self._ranks, self._given = ranks, given
         self._judges_weights, self._judges_sums = weights, sums
@@ -627,8 +634,11 @@ class Judge:
 
     def violations(self) -> list[LiveViolation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
-        found = [*self._violations, *self._forgotten]
+        # one window of a gradient that is put together by hand may look reset before another one shows what it is
+        found = [v for v in self._violations if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
+        found += self._forgotten
         found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
+        found = [replace(v, gradient_error=self._sizes.get(v.step)) if v.step in self._sizes else v for v in found]
         united: dict[tuple[str, str | None], LiveViolation] = {}
         for violation in sorted(found, key=lambda v: v.step if v.step is not None else 1 << 62):
             key = violation.diagnosis, violation.where
@@ -648,9 +658,34 @@ class Judge:
         """The steps whose weights were judged."""
         return set().union(*(weighed.steps for weighed in self._weighed.values()))
 
+    def add(self, violation: LiveViolation) -> None:
+        """Add a violation that another instrument found."""
+        self._violations.append(violation)
+
+    def note(self, sentence: str) -> None:
+        """Add what another instrument found worth knowing."""
+        self._notes[sentence] += 1
+
+    def of_last_step(self) -> LiveViolation | None:
+        """Return the violation of the last step, or None."""
+        assert self.window is not None
+        found = [*self._violations, *(v for w in self._weighed.values() for v in w.violations)]
+        return next((v for v in found if v.step == self.window.number), None)
+
+    def size(self, step: int, error: float) -> None:
+        """Note by how much the gradient of a violated step is off."""
+        self._sizes[step] = error
+
+    @property
+    def violated(self) -> set[int]:
+        """The steps that are violated."""
+        found = [*self._violations, *self._forgotten]
+        found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
+        return {violation.step for violation in found if violation.step is not None}
+
     def _violate(self, fault: Fault, window: Window, where: Place) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
-        self._violations.append(_violation(fault, window, where, name))
+        self._violations.append(violation_of(fault, window, where, name))
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
@@ -682,7 +717,10 @@ class Judge:
 
     def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
-        found = judge_sums(window, self.usual(window.optimizer))
+        if window.local and not window.step.wrapped:
+            self.alone = True
+            return None
+        found = judge_sums(window, self.usual(window.optimizer)) if not window.local else _fault("not-reduced")
         fault = found.fault or self._of_hooks(window)
         if found.excuse:
             self._notes[found.excuse] += 1
@@ -690,9 +728,11 @@ class Judge:
             self.judged.add(window.number)
             self._violate(fault, window, where)
             return None
+        if found.by_hand:
+            self._by_hand.add(str(where))
         if found.by_hand or (any(seen.by_hand for seen in window.passes.values()) and window.edit == "free"):
             self._unknown[
-                f"{where}: gradients are put together by hand from what arrived, in a way that is not seen"
+                f"{where}: gradients are put together by hand from what arrived: neither sums nor weights were judged"
             ] += 1
             return None
         if window.edit == "free":
@@ -780,7 +820,7 @@ class Judge:
             if left and len(left) < usual:
                 sentence = SENTENCES["tail-dropped"].format(lost=_micro_batches(len(left)))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
-                violation = _violation(fault, last, left[max(left)].site)
+                violation = violation_of(fault, last, left[max(left)].site)
                 self._violations.append(replace(violation, step=None, backward=None, stepped=None))
 
 

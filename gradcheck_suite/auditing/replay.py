@@ -127,9 +127,10 @@ class Window:
         return self.steps[0]
 
     def is_made_by_hand(self, lost: Sequence[int]) -> bool:
-        """Return whether passes that were reset are in `.grad` all the same: the program added up copies.
+        """Return whether an edited `.grad` was put together from copies of what arrived, and not from what was left.
 
-        Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones.
+        Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones: those of
+        passes that were reset are then in it, or those of passes that were not are nowhere to be seen.
         """
         if self.arrivals is None:
             return False
@@ -140,8 +141,8 @@ class Window:
         residual = self.target - self.arrivals @ solution
         variance = float((residual * residual).sum()) / (rows - columns)
         errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
-        order = {index: i for i, index in enumerate(self.passes)}
-        return any(abs(solution[order[i]]) > SIGNIFICANT * errors[order[i]] for i in lost)
+        significant = dict(zip(self.passes, np.abs(solution) > SIGNIFICANT * errors, strict=True))
+        return any(significant[i] for i in lost) or not any(s for i, s in significant.items() if i not in lost)
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
@@ -286,13 +287,23 @@ class Replay:
         window = Window(
             optimizer, self.steps, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
-            self.ranks > 1 and not reduced and not any(p.reduced for p in members.values()),
+            not reduced and not any(p.reduced for p in members.values()) and self._differ(steps),
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(),
         )  # fmt: skip
         self._fill(window, found)
         self._leave(window, steps)
         self.steps += 1
         return window
+
+    def _differ(self, steps: Sequence[StepRecord]) -> bool:
+        """Return whether the ranks have different gradients."""
+        for key, own in steps[0].gradients.items():
+            for other in (step.gradients.get(key) for step in steps[1:]):
+                if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
+                    now, then = alike(own, other)
+                    if size(now - then) > self.tolerance(key) * size(now):
+                        return True
+        return False
 
     def _fill(self, window: Window, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
@@ -397,5 +408,5 @@ class Replay:
 
 MOST_PASSES = 512
 """Passes that are kept for parameters that no optimizer has stepped on."""
-SIGNIFICANT = 8.0
+SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
