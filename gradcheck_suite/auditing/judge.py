@@ -32,6 +32,9 @@ from gradcheck_suite.auditing.weights import (
 )
 from gradcheck_suite.core.results import LiveViolation, WeightRow
 from gradcheck_suite.core.text import counted
+from gradcheck_suite.judge.naming import diagnose, names_nothing
+from gradcheck_suite.judge.weights import TOLERANCE as WEIGHTS_TOLERANCE
+from gradcheck_suite.judge.weights import Weights
 
 SENTENCES = {
     "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
@@ -65,7 +68,12 @@ SENTENCES = {
     BY_PLACE: "items of different micro-batches have different weights: {note}",
 }
 """Name -> what is wrong and what to do."""
-KNOWN = frozenset(SENTENCES) - {"hook", "foreign"} | {"wrong-scale", "tail-leak"} | frozenset(window_again.SENTENCES)
+KNOWN = (
+    frozenset(SENTENCES) - {"hook", "foreign"}
+    | {"wrong-scale", "tail-leak", "unrecognised-weights"}
+    | {"weighted-by-count", "rounded-weights"}
+    | frozenset(window_again.SENTENCES)
+)
 """Every diagnosis of a live run."""
 MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
@@ -530,6 +538,8 @@ def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
         coefficient = 1.0 if comparison.status == MEAN_OF_MEANS else coefficient
     name = comparison.status
     sentence = SENTENCES[name].format(note=comparison.note)
+    if name == BY_PLACE:
+        name, sentence = _named(objective, sentence)
     if name == MEAN_OF_MEANS and comparison.note:
         sentence = "each rank's mean has the same weight, whatever its count: " + sentence.partition(": ")[2]
     elif name == MEAN_OF_MEANS and count == "elements" and own != "elements":
@@ -538,6 +548,29 @@ def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
     return _with_weights(
         violation_of(fault, window, objective.place), objective, _rows(objective, count, coefficient / total)
     )
+
+
+def _named(objective: Objective, sentence: str) -> tuple[str, str]:
+    """Name weights that no comparison explains, as a loop that is verified would be."""
+    parts = objective.parts
+    observed, counts = (
+        np.array([abs(part.weight) for part in parts]),
+        [p.term.counts.get(p.term.own, 0.0) for p in parts],
+    )
+    usual = float(np.median(observed))
+    tolerance = max(part.term.tolerance for part in parts)
+    same = np.abs(observed - usual) <= tolerance * usual
+    if 2 * same.sum() > len(parts):
+        # a special case for the first or the last micro-batch, a loss scale, a coefficient
+        return BY_PLACE, sentence
+    window = tuple(range(len(parts)))
+    found = diagnose(
+        Weights(observed, tuple(counts), window, len(parts), 0, "mean", tolerance=max(tolerance, WEIGHTS_TOLERANCE))
+    )
+    if names_nothing(found):
+        return "unrecognised-weights", sentence
+    name, said = found.name.partition(" or ")[0], found.sentence.partition("; or: ")[0]
+    return name, said.replace("run.count(batch)", "the batch's count")
 
 
 def _of_scale(scale: Scale) -> LiveViolation:

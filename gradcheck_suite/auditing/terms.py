@@ -60,7 +60,7 @@ NODES = {
     **_rows("Gather Index IndexSelect MaskedSelect Take", PASS, WEIGHTED),
     **_rows("Mul Div", PASS, WEIGHTED),
     **_rows("Add Sub Rsub", EACH, PASS),
-    **_rows("MaskedFill Where CopySlices", EACH, WEIGHTED),
+    **_rows("CopySlices IndexPut MaskedFill Where", EACH, WEIGHTED),
     **_rows("Addcdiv Addcmul", OPAQUE, PASS),
     **_rows("Cat Stack", EACH, ITEMS),
     **_rows("Mean Sum", TERM, PARTIAL),
@@ -68,6 +68,10 @@ NODES = {
 }
 """The nodes that the walk goes through; every other one ends it."""
 UNKNOWN = Node(OPAQUE, ITEMS)
+PRODUCTS = ("Bmm", "Dot", "Mm", "Mv", "Vdot")
+"""Reductions of two tensors, both of which may have a gradient: a sum over the elements of either."""
+OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
+"""Reduced losses of torch that divide by the rows of their input; the others divide by its elements."""
 MEAN = 1
 """The value of a saved `reduction` that divides; 2 is a sum and 0 reduces nothing."""
 
@@ -273,7 +277,7 @@ class Reader:
                 return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
             if name == "Div" and node.next_functions[0][0] is None:
                 return self._opaque(node, index, above, "one over something that has a gradient")
-            if row.scalar != OPAQUE and len(inputs) > 1 and name not in ("Bmm", "Dot", "Mm", "Mv", "Vdot"):
+            if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
                 for place in inputs:
                     (self._scalar if _elements(*place) == 1 else self._vector)(*place, above)
                 return None
@@ -293,7 +297,7 @@ class Reader:
         if isinstance(reduction, int) and reduction:
             return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
         row = NODES.get(name, UNKNOWN)
-        if row.scalar == TERM and len(inputs) == 1:
+        if row.scalar == TERM and (len(inputs) == 1 or name in PRODUCTS):
             return self._reduction(node, index, above, name, inputs[0])
         if row.scalar == PASS and inputs:
             return self._opaque(node, index, above, "one element of many")
@@ -315,8 +319,10 @@ class Reader:
     def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
         term = _Found((*above, name), {"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
+        shape = _shape(*below) or (1,)
+        if name in OF_ROWS:
+            term.counts["elements"] = shape[0] if len(shape) > 1 else 1
         if name.startswith("Nll"):
-            shape = _shape(*below) or (1,)
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
             if _is_packed(node, "total_weight"):
                 self._hook(node, term, "rows", 0, of_inputs=True)
