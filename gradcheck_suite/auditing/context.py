@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -51,12 +52,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     Args:
         steps: number of optimizer steps to judge; all by default.
         every: the first window and every `every`-th after it are computed again.
-        accept: diagnoses that the project lives with, such as `"mean-of-means"`.
+        accept: diagnoses that the project lives with, such as `"mean-of-means"` or `"mean-of-means@train.py:40"`.
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
         stop_on_violation: whether the first violation raises `StoppedOnViolation` in `optimizer.step()`.
         jax: whether JAX computes the first window that is computed again, of a model with at most a million parameters,
             when the run is over.
+        eager: whether what `torch.compile` compiles runs eagerly, so that its losses can be read.
+        objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of its
+            backward, and an expression of the names there.
         name: of the run in the result.
         quiet: whether the first violation is not printed on standard error when it is found.
 
@@ -72,7 +76,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         **options: Unpack[AuditFields],
     ) -> None:
         self.options = AuditOptions(**options)
-        if wrong := sorted(set(self.options.accept) - KNOWN):
+        if wrong := sorted({name.partition("@")[0] for name in self.options.accept} - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet
         self._result: LiveResult | None = None
@@ -89,7 +93,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
+            objectives=dict(given.split("=", 1) for given in self.options.objectives),
         )
+        self._stance = contextlib.ExitStack()
         self._judge = self._new_judge(1)
         self._ranks = Ranks.of()
         self._writer: RankWriter | None = None
@@ -134,6 +140,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = True
         _open.append(self)
         self._start = time.perf_counter()
+        if self.options.eager:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
         self._recorder.open()
         if self._writer is None and "batch" not in self.options.without:
             self._forwards.open()
@@ -144,6 +152,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._observing = False
             self._forwards.close()
             self._recorder.close()
+            self._stance.close()
 
     def close(self, error: BaseException | None = None) -> LiveResult:
         """Stop observing and return the result; a second call returns the same.
@@ -167,8 +176,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._writer.end(end)
             self._result = self._of_all_ranks(self._ranks, error)
             return self._result
-        self._judge_events()
-        self._judge.end(complete=complete)
+        try:
+            self._judge_events()
+            self._judge.end(complete=complete)
+        except Exception as fault:
+            self._recorder.switch_off("steps", fault)
         if self.options.jax and not isinstance(error, KeyboardInterrupt):
             calls = self._calls or []
             self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
@@ -281,7 +293,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for index in [i for i, running in self._running.items() if step is not None]:
             del self._running[index]
         for violation in self._judge.violations():
-            if violation.diagnosis not in self._told and violation.diagnosis not in self.options.accept:
+            if violation.diagnosis not in self._told and not self.options.accepts(violation.diagnosis, violation.where):
                 self._told.add(violation.diagnosis)
                 self._tell(violation)
 
@@ -357,8 +369,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _finished(self, error: BaseException | None) -> LiveResult:
         found = self._judge.violations()
-        violations = tuple(v for v in found if v.diagnosis not in self.options.accept)
-        accepted = tuple(v for v in found if v.diagnosis in self.options.accept)
+        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
+        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
         off = Counter(
             f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
         )

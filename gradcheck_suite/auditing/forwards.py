@@ -293,10 +293,33 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
     return [name or type(part).__name__ for name, part in module.named_modules() if any(vars(part)[h] for h in _HOOKS)]
 
 
+def _generators(module: torch.nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Yield how to read and set the state of each generator of random numbers that a module's parts hold or name."""
+    for part in module.modules():
+        names = getattr(type(part).forward, "__globals__", {})
+        for value in (*vars(part).values(), *names.values()):
+            if isinstance(value, torch.Generator):
+                yield value.get_state, value.set_state
+            elif isinstance(value, np.random.Generator | random.Random):
+                yield (lambda v=value: _state_of(v)), (lambda state, v=value: _set_state_of(v, state))
+
+
+def _state_of(generator: np.random.Generator | random.Random) -> Any:
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state_of(generator: np.random.Generator | random.Random, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
 @contextlib.contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put back what calls of a module may change: random numbers, modes, attributes and, one level deep, containers."""
     before = RandomState.now()
+    own = [(put_back, read()) for read, put_back in _generators(module)]
     kept = [
         (part, part.training, {k: (v, _content(v)) for k, v in vars(part).items() if k not in _PLAIN})
         for part in module.modules()
@@ -305,6 +328,8 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         before.set()
+        for put_back, state in own:
+            put_back(state)
         for part, training, attributes in kept:
             part.training = training
             for name in [name for name in vars(part) if name not in _PLAIN and name not in attributes]:

@@ -17,7 +17,7 @@ import sysconfig
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import MARK, Reader, Term, leaves_below, place_of
+from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, leaves_below, place_of
 from gradcheck_suite.errors import CannotRunHere
 
 # Places in the user's program, read off the stack: `train.py:12`.
@@ -353,6 +353,9 @@ class Recorder:
     Args:
         receive: called with each pass and each step, in the order in which they end.
         full: tells whether the window that runs now is looked at in full.
+        weights: whether the terms of losses are read.
+        sums: whether what arrives at parameters is.
+        objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean divides by.
 
     Attributes:
         off: instrument -> the error that switched it off.
@@ -362,7 +365,13 @@ class Recorder:
     """
 
     def __init__(
-        self, receive: Callable[[Event], None], full: Callable[[], bool], *, weights: bool, sums: bool
+        self,
+        receive: Callable[[Event], None],
+        full: Callable[[], bool],
+        *,
+        weights: bool,
+        sums: bool,
+        objectives: Mapping[str, str] | None = None,
     ) -> None:
         self.off: dict[str, str] = {}
         self.parameters: dict[int, Known] = {}
@@ -373,7 +382,7 @@ class Recorder:
         self.last: Running | None = None
         self.declared: list[tuple[weakref.ref[Any], Any]] = []
         self._receive, self._full = receive, full
-        self._weights, self._sums = weights, sums
+        self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._keys: dict[int, int] = {}
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
@@ -423,6 +432,8 @@ class Recorder:
         if outer is None:
             record = PassRecord(here(), accumulates)
             running = Running(record, Reader())
+            if self._objectives:
+                self._declare(roots)
             if self._weights and (accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)):
                 self._read(running, roots)
         else:
@@ -447,6 +458,20 @@ class Recorder:
                 running.tasks.append(task)
 
         running.reader.keep(node.register_prehook(bind))
+
+    def _declare(self, roots: Sequence[Any]) -> None:
+        """Declare the count of a loss that goes backward at a line for which the user has given an expression."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            place = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            expression = next((e for where, e in self._objectives.items() if _names_place(where, place)), None)
+            if expression is not None:
+                with torch.no_grad():
+                    count = eval(expression, frame.f_globals, frame.f_locals)
+                for root in roots:
+                    declare(root, count, "mean")
+                return
+            frame = frame.f_back
 
     @_guarded(WEIGHTS)
     def _read(self, running: Running, roots: list[Any]) -> None:
@@ -701,6 +726,11 @@ class Recorder:
                 distributed,
             )
         )
+
+
+def _names_place(given: str, place: str) -> bool:
+    """Return whether `file:line`, with or without its folder, is this place."""
+    return place == given or place.endswith(os.sep + given)
 
 
 def _callers_step(optimizer: Any) -> bool:

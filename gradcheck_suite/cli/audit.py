@@ -125,9 +125,18 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--accept",
         action="append",
         default=[],
-        metavar="DIAGNOSIS",
-        help="report this diagnosis as accepted, not as a violation; repeatable",
+        metavar="DIAGNOSIS[@FILE:LINE]",
+        help="report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable",
     )
+    add(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="FILE:LINE=COUNT",
+        help="what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the "
+        "names there; repeatable",
+    )
+    add("--eager", action="store_true", help="run what torch.compile compiles eagerly, so that its losses can be read")
     add(
         "--without",
         action="append",
@@ -170,6 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
         without=tuple(arguments.without),
         stop_on_violation=arguments.stop_on_violation,
         jax=arguments.jax,
+        eager=arguments.eager,
+        objectives=tuple(arguments.objective),
         name=name,
         quiet=False,
     ).open()

@@ -115,6 +115,8 @@ HAND_WRITTEN = {
 }
 """A loss of the outputs, targets and a mask, each a mean over what `COUNT` counts."""
 COUNT = {"masked mean": "m.sum()", "masked select": "m.sum()", "view in place": "m.sum()"}
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("loss", HAND_WRITTEN)
 def test_losses_that_are_written_by_hand_are_read(loss, loop):
