@@ -351,7 +351,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
         if violation is not None and found.error is not None:
-            self._judge.size(window.number, found.error)
+            self._judge.note_size(window.number, found.error)
         elif found.name is not None:
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)

@@ -17,6 +17,7 @@ from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing import window_again
 from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, Place, StepRecord
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
+from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.weights import (
     BY_PLACE,
     EQUAL,
@@ -280,7 +281,7 @@ def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Su
         if len(lost) % usual == 0:
             return Sums(excuse="a whole window was reset without a step")
         if len(lost) < usual:
-            sentence = SENTENCES["tail-dropped"].format(lost=_micro_batches(len(lost)))
+            sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch"))
             return Sums(Fault("tail-dropped", sentence, kind="step-count"))
     if kept and max(lost) > min(kept):
         return _fault("dropped-micro-batch")
@@ -358,12 +359,13 @@ class Weighed:
     steps: set[int] = field(default_factory=set)
 
 
-def judge_weights(pending: Sequence[Pending], usual: int | None, ranks: int) -> Weighed:
+def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int) -> Weighed:
     """Judge the weights of the windows of one optimizer.
 
     Args:
         pending: the windows.
-        usual: K, where it is known.
+        usual: the most frequent number of passes.
+        said: the accumulation steps that the user states or the trainer is configured with.
         ranks: number of ranks.
     """
     result = Weighed()
@@ -384,7 +386,7 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, ranks: int) -> 
         def note(sentence: str) -> None:
             result.notes[sentence] += 1
 
-        for scale in reading_weights.scales(history, ranks, note):
+        for scale in reading_weights.scales(history, ranks, said, note):
             result.violations.append(_of_scale(scale))
     return result
 
@@ -661,9 +663,11 @@ class Judge:
 
     def usual(self, optimizer: int) -> int | None:
         """Return K: what the user or the trainer says, else the most frequent number of passes."""
-        said = self._given or self._configured.get(optimizer)
         found = self._lengths[optimizer].most_common(1)
-        return said if said is not None else found[0][0] if found else None
+        return self._said(optimizer) or (found[0][0] if found else None)
+
+    def _said(self, optimizer: int) -> int | None:
+        return self._given or self._configured.get(optimizer)
 
     def violations(self) -> list[LiveViolation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
@@ -705,7 +709,7 @@ class Judge:
         found = [*self._violations, *(v for w in self._weighed.values() for v in w.violations)]
         return next((v for v in found if v.step == self.window.number), None)
 
-    def size(self, step: int, error: float) -> None:
+    def note_size(self, step: int, error: float) -> None:
         """Note by how much the gradient of a violated step is off."""
         self._sizes[step] = error
 
@@ -724,6 +728,11 @@ class Judge:
         window = self.window = self._replay.on_step(steps)
         self.used = {}
         if not window.passes and not any(window.coefficients.values()):
+            if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
+                self._unknown[
+                    f"{window.step.place}: the gradients of this step were written by hand to parameters that no backward "
+                    "pass reaches (master copies): neither sums nor weights were judged"
+                ] += 1
             return
         optimizer = window.optimizer
         self._last[optimizer] = window
@@ -809,7 +818,8 @@ class Judge:
 
     def _weigh(self, optimizer: int) -> None:
         pending = self._pending[optimizer]
-        weighed = self._weighed[optimizer] = judge_weights(pending, self.usual(optimizer), self._ranks)
+        usual, said = self.usual(optimizer), self._said(optimizer)
+        weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks)
         self._since[optimizer] = 0
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
@@ -851,11 +861,7 @@ class Judge:
                 and str(seen.site) in self._places
             }
             if left and len(left) < usual:
-                sentence = SENTENCES["tail-dropped"].format(lost=_micro_batches(len(left)))
+                sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, last, left[max(left)].site)
                 self._violations.append(replace(violation, step=None, backward=None, stepped=None))
-
-
-def _micro_batches(number: int) -> str:
-    return "1 micro-batch" if number == 1 else f"{number} micro-batches"

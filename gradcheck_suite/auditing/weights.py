@@ -16,6 +16,7 @@ from typing import Any
 from gradcheck_suite.auditing.recorder import Place
 from gradcheck_suite.auditing.replay import NEGLIGIBLE, Seen, Source, Window, near
 from gradcheck_suite.auditing.terms import Term
+from gradcheck_suite.core.text import counted
 
 EQUAL, MEAN_OF_MEANS, WRONG_COUNT = "equal", "mean-of-means", "wrong-count"
 RESCALED, BY_PLACE, UNEVEN = "rescaled-accumulator", "weighted-by-place", "uneven"
@@ -387,12 +388,13 @@ def _choose_count(uses: Sequence[Use]) -> None:
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
-def scales(history: Mapping[Key, list[Use]], ranks: int, note: Callable[[str], None]) -> list[Scale]:
+def scales(history: Mapping[Key, list[Use]], ranks: int, said: int | None, note: Callable[[str], None]) -> list[Scale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
         history: the uses of each objective of one optimizer.
         ranks: number of ranks.
+        said: the accumulation steps that the user states or the trainer is configured with.
         note: takes what is worth knowing and no fault.
     """
     for uses in history.values():
@@ -405,10 +407,10 @@ def scales(history: Mapping[Key, list[Use]], ranks: int, note: Callable[[str], N
         if len(several) > 1 and len({use.length for use in several}) == 1:
             for use in several:  # (a + b) / 2: the coefficients of one window's objectives may add up to 1
                 use.total = sum(other.own for other in several)
-    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, note)]
+    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, said, note)]
 
 
-def _of_objective(uses: Sequence[Use], ranks: int, note: Callable[[str], None]) -> Iterator[Scale]:
+def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Callable[[str], None]) -> Iterator[Scale]:
     by_length: defaultdict[int, list[Use]] = defaultdict(list)
     for use in uses:
         by_length[use.length].append(use)
@@ -419,7 +421,7 @@ def _of_objective(uses: Sequence[Use], ranks: int, note: Callable[[str], None]) 
             continue
         if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
-        verdict = _against_other_lengths(use, uses, by_length, usual)
+        verdict = _against_configured(use, said) or _against_other_lengths(use, uses, by_length, usual)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         if isinstance(verdict, Scale):
@@ -447,6 +449,14 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
 USERS = "the program's own"
 
 
+def _against_configured(use: Use, said: int | None) -> Scale | None:
+    """Compare C with r/K: nothing in the run shows K where every window is shorter."""
+    r = use.length
+    if said is None or r >= said or not near(use.own, r / said, use.objective.tolerance) or not use.whole:
+        return None
+    return Scale(use, "wrong-scale", f"{r}/{said}: divided by {said}, where the window has {counted(r, 'micro-batch')}")
+
+
 def _against_other_lengths(
     use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], usual: int
 ) -> Scale | str | None:
@@ -466,7 +476,7 @@ def _against_other_lengths(
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
     if base and fits and (some_right or (not constant and use.length != usual)):
-        note = f"{use.length}/{whole}: divided by {whole}, where the window has {use.length} micro-batches"
+        note = f"{use.length}/{whole}: divided by {whole}, where the window has {counted(use.length, 'micro-batch')}"
         if not near(base, 1.0, tolerance):
             note += f" (beside the loss's coefficient of {base:.6g})"
         return Scale(use, "wrong-scale", note, base)
