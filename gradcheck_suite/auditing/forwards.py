@@ -293,23 +293,26 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
     return [name or type(part).__name__ for name, part in module.named_modules() if any(vars(part)[h] for h in _HOOKS)]
 
 
-def _generators(module: torch.nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield how to read and set the state of each generator of random numbers that a module's parts hold or name."""
-    for part in module.modules():
-        names = getattr(type(part).forward, "__globals__", {})
-        for value in (*vars(part).values(), *names.values()):
-            if isinstance(value, torch.Generator):
-                yield value.get_state, value.set_state
-            elif isinstance(value, np.random.Generator | random.Random):
-                yield (lambda v=value: _state_of(v)), (lambda state, v=value: _set_state_of(v, state))
+def _generators(module: torch.nn.Module) -> list[Any]:
+    """Return the generators of random numbers that a module's parts hold, or that their code names."""
+    kinds = (torch.Generator, np.random.Generator, random.Random)
+    parts = list(module.modules())
+    named = [value for part in parts for value in getattr(type(part).forward, "__globals__", {}).values()]
+    return [
+        value for value in (*named, *(v for part in parts for v in vars(part).values())) if isinstance(value, kinds)
+    ]
 
 
-def _state_of(generator: np.random.Generator | random.Random) -> Any:
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
-def _set_state_of(generator: np.random.Generator | random.Random, state: Any) -> None:
-    if isinstance(generator, random.Random):
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
         generator.bit_generator.state = state
@@ -319,7 +322,7 @@ def _set_state_of(generator: np.random.Generator | random.Random, state: Any) ->
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put back what calls of a module may change: random numbers, modes, attributes and, one level deep, containers."""
     before = RandomState.now()
-    own = [(put_back, read()) for read, put_back in _generators(module)]
+    own = [(generator, _state_of(generator)) for generator in _generators(module)]
     kept = [
         (part, part.training, {k: (v, _content(v)) for k, v in vars(part).items() if k not in _PLAIN})
         for part in module.modules()
@@ -328,8 +331,8 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         before.set()
-        for put_back, state in own:
-            put_back(state)
+        for generator, state in own:
+            _set_state_of(generator, state)
         for part, training, attributes in kept:
             part.training = training
             for name in [name for name in vars(part) if name not in _PLAIN and name not in attributes]:

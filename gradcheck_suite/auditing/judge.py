@@ -224,8 +224,8 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
         found = _judge_lost(members, lost, usual)
         if found.excuse is not None or found.fault is not None:
             return replace(found, coefficients=_used(window))
-    if found := _judge_parameters(members, missing):
-        return found
+    if unequal := _judge_parameters(members, missing):
+        return unequal
     if window.edit == "reset":
         return _fault("missing-gradient")
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):

@@ -83,7 +83,7 @@ MOST_FRAMES = 6
 def here() -> Place:
     """Return the place in the user's program that runs."""
     frame: FrameType | None = sys._getframe(1)
-    line, path = "", []
+    line, path = "", list[str]()
     while frame is not None and len(path) < MOST_FRAMES:
         kind = _kind_of_file(frame.f_code.co_filename)
         if kind != "skip":
@@ -262,7 +262,7 @@ def settle(events: Sequence[Event]) -> None:
 _engine_class: Any = type(torch.autograd.Variable._execution_engine)
 
 
-class Engine(_engine_class):
+class Engine(_engine_class):  # type: ignore[misc]
     """Autograd's engine, which tells a recorder of every pass."""
 
     recorder: Recorder | None = None

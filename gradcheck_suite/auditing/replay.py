@@ -222,7 +222,7 @@ class Replay:
     def _reduction(self, key: int, now: Vector, then: Vector, tolerance: float) -> tuple[float, Coefficients] | None:
         """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
         states = [ranked[key] for ranked in self._states]
-        total = sum(s.sample[: len(now)] for s in states)
+        total = np.sum([s.sample[: len(now)] for s in states], axis=0)
         found = factor(now, total, 20 * tolerance)
         if found is None or size(total) < 1e-30:
             return None

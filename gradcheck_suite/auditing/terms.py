@@ -388,7 +388,8 @@ def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> 
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
         number = count.detach() if isinstance(count, torch.Tensor) else float(count)
-        loss.grad_fn.metadata[DECLARED] = number, reduction
+        metadata: dict[Any, Any] = loss.grad_fn.metadata  # type: ignore[assignment]
+        metadata[DECLARED] = number, reduction
 
 
 def place_of(root: Any) -> tuple[Any, int]:
