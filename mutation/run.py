@@ -65,18 +65,15 @@ def _torch_targets(package: str, modules: str, *tests: str, seconds: float = 60.
     return targets
 
 
-_GRADIENTS = tuple(f"tests/judge/test_gradient{of}.py" for of in ("", "_by_hand", "_on_cases", "_on_probe"))
-_JUDGED = ("tests/verification/test_judgement.py", "tests/verification/test_check.py")
+_JUDGED = ("tests/verification/test_judge_run.py", "tests/verification/test_check.py")
 TARGETS = {
     "core/case": Target("tests/core/test_case.py"),
     "core/comparison": Target("tests/core/test_comparison.py tests/core/test_bounds_by_hand.py"),
     "studies/rivals": Target("tests/studies/test_baselines.py"),
     "judge/weights": Target("tests/judge/test_weights.py"),
-    **_torch_targets("judge", "gradient", *_GRADIENTS),
-    "judge/probe": Target(
-        " ".join(f"tests/judge/test_{of}.py" for of in ("probe_weights", "gradient_on_probe", "step_count")), TORCH
-    ),
-    "judge/fitted_weights": Target("tests/judge/test_least_squares.py tests/judge/test_fitted_weights.py", TORCH),
+    **_torch_targets("judge", "gradient"),
+    "judge/probe": Target(" ".join(f"tests/judge/test_{of}.py" for of in ("probe", "gradient", "step_count")), TORCH),
+    "judge/fitted_weights": Target("tests/judge/test_fitted_weights.py", TORCH),
     **_torch_targets("reference", "large_batch noise", "tests/reference/test_reference.py"),
     **_torch_targets("verification", "separability", *_JUDGED),
     **_torch_targets("verification", "judge_run", *_JUDGED, seconds=120.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.studies import claim_checks, claims, step_times
+from gradcheck_suite.studies import claims, step_times
 from gradcheck_suite.studies.claim_checks import PRINTED, SOURCES, Finding, verify_printed
 from gradcheck_suite.studies.claims import CLAIMS
 from properties.assertions import assert_equal
@@ -47,8 +47,8 @@ def test_every_claim_is_tested():
 def test_a_claim_comes_to_its_verdict(number, monkeypatch):
     draw_only_linear(monkeypatch)
     monkeypatch.setattr(claims, "CASES", FEW)
-    monkeypatch.setattr(claim_checks, "PARAMETERS", {"cpu": (10**4,)})
-    monkeypatch.setattr(claim_checks, "PAIRS", 5)
+    monkeypatch.setattr(step_times, "PARAMETERS", {"cpu": (10**4,)})
+    monkeypatch.setattr(step_times, "PAIRS", 5)
     monkeypatch.setattr(step_times, "flush", lambda device: lambda: None)
     assert_verdict(number)
 

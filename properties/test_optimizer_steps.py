@@ -91,124 +91,58 @@ def test_the_bound_is_tight_from_both_sides(name, dtype):
 
 
 FAULTS = {
-    "sgd, dampening from the first step": (
-        "sgd",
-        {"momentum": 0.8, "dampening": 0.3},
-        lambda *, lr, momentum, dampening, **_: optax.chain(optax.scale(1 - dampening), optax.sgd(lr, momentum)),
-    ),
-    "sgd, Nesterov missing": (
-        "sgd",
-        {"momentum": 0.9, "nesterov": True},
-        lambda *, lr, momentum, nesterov: optax.sgd(lr, momentum),
-    ),
-    "sgd, decay decoupled": (
-        "sgd",
-        {"momentum": 0.9, "weight_decay": 0.1},
-        lambda *, lr, momentum, weight_decay: framed(
-            optax.trace(momentum), lr, weight_decay=weight_decay, decoupled=1.0
-        ),
-    ),
+    "sgd, dampening from the first step": ("sgd", {"momentum": 0.8, "dampening": 0.3},
+        lambda *, lr, momentum, dampening, **_: optax.chain(optax.scale(1 - dampening), optax.sgd(lr, momentum))),
+    "sgd, Nesterov missing": ("sgd", {"momentum": 0.9, "nesterov": True},
+        lambda *, lr, momentum, nesterov: optax.sgd(lr, momentum)),
+    "sgd, decay decoupled": ("sgd", {"momentum": 0.9, "weight_decay": 0.1},
+        lambda *, lr, momentum, weight_decay:
+            framed(optax.trace(momentum), lr, weight_decay=weight_decay, decoupled=1.0)),
     "sgd, maximize ignored": ("sgd", {"maximize": True}, lambda *, lr: optax.sgd(lr)),
-    "asgd, a constant rate": (
-        "asgd",
-        {"lambd": 0.1},
-        lambda *, lr, lambd: optax.chain(optax.add_decayed_weights(lambd), optax.sgd(lr)),
-    ),
-    "rprop, the update of the step before": (
-        "rprop",
-        {},
-        lambda *, lr, etas, step_sizes: optax.rprop(
-            lr, *etas, min_step_size=step_sizes[0], max_step_size=step_sizes[1]
-        ),
-    ),
-    "adagrad, epsilon inside the root": (
-        "adagrad",
-        {"eps": 1e-2},
-        lambda *, lr, initial_accumulator_value, eps: optax.adagrad(lr, initial_accumulator_value, eps),
-    ),
+    "asgd, a constant rate": ("asgd", {"lambd": 0.1},
+        lambda *, lr, lambd: optax.chain(optax.add_decayed_weights(lambd), optax.sgd(lr))),
+    "rprop, the update of the step before": ("rprop", {},
+        lambda *, lr, etas, step_sizes:
+            optax.rprop(lr, *etas, min_step_size=step_sizes[0], max_step_size=step_sizes[1])),
+    "adagrad, epsilon inside the root": ("adagrad", {"eps": 1e-2},
+        lambda *, lr, initial_accumulator_value, eps: optax.adagrad(lr, initial_accumulator_value, eps)),
     "adagrad, the accumulator of optax": ("adagrad", {}, lambda *, lr, eps: optax.adagrad(lr, eps=eps)),
     "rmsprop, epsilon inside the root": ("rmsprop", {}, lambda *, lr, alpha, eps: optax.rmsprop(lr, alpha, eps)),
-    "rmsprop, centered ignored": (
-        "rmsprop",
-        {"centered": True},
-        lambda *, lr, alpha, eps, centered: optax.rmsprop(lr, alpha, eps, eps_in_sqrt=False),
-    ),
-    "adadelta, the rate inside the average": (
-        "adadelta",
-        {"lr": 0.5},
-        lambda *, lr, rho, eps: optax.chain(optax.scale(-lr), optax.scale_by_adadelta(rho, eps)),
-    ),
-    "adam, epsilon inside the root": (
-        "adam",
-        {"eps": 1e-3},
-        lambda *, lr, betas, eps, amsgrad: optax.adam(lr, *betas, eps=0.0, eps_root=eps),
-    ),
-    "adam, no bias correction": (
-        "adam",
-        {},
-        lambda *, lr, betas, eps, amsgrad: optax.chain(
-            optax.scale_by_amsgrad(*betas, eps=eps, bias_correction_mu=False), optax.scale(-lr)
-        ),
-    ),
-    "adam, decay decoupled": (
-        "adam",
-        {"weight_decay": 0.1},
-        lambda *, lr, betas, eps, weight_decay, amsgrad: optax.adamw(lr, *betas, eps, weight_decay=weight_decay),
-    ),
-    "adam, the amsgrad of optax": (
-        "adam",
-        {"amsgrad": True, "betas": (0.8, 0.6)},
-        lambda *, lr, betas, eps, amsgrad: optax.amsgrad(lr, *betas, eps),
-    ),
-    "adamw, decay coupled": (
-        "adamw",
-        {},
-        lambda *, lr, betas, eps, weight_decay, amsgrad: framed(
-            optax.scale_by_adam(*betas, eps), lr, weight_decay=weight_decay
-        ),
-    ),
-    "adamax, no bias correction": (
-        "adamax",
-        {},
-        lambda *, lr, betas, eps: optax.chain(
-            optax.scale_by_adamax(*betas, eps),
-            optax.scale_by_schedule(lambda t: 1 - betas[0] ** (t + 1.0)),
-            optax.scale(-lr),
-        ),
-    ),
+    "rmsprop, centered ignored": ("rmsprop", {"centered": True},
+        lambda *, lr, alpha, eps, centered: optax.rmsprop(lr, alpha, eps, eps_in_sqrt=False)),
+    "adadelta, the rate inside the average": ("adadelta", {"lr": 0.5},
+        lambda *, lr, rho, eps: optax.chain(optax.scale(-lr), optax.scale_by_adadelta(rho, eps))),
+    "adam, epsilon inside the root": ("adam", {"eps": 1e-3},
+        lambda *, lr, betas, eps, amsgrad: optax.adam(lr, *betas, eps=0.0, eps_root=eps)),
+    "adam, no bias correction": ("adam", {},
+        lambda *, lr, betas, eps, amsgrad:
+            optax.chain(optax.scale_by_amsgrad(*betas, eps=eps, bias_correction_mu=False), optax.scale(-lr))),
+    "adam, decay decoupled": ("adam", {"weight_decay": 0.1},
+        lambda *, lr, betas, eps, weight_decay, amsgrad: optax.adamw(lr, *betas, eps, weight_decay=weight_decay)),
+    "adam, the amsgrad of optax": ("adam", {"amsgrad": True, "betas": (0.8, 0.6)},
+        lambda *, lr, betas, eps, amsgrad: optax.amsgrad(lr, *betas, eps)),
+    "adamw, decay coupled": ("adamw", {},
+        lambda *, lr, betas, eps, weight_decay, amsgrad:
+            framed(optax.scale_by_adam(*betas, eps), lr, weight_decay=weight_decay)),
+    "adamax, no bias correction": ("adamax", {},
+        lambda *, lr, betas, eps:
+            optax.chain(optax.scale_by_adamax(*betas, eps),
+                        optax.scale_by_schedule(lambda t: 1 - betas[0] ** (t + 1.0)), optax.scale(-lr))),
     "nadam, the momentum of optax": ("nadam", {}, lambda *, lr, betas, eps: optax.nadam(lr, *betas, eps)),
-    "radam, epsilon after the bias correction": (
-        "radam",
-        {"betas": (0.8, 0.95), "eps": 1e-2},
-        lambda *, lr, betas, eps: optax.radam(lr, *betas, eps),
-    ),
+    "radam, epsilon after the bias correction": ("radam", {"betas": (0.8, 0.95), "eps": 1e-2},
+        lambda *, lr, betas, eps: optax.radam(lr, *betas, eps)),
     "sparseadam, every row": ("sparseadam", {}, lambda *, lr, betas, eps: optax.adam(lr, *betas, eps)),
-    "adafactor, decay without the rate": (
-        "adafactor",
-        {"weight_decay": 0.1},
-        lambda *, lr, weight_decay: optax.adafactor(lr, min_dim_size_to_factor=1, weight_decay_rate=weight_decay),
-    ),
-    "adafactor, a rate above 1 / sqrt(t)": (
-        "adafactor",
-        {"lr": 0.8},
-        lambda *, lr: optax.adafactor(lr, min_dim_size_to_factor=1),
-    ),
-    "muon, decay missing": (
-        "muon",
-        {"weight_decay": 10.0},
-        lambda *, lr, momentum, nesterov: optax.contrib.muon(lr, beta=momentum, nesterov=nesterov),
-    ),
-    "muon, epsilon added to the norm": (
-        "muon",
-        {"eps": 4.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
-        lambda *, lr, eps: optax.contrib.muon(lr, beta=0.0, nesterov=False, eps=eps),
-    ),
-    "lbfgs, the first step of optax": (
-        "lbfgs",
-        {"max_iter": 1, "lr": 0.5, "history_size": 3},
-        lambda *, lr, history_size: optax.lbfgs(lr, memory_size=history_size, linesearch=None),
-    ),
-}
+    "adafactor, decay without the rate": ("adafactor", {"weight_decay": 0.1},
+        lambda *, lr, weight_decay: optax.adafactor(lr, min_dim_size_to_factor=1, weight_decay_rate=weight_decay)),
+    "adafactor, a rate above 1 / sqrt(t)": ("adafactor", {"lr": 0.8},
+        lambda *, lr: optax.adafactor(lr, min_dim_size_to_factor=1)),
+    "muon, decay missing": ("muon", {"weight_decay": 10.0},
+        lambda *, lr, momentum, nesterov: optax.contrib.muon(lr, beta=momentum, nesterov=nesterov)),
+    "muon, epsilon added to the norm": ("muon", {"eps": 4.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+        lambda *, lr, eps: optax.contrib.muon(lr, beta=0.0, nesterov=False, eps=eps)),
+    "lbfgs, the first step of optax": ("lbfgs", {"max_iter": 1, "lr": 0.5, "history_size": 3},
+        lambda *, lr, history_size: optax.lbfgs(lr, memory_size=history_size, linesearch=None)),
+}  # fmt: skip
 """What is wrong -> the optimizer, settings of torch's, and a transformation with the fault."""
 
 
@@ -277,6 +211,7 @@ def test_optax_rprop_is_one_step_behind():
 
 @pytest.mark.parametrize(("name", "entry"), [("NAdam", "mu_product"), ("ASGD", "eta")])
 def test_torch_keeps_a_scalar_of_float64_parameters_in_float32(name, entry):
+    # unless the default dtype is float64; torch's `_get_scalar_dtype`
     p = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     optimizer = getattr(torch.optim, name)([p], lr=0.1)
     _steps_of(optimizer, p, (1,))

@@ -7,16 +7,15 @@ import io
 import linecache
 import logging
 import math
-import operator
 import os
 import re
 import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import count
 from pathlib import Path
 from types import FunctionType
@@ -48,9 +47,6 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.instance import leaves, map_leaves
 from gradcheck_suite.run.observer import Forward, kinds_of, replaced_forwards
 
-# The source lines of exported operations and of errors, in the user's code.
-
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -59,10 +55,9 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 def source_line(node: fx.Node) -> str:
     """Return ` (FILE, line N: code)` of the innermost frame in the user's code, or an empty string."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    foreign = [f for f in frames if _is_the_users(f["file"])]
     if not frames:
         return ""
-    frame = (foreign or frames)[-1]
+    frame = ([f for f in frames if _is_the_users(f["file"])] or frames)[-1]
     return f" ({Path(frame['file']).name}, line {frame['line']}: {frame['code'].strip()})"
 
 
@@ -82,11 +77,6 @@ class Place:
     line: str
     function: str
 
-    @property
-    def is_a_librarys(self) -> bool:
-        """Whether the line is in an installed package."""
-        return any(part in ("site-packages", "dist-packages") for part in Path(self.file).parts)
-
 
 def place_of_error(error: BaseException) -> Place | None:
     """Return an exception's innermost line in the user's code, or None."""
@@ -100,9 +90,6 @@ def place_of_error(error: BaseException) -> Place | None:
 
 def _is_the_users(file: str) -> bool:
     return not file.startswith((_TORCH, _PACKAGE, "<"))
-
-
-# The lines that help where a loss takes a Python decision on the values of tensors, which `torch.export` refuses.
 
 
 LOSS = """\
@@ -174,10 +161,7 @@ def _call(function: str, *arguments: ast.expr) -> ast.expr:
 
 
 def _joined(parts: list[ast.expr], operator: ast.operator) -> ast.expr:
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = ast.BinOp(joined, operator, part)
-    return joined
+    return reduce(lambda left, right: ast.BinOp(left, operator, right), parts)
 
 
 def _computed(code: str) -> str:
@@ -204,18 +188,6 @@ def rewrite_of(line: str) -> str:
             return ASSERTION
     computed = _computed(line)
     return NUMBER if computed == ast.unparse(ast.parse(line)) else computed
-
-
-def in_a_copy_of(name: str, lines: str) -> str:
-    """Return the lines with a first one that says to put them into a copy of a library's function."""
-    return COPY.format(name=name, lines=lines)
-
-
-# What `torch.export` drops of a loss: gradient hooks, and the backwards of custom `autograd.Function`s.
-#
-# Neither leaves a trace in the exported graph. A hook is refused. Of a custom function JAX differentiates the
-# forward, and `custom_functions` holds its backward to that; where the two differ on purpose, the graph keeps a call
-# of the backward itself.
 
 
 _CUSTOM_OPERATION = "GeneratedBackwardFor_"
@@ -306,14 +278,8 @@ def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Bat
     return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(_CUSTOM_OPERATION))
 
 
-# Custom `autograd.Function`s in an exported graph: their forward, or also a call of their own backward.
-#
-# A backward that differs from the derivative of the forward on purpose (a straight-through estimator, a bounded
-# slope) is declared with `accept_backward`. JAX then differentiates the rest of the loss, and calls the backward in
-# torch.
-
-
 ACCEPTED: set[type] = set()
+"""Custom functions whose backward differs from the derivative of their forward on purpose: it is called in torch."""
 _FunctionT = TypeVar("_FunctionT", bound=type)
 _CALLS: dict[int, tuple[Any, list[Any], Any]] = {}
 _NUMBERS = count()
@@ -341,6 +307,15 @@ def accept_backward(function: _FunctionT) -> _FunctionT:
         )
     ACCEPTED.add(function)
     return function
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def real_results(out: Any) -> list[torch.Tensor]:
+    """Return the tensors of floating point among what a custom function returned."""
+    return [x for x in (out if isinstance(out, tuple) else (out,)) if _is_real(x)]
 
 
 class _WithoutDetaching(TorchFunctionMode):
@@ -381,11 +356,8 @@ def _with_its_backward(kind: type) -> Any:
             out = _differentiated(forward, first)(*arguments)
             if first:
                 arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
-            several = out if isinstance(out, tuple) else (out,)
-            real = [i for i, x in enumerate(several) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-            tied = torch.ops.gradcheck_suite.own_backward([several[i] for i in real], tensors, number)
-            by_index = dict(zip(real, tied, strict=True))
-            after = tuple(by_index.get(i, x) for i, x in enumerate(several))
+            tied = iter(torch.ops.gradcheck_suite.own_backward(real_results(out), tensors, number))
+            after = tuple(next(tied) if _is_real(x) else x for x in (out if isinstance(out, tuple) else (out,)))
             return after if isinstance(out, tuple) else after[0]
 
         return exported
@@ -406,12 +378,9 @@ def exported_functions(functions: Collection[type], own: Collection[type]) -> It
     with replaced_forwards(replacements), ExitStack() as saving:
         for kind, _ in replacements:
             if kind.setup_context is not torch.autograd.Function.setup_context:  # type: ignore[attr-defined]
-                saving.enter_context(mock.patch.object(kind, "setup_context", staticmethod(_saves_nothing)))
+                saves_nothing = staticmethod(lambda ctx, inputs, output: None)
+                saving.enter_context(mock.patch.object(kind, "setup_context", saves_nothing))
         yield
-
-
-def _saves_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    pass
 
 
 @torch.library.custom_op("gradcheck_suite::own_backward", mutates_args=())
@@ -468,17 +437,9 @@ def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) ->
     remaining = (x.clone() for x in tensors)
     with torch.enable_grad():
         out = kind.apply(*pytree.tree_unflatten([next(remaining) if x is _TENSOR else x for x in others], spec))
-    several = out if isinstance(out, tuple) else (out,)
-    real = [x for x in several if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    pairs = [(x, _tensor(c)) for x, c in zip(real, cotangents, strict=True) if x.requires_grad]
-    found = torch.autograd.grad([x for x, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True)
-    return [_numbers(torch.zeros_like(x) if g is None else g) for x, g in zip(wanted, found, strict=True)]
-
-
-# Export of a loss to a graph of ATen operations, by `torch.export`.
-#
-# Only operations that are missing from the table are decomposed. Where torch has its own derivative formula for an
-# operation, the table's entry follows that formula's conventions; a decomposition would lose them.
+    pairs = [(x, _tensor(c)) for x, c in zip(real_results(out), cotangents, strict=True) if x.requires_grad]
+    real, weights = [x for x, _ in pairs], [c for _, c in pairs]
+    return [_numbers(g) for g in torch.autograd.grad(real, wanted, weights, allow_unused=True, materialize_grads=True)]
 
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -510,21 +471,10 @@ def _named_forward(function: Any) -> Any:
     return copy
 
 
-@dataclass(frozen=True)
-class Exported:
-    """An exported loss.
-
-    Attributes:
-        program: the exported and decomposed program.
-        default_float: torch's default dtype at export, to which some operations convert integers.
-    """
-
-    program: ExportedProgram
-    default_float: torch.dtype
-
-
-def export_loss(model: nn.Module, loss: LossFunction, batch: Batch, own_backwards: Collection[type] = ()) -> Exported:
-    """Export `loss(model, batch)` at this batch's shapes.
+def export_loss(
+    model: nn.Module, loss: LossFunction, batch: Batch, own_backwards: Collection[type] = ()
+) -> ExportedProgram:
+    """Export `loss(model, batch)` at this batch's shapes, to operations of the table.
 
     Args:
         model: a module.
@@ -547,12 +497,18 @@ def export_loss(model: nn.Module, loss: LossFunction, batch: Batch, own_backward
             program = torch.export.export(module, tensors, strict=False)
         except Exception as error:
             raise _not_exportable(error, model, loss, batch) from error
-        for graph_module in _graph_modules(program.graph_module):
-            _stop_gradients_without_grad(graph_module)
-        program = program.run_decompositions(_decompositions())
+        for graph_module in program.graph_module.modules():
+            if isinstance(graph_module, fx.GraphModule):
+                _stop_gradients_without_grad(graph_module)
+        # where torch has its own derivative formula for an operation, the table's entry follows that formula's
+        # conventions, which a decomposition would lose
+        decompositions = default_decompositions()
+        for op in [op for op in decompositions if isinstance(op, torch._ops.OpOverload) and lowering_of(op)]:
+            del decompositions[op]
+        program = program.run_decompositions(decompositions)
     for node in program.graph.nodes:
         _check(node)
-    return Exported(program, torch.get_default_dtype())
+    return program
 
 
 @contextmanager
@@ -578,27 +534,13 @@ def _operations_listed_once() -> Iterator[None]:
 
     That takes half of the time of a small export (torch 2.13); not reported upstream as far as known.
     """
-    with ExitStack() as undo:
-        utilities, name = torch._export.utils, "_materialize_cpp_cia_ops"
-        if (listing := getattr(utilities, name, None)) is not None:
-            setattr(utilities, name, cache(listing))
-            undo.callback(setattr, utilities, name, listing)
+    utilities, name = torch._export.utils, "_materialize_cpp_cia_ops"
+    with (
+        mock.patch.object(utilities, name, cache(getattr(utilities, name)))
+        if hasattr(utilities, name)
+        else nullcontext()
+    ):
         yield
-
-
-def _decompositions() -> Any:
-    """Return torch's decompositions of the operations that the table lacks."""
-    decompositions = default_decompositions()
-    for op in list(decompositions):
-        if isinstance(op, torch._ops.OpOverload) and lowering_of(op) is not None:
-            del decompositions[op]
-    return decompositions
-
-
-def _graph_modules(root: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    for module in root.modules():
-        if isinstance(module, fx.GraphModule):
-            yield module
 
 
 # run_decompositions drops no_grad regions (torch 2.13); not reported upstream as far as known
@@ -609,14 +551,9 @@ def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
             continue
         region = getattr(graph_module, node.args[1].target)
         for inner in list(region.graph.nodes):
-            if inner.op != "call_function" or inner.target is operator.getitem:
-                continue
-            if not isinstance(inner.target, torch._ops.OpOverload):
-                continue
-            detached = partial(_detached, region.graph)
-            with region.graph.inserting_before(inner):
-                inner.args = fx.map_arg(inner.args, detached)
-                inner.kwargs = fx.map_arg(inner.kwargs, detached)
+            if inner.op == "call_function" and isinstance(inner.target, torch._ops.OpOverload):
+                with region.graph.inserting_before(inner):
+                    inner.args, inner.kwargs = fx.map_arg((inner.args, inner.kwargs), partial(_detached, region.graph))
         region.recompile()
 
 
@@ -639,15 +576,17 @@ def _check(node: fx.Node) -> None:
     op = operation_of(node)
     if node.op != "call_function" or not isinstance(op, torch._ops.OperatorBase):
         return
-    name = _name(op)
+    name, register = f"torch.ops.higher_order.{op}", ""
     if isinstance(op, torch._ops.OpOverload):
         if lowering_of(op) is not None:
             return
         if torch.Tag.nondeterministic_seeded in op.tags:
-            raise RandomnessError(random_message(f"{name} draws random numbers", node))
-    register = f"register one with @gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or "
-    advice = f"{register if isinstance(op, torch._ops.OpOverload) else ''}replace the operation"
-    raise UnknownOperation(f"the bridge has no JAX implementation of {name}{source_line(node)}: {advice}")
+            raise RandomnessError(random_message(f"{op} draws random numbers", node))
+        name = str(op)
+        register = f"register one with @gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or "
+    raise UnknownOperation(
+        f"the bridge has no JAX implementation of {name}{source_line(node)}: {register}replace the operation"
+    )
 
 
 def random_message(what: str, node: fx.Node) -> str:
@@ -656,10 +595,6 @@ def random_message(what: str, node: fx.Node) -> str:
         f"{what}{source_line(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
         "or make the random numbers part of the batch"
     )
-
-
-def _name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"torch.ops.higher_order.{target}"
 
 
 def _not_exportable(error: Exception, model: nn.Module, loss: LossFunction, batch: Batch) -> NotExportable:
@@ -695,7 +630,8 @@ def _rewrite(place: Place, model: nn.Module, loss: LossFunction, batch: Batch) -
     if _of_logits_helps(model, loss, batch):
         return LOSS
     lines = rewrite_of(place.line)
-    return in_a_copy_of(place.function, lines) if place.is_a_librarys and "<" not in place.function else lines
+    installed = {"site-packages", "dist-packages"}.intersection(Path(place.file).parts)
+    return COPY.format(name=place.function, lines=lines) if installed and "<" not in place.function else lines
 
 
 def _of_logits_helps(model: nn.Module, loss: LossFunction, batch: Batch) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from pathlib import Path
@@ -15,18 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradcheck_suite.bridge.exporting import (
     ACCEPTED,
-    Exported,
     LossFunction,
     export_loss,
     functions_of,
     operation_of,
     random_message,
+    real_results,
     restored,
     source_line,
 )
@@ -46,25 +47,6 @@ from gradcheck_suite.reference.programs import PROGRAMS, device
 from gradcheck_suite.run.instance import leaves, map_leaves
 from gradcheck_suite.run.observer import Forward, replaced_forwards
 
-# The calls of an exported graph, each run in JAX and checked against the shape and dtype that torch recorded.
-
-
-@dataclass(frozen=True)
-class GraphCall:
-    """One call of the graph.
-
-    Attributes:
-        node: the graph's node.
-        function: the JAX implementation, or the Python function that the graph calls.
-        is_op: whether the node calls an ATen or custom operation.
-        is_dynamic: whether the shape of the result depends on values.
-    """
-
-    node: fx.Node
-    function: Callable[..., Any]
-    is_op: bool
-    is_dynamic: bool = False
-
 
 def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Return `with_effects` of an operation: (token, operation, arguments) -> (token, results)."""
@@ -77,68 +59,47 @@ def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def graph_calls(graph_module: fx.GraphModule) -> list[GraphCall]:
-    """Return the calls of a graph, in order of execution."""
-    calls = []
-    for node in graph_module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        op = operation_of(node)
-        if isinstance(op, torch._ops.OpOverload):
-            lowering = lowering_of(op)
-            assert lowering is not None
-            function = lowering if op is node.target else _after_token(lowering)
-            calls.append(GraphCall(node, function, True, is_dynamic(op)))
-        else:
-            calls.append(GraphCall(node, node.target, False))
-    return calls
+def _function_of(node: fx.Node) -> Callable[..., Any]:
+    """Return the JAX implementation of what a node calls, or the Python function that it calls."""
+    op = operation_of(node)
+    function: Any = lowering_of(op) if _is_op(node) else node.target
+    lowering: Callable[..., Any] = function if op is node.target else _after_token(function)
+    return lowering
 
 
-def low_precision_operations(calls: tuple[GraphCall, ...]) -> tuple[str, ...]:
-    """Return the operations whose results are floats of less than 64 bits, each with its source line."""
-    found = []
-    for call in calls:
-        value = call.node.meta.get("val")
+def _is_op(node: fx.Node) -> bool:
+    return isinstance(operation_of(node), torch._ops.OpOverload)
+
+
+def _low_precision_operations(nodes: Iterable[fx.Node]) -> Iterator[str]:
+    """Yield the operations whose results are floats of less than 64 bits, each with its source line."""
+    for node in nodes:
+        value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
             # `getitem` picks one of several results; the operation is the call that made them
-            source = call.node.args[0]
-            node = source if call.node.target is operator.getitem and isinstance(source, fx.Node) else call.node
-            found.append(f"{node.target}{source_line(node)}")
-    return tuple(found)
+            source = node.args[0] if node.target is operator.getitem else node
+            source = source if isinstance(source, fx.Node) else node
+            yield f"{source.target}{source_line(source)}"
 
 
-def run_graph_call(call: GraphCall, values: dict[Any, Any]) -> Any:
-    """Return the result of a call.
-
-    Args:
-        call: the call.
-        values: the results of earlier calls, by node name.
+def _run(node: fx.Node, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """Return the result of a call, given the results of earlier calls by node name.
 
     Raises:
         RandomnessError: the operation draws random numbers.
         WrongLowering: the JAX function failed, or its result has another shape or dtype than torch's.
     """
-    node = call.node
-
-    def value_of(argument: fx.Node) -> Any:
-        return values[argument.name]
-
-    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
-    if not call.is_op:
-        out = call.function(*args, **kwargs)
-    else:
-        try:
-            out = call.function(*args, **kwargs)
-        except RandomnessError as error:
-            raise RandomnessError(random_message(str(error), node)) from None
-        except BridgeError:
-            raise
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            raise  # a Python decision on a traced value: the caller runs the program without jit instead
-        except Exception as error:
-            raise WrongLowering(
-                f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
-            ) from error
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: values[argument.name])
+    try:
+        out = function(*args, **kwargs)
+    except RandomnessError as error:
+        raise RandomnessError(random_message(str(error), node)) from None
+    except (BridgeError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        raise  # JAX's: a Python decision on a traced value; the caller runs the program without jit instead
+    except Exception as error:
+        raise WrongLowering(
+            f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
+        ) from error
     _check_shape_and_dtype(node, out)
     return out
 
@@ -148,8 +109,7 @@ def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
     expected = node.meta.get("val")
     if not isinstance(expected, torch.Tensor):
         return
-    dtype = jax_dtype(expected.dtype)
-    shape = tuple(expected.shape)
+    dtype, shape = jax_dtype(expected.dtype), tuple(expected.shape)
     known = all(isinstance(n, int) for n in shape)
     weak = getattr(out, "weak_type", False)
     if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
@@ -176,22 +136,27 @@ class Lowered:
             that precision (`.float()` in a norm, a loss, a rotary embedding); torch and JAX agree only to it.
     """
 
-    def __init__(self, exported: Exported, model: nn.Module) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
         self.parameters = tuple(name for name, _ in model.named_parameters())
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.buffers = tuple(name for name, _ in model.named_buffers())
-        self._default_float = exported.default_float
-        program = exported.program
+        self._default_float = torch.get_default_dtype()
         self._names = _canonical_names(model)
         self._inputs: list[tuple[str, str | int]] = []
         self._constants: Arrays = {}
         self._read_inputs(program)
         self._outputs, self._loss = self._read_outputs(program)
-        self._calls = tuple(graph_calls(program.graph_module))
-        self.operations = sum(call.is_op for call in self._calls)
-        self.narrow = low_precision_operations(self._calls)
+        nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+        operations = [node for node in nodes if _is_op(node)]
+        self._calls = [(node, _function_of(node)) for node in nodes]
+        self.operations = len(operations)
+        self.narrow = tuple(_low_precision_operations(nodes))
         self._text = f"{program.graph} {program.graph_signature} {self.trainable} {self._inputs}"
-        self._needs_values = any(call.is_dynamic for call in self._calls)
+        self._needs_values = any(is_dynamic(operation_of(node)) for node in operations)
+        # functions that users registered: their names do not identify what they compute
+        own = f"{__package__}.ops."
+        functions = [lowering_of(operation_of(node)) for node in operations]
+        self._foreign = tuple(id(function) for function in functions if not function.__module__.startswith(own))
 
     def _read_inputs(self, program: Any) -> None:
         position = 0
@@ -245,18 +210,11 @@ class Lowered:
             inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
         """
         with default_float_is(self._default_float):
-            values: dict[Any, Any] = dict(self._constants)
-            for name, source in self._inputs:
-                if isinstance(source, int):
-                    values[name] = inputs[source]
-                else:
-                    values[name] = parameters[source] if source in parameters else buffers[source]
-            for call in self._calls:
-                values[call.node.name] = run_graph_call(call, values)
-            after = dict(buffers)
-            for name, value in self._outputs.items():
-                after[name] = values[value.name]
-            return values[self._loss.name], after
+            given: dict[Any, Any] = {**buffers, **parameters, **dict(enumerate(inputs))}
+            values = {**self._constants, **{name: given[source] for name, source in self._inputs}}
+            for node, function in self._calls:
+                values[node.name] = _run(node, function, values)
+            return values[self._loss.name], {**buffers, **{name: values[x.name] for name, x in self._outputs.items()}}
 
     @cached_property
     def gradient_function(self) -> Callable[..., Any]:
@@ -267,13 +225,6 @@ class Lowered:
             return self({**frozen, **trainable}, buffers, inputs)
 
         return jax.value_and_grad(loss, has_aux=True)
-
-    @cached_property
-    def _foreign(self) -> tuple[int, ...]:
-        """Ids of the functions registered by users: their names do not identify what they compute."""
-        own = f"{__package__}.ops."
-        functions = [call.function for call in self._calls if call.is_op]
-        return tuple(id(function) for function in functions if not function.__module__.startswith(own))
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -370,12 +321,6 @@ def jax_gradient(
     return lower(model, loss, batch).value_and_gradient(*arguments_of(model, batch), jit=jit)[1]
 
 
-# Custom `autograd.Function`s whose backward is not the derivative of their forward, as JAX computes it.
-#
-# Each is called by itself on the arguments that the loss gives it, in float64. The gradient of a random combination
-# of its outputs is computed by its own backward and by JAX, which differentiates the forward.
-
-
 MOST = 4
 """Number of calls of a function that are judged, each of other shapes or other arguments than the ones before."""
 RELATIVE = 1e-10
@@ -455,23 +400,22 @@ def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple
 
 
 class _Call(nn.Module):
-    """A call of a custom function as a module: its parameters are the arguments that require a gradient."""
+    """A call of a custom function in float64, as a module: its parameters are the arguments that require a gradient.
+
+    The gradient of a random combination of the outputs is computed by the function's own backward and by JAX.
+    """
 
     def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
         super().__init__()
-        self.kind = kind
-        leaves, self._spec = pytree.tree_flatten(list(arguments))
-        self.numbers: list[int] = []
-        self._leaves: list[Any] = []
+        self._leaves, self._spec = pytree.tree_flatten(list(arguments))
+        self.kind, self.numbers = kind, []
         described = []
-        for i, value in enumerate(leaves):
+        for i, value in enumerate(self._leaves):
             if not isinstance(value, torch.Tensor):
-                self._leaves.append(value)
                 described.append(repr(value))
                 continue
             copy = value.detach().clone()
             copy = copy.double() if copy.is_floating_point() else copy
-            self._leaves.append(None)
             if value.requires_grad and copy.is_floating_point():
                 self.register_parameter(f"argument_{i}", nn.Parameter(copy))
                 self.numbers.append(i)
@@ -485,9 +429,7 @@ class _Call(nn.Module):
         leaves = list(self._leaves)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             leaves[int(name.removeprefix("argument_"))] = tensor.clone()  # the function may write to it
-        out = self.kind.apply(*pytree.tree_unflatten(leaves, self._spec))
-        several = out if isinstance(out, tuple) else (out,)
-        return [x for x in several if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        return real_results(self.kind.apply(*pytree.tree_unflatten(leaves, self._spec)))
 
 
 def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
@@ -496,73 +438,53 @@ def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
 
 def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
     wanted = list(call.parameters())
-    found = torch.autograd.grad(_combined(call, weights), wanted, allow_unused=True)
-    return [np.zeros(tuple(x.shape)) if g is None else g.numpy() for x, g in zip(wanted, found, strict=True)]
+    found = torch.autograd.grad(_combined(call, weights), wanted, allow_unused=True, materialize_grads=True)
+    return [g.numpy() for g in found]
 
 
 def _judged(call: _Call) -> WrongBackward | None:
     generator = torch.Generator().manual_seed(0)
     try:
-        outputs = call()
         weights = [
-            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * x.requires_grad for x in outputs
+            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * x.requires_grad for x in call()
         ]
         own = _own_gradient(call, weights)
         lowered = lower(call, _combined, weights)
         by_name = lowered.value_and_gradient(*arguments_of(call, weights), jit=False)[1]
-        derivative = [by_name[name] for name in lowered.trainable]
         unit = UNIT[bool(lowered.narrow)]
-        noise = _noise(call, weights, own, unit, generator)
+        # by how much the function's own gradient changes where its inputs change by one roundoff
+        noise, points = [0.0] * len(own), [x.detach().clone() for x in call.parameters()]
+        for _ in range(DRAWS):
+            with torch.no_grad():
+                for x, point in zip(call.parameters(), points, strict=True):
+                    x.copy_(point * (1 + unit * torch.randint(-1, 2, point.shape, generator=generator)))
+            moved = _own_gradient(call, weights)
+            noise = [max(n, _largest(a - b)) for n, a, b in zip(noise, moved, own, strict=True)]
     except (BridgeError, RuntimeError, TypeError, ValueError):
         return None  # it cannot be called by itself
     relative = max(RELATIVE, 2 * unit * len(lowered.narrow))
-    for number, got, right, rounding in zip(call.numbers, own, derivative, noise, strict=True):
-        if wrong := _compared(call.kind, number, got, right, (relative, rounding)):
+    for number, got, name, rounding in zip(call.numbers, own, lowered.trainable, noise, strict=True):
+        if wrong := _compared(call.kind, number, got, by_name[name], (relative, NOISE * rounding)):
             return wrong
     return None
 
 
-def _noise(
-    call: _Call,
-    weights: list[torch.Tensor],
-    own: list[npt.NDArray[np.float64]],
-    unit: float,
-    generator: torch.Generator,
-) -> list[float]:
-    """Return by how much the function's own gradient changes where its inputs change by one roundoff."""
-    largest = [0.0] * len(own)
-    points = [x.detach().clone() for x in call.parameters()]
-    for _ in range(DRAWS):
-        with torch.no_grad():
-            for x, point in zip(call.parameters(), points, strict=True):
-                x.copy_(point * (1 + unit * torch.randint(-1, 2, point.shape, generator=generator)))
-        for i, moved in enumerate(_own_gradient(call, weights)):
-            change = np.abs(moved - own[i])
-            largest[i] = max(largest[i], float(np.max(change, initial=0, where=np.isfinite(change))))
-    with torch.no_grad():
-        for x, point in zip(call.parameters(), points, strict=True):
-            x.copy_(point)
-    return largest
+def _largest(x: npt.NDArray[np.float64]) -> float:
+    return float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))
 
 
 def _compared(
-    kind: type,
-    number: int,
-    got: npt.NDArray[np.float64],
-    right: npt.NDArray[np.float64],
-    tolerances: tuple[float, float],
+    kind: type, number: int, got: npt.NDArray[Any], right: npt.NDArray[Any], tolerances: tuple[float, float]
 ) -> WrongBackward | None:
-    relative, rounding = tolerances
+    largest = max(_largest(got), _largest(right))
+    allowed = tolerances[0] * largest + tolerances[1]
     with np.errstate(all="ignore"):
         off = np.where((got == right) | (np.isnan(got) & np.isnan(right)), 0, np.abs(got - right))
-    largest = max(float(np.max(np.abs(x), initial=0, where=np.isfinite(x))) for x in (got, right))
-    allowed = relative * largest + NOISE * rounding
-    worst = float(np.max(np.where(np.isnan(off), np.inf, off), initial=0))
-    if worst <= allowed:
-        return None
-    factor: float | None = np.inf
-    if np.any(right):
-        with np.errstate(all="ignore"):
+        worst = float(np.max(np.where(np.isnan(off), np.inf, off), initial=0))
+        if worst <= allowed:
+            return None
+        factor: float | None = np.inf
+        if np.any(right):
             factor = float(np.sum(got * right) / np.sum(right * right))
             factor = factor if np.max(np.abs(got - factor * right)) <= allowed else None
     return WrongBackward(kind, number, worst / (largest or 1.0), allowed / (largest or 1.0), factor)

@@ -6,11 +6,12 @@ which stands for all overloads. torch decomposes the operations that are not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce, wraps
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from gradcheck_suite.errors import UsageError
-
-# Errors of the bridge. Each message names the operation, the line that uses it, and what to do.
 
 
 class BridgeError(UsageError):
@@ -53,17 +52,10 @@ class WrongLowering(BridgeError):
     """A registered JAX function failed, or returned another shape or dtype than torch."""
 
 
-# The table of ATen operations and their JAX implementations.
-#
-# An operation is looked up by its full name (`aten.add.Tensor`), then by the name without the overload (`aten.add`),
-# which stands for all overloads. torch decomposes the operations that are not in the table, and no others.
-
-
 Lowering = Callable[..., Any]
 _LoweringT = TypeVar("_LoweringT", bound=Lowering)
 
 _TABLE: dict[str, Lowering] = {}
-_FAMILY: dict[str, str] = {}
 DYNAMIC: set[str] = set()
 """Operations whose result's shape depends on values: a program with one of them runs without `jax.jit`."""
 
@@ -99,13 +91,18 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
     def register(lowering: _LoweringT) -> _LoweringT:
         for name in names:
             _TABLE[name] = lowering
-            _FAMILY[name] = lowering.__module__.rpartition(".")[2]
-            DYNAMIC.discard(name)
-            if dynamic:
-                DYNAMIC.add(name)
+            (DYNAMIC.add if dynamic else DYNAMIC.discard)(name)
         return lowering
 
     return register
+
+
+def register_table(
+    lowerings: Mapping[str, Lowering], wrapped: Callable[[Lowering], Lowering] = lambda function: function
+) -> None:
+    """Register each of several operations, after `wrapped` is applied to its function."""
+    for name, lowering in lowerings.items():
+        register_op(name)(wrapped(lowering))
 
 
 def _names(op: torch._ops.OpOverload) -> tuple[str, str]:
@@ -126,39 +123,13 @@ def is_dynamic(op: torch._ops.OpOverload) -> bool:
 
 def table() -> dict[str, str]:
     """Return every registered name and its family: the name of the module that registered it."""
-    return dict(sorted(_FAMILY.items()))
-
-
-# torch's type promotion in JAX.
-#
-# JAX promotes by its own lattice and treats Python numbers as weakly typed. torch has three priorities (tensors with
-# dimensions, zero-dimensional tensors, Python numbers), and an operand of a lower priority changes the dtype only if
-# its category (boolean, integer, float, complex) is higher. Every lowered operation calls `promote`, so that no
-# result is weakly typed. Source: "Tensor attributes, type promotion" of torch's documentation.
+    return {name: lowering.__module__.rpartition(".")[2] for name, lowering in sorted(_TABLE.items())}
 
 
 jax.config.update("jax_enable_x64", True)
 
 Array = jax.Array
 _DEFAULT_FLOAT: ContextVar[torch.dtype | None] = ContextVar("default_float", default=None)
-
-_JAX = {
-    torch.bool: jnp.bool_,
-    torch.uint8: jnp.uint8,
-    torch.uint16: jnp.uint16,
-    torch.uint32: jnp.uint32,
-    torch.uint64: jnp.uint64,
-    torch.int8: jnp.int8,
-    torch.int16: jnp.int16,
-    torch.int32: jnp.int32,
-    torch.int64: jnp.int64,
-    torch.float16: jnp.float16,
-    torch.bfloat16: jnp.bfloat16,
-    torch.float32: jnp.float32,
-    torch.float64: jnp.float64,
-    torch.complex64: jnp.complex64,
-    torch.complex128: jnp.complex128,
-}
 
 
 @contextmanager
@@ -173,7 +144,7 @@ def default_float_is(dtype: torch.dtype) -> Iterator[None]:
 
 def jax_dtype(dtype: torch.dtype) -> Any:
     """Return the JAX dtype of a torch dtype."""
-    return jnp.dtype(_JAX[dtype])
+    return jnp.dtype(getattr(jnp, str(dtype).removeprefix("torch.")))
 
 
 def default_float() -> Any:
@@ -208,11 +179,9 @@ def _number_dtype(number: Any) -> Any:
     return _default_complex() if isinstance(number, complex) else default_float()
 
 
-def _joined(dtypes: list[Any]) -> Any:
-    joined = None
-    for dtype in dtypes:
-        joined = dtype if joined is None else jnp.promote_types(joined, dtype)
-    return joined
+def _joined(dtypes: Iterable[Any]) -> Any:
+    dtypes = list(dtypes)
+    return reduce(jnp.promote_types, dtypes) if dtypes else None
 
 
 def _over(high: Any, low: Any) -> Any:
@@ -229,11 +198,17 @@ def _over(high: Any, low: Any) -> Any:
 
 
 def result_dtype(*operands: Any) -> Any:
-    """Return the dtype in which torch computes with these operands: arrays or Python numbers."""
+    """Return the dtype in which torch computes with these operands: arrays or Python numbers.
+
+    JAX promotes by its own lattice and treats Python numbers as weakly typed. torch has three priorities (tensors with
+    dimensions, zero-dimensional tensors, Python numbers), and an operand of a lower priority changes the dtype only if
+    its category (boolean, integer, float, complex) is higher. Every lowered operation calls `promote`, so that no
+    result is weakly typed. Source: "Tensor attributes, type promotion" of torch's documentation.
+    """
     arrays = [x for x in operands if hasattr(x, "dtype")]
-    numbers = _joined([_number_dtype(x) for x in operands if not hasattr(x, "dtype")])
-    sized = _joined([jnp.dtype(x.dtype) for x in arrays if x.ndim])
-    scalars = _joined([jnp.dtype(x.dtype) for x in arrays if not x.ndim])
+    numbers = _joined(_number_dtype(x) for x in operands if not hasattr(x, "dtype"))
+    sized = _joined(jnp.dtype(x.dtype) for x in arrays if x.ndim)
+    scalars = _joined(jnp.dtype(x.dtype) for x in arrays if not x.ndim)
     return _over(_over(sized, scalars), numbers)
 
 
@@ -248,6 +223,19 @@ def promote(*operands: Any, floating: bool = False) -> list[Array]:
     if floating and not is_inexact(dtype):
         dtype = default_float()
     return [jnp.asarray(x, dtype) for x in operands]
+
+
+def on_vectors(function: _LoweringT) -> _LoweringT:
+    """Return the function of tensors with axes for a first tensor without any, which torch takes as a vector of one."""
+
+    @wraps(function)
+    def lowering(self: Array, *args: Any, **kwargs: Any) -> Any:
+        if self.ndim:
+            return function(self, *args, **kwargs)
+        flat = [x.reshape(-1) if isinstance(x, Array) else x for x in args]
+        return jax.tree.map(lambda x: x.reshape(()), function(self.reshape(1), *flat, **kwargs))
+
+    return cast("_LoweringT", lowering)
 
 
 def absolute(x: Array) -> Array:
@@ -265,9 +253,6 @@ def to_array(tensor: torch.Tensor) -> Array:
     if tensor.dtype is torch.bfloat16:
         return jax.device_put(tensor.to(torch.float32).numpy().astype(jnp.bfloat16))
     return jax.device_put(np.array(tensor.numpy(force=True)))
-
-
-# JAX functions with given derivatives, for points where torch's derivative is a convention and not a limit.
 
 
 @jax.custom_jvp
@@ -292,6 +277,8 @@ _with_derivatives.defjvp(_jvp, symbolic_zeros=True)
 
 def with_derivatives(value: Array, *inputs_and_derivatives: tuple[Array, Array]) -> Array:
     """Return `value` as a function of some inputs with given partial derivatives. Second derivatives are wrong.
+
+    It serves where torch's derivative is a convention and not a limit.
 
     Args:
         value: the function's value.

@@ -2,24 +2,22 @@
 
 A layer or loss is implemented twice, in torch as its users write it and in JAX from the mathematics. The two
 implementations share nothing but the values of parameters and data. Adding a layer or a loss means adding one record to
-one family's file.
+the `KINDS` of one file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gradcheck_suite.errors import UsageError
-
-# Signals, the type and shape of an item between two layers, and the rules of layers and losses about them.
-
 
 Options = Mapping[str, Any]
 Form = Literal["vector", "sequence", "image", "tokens"]
@@ -52,6 +50,11 @@ class Signal:
         """Length of the feature axis: D, or C for an image."""
         return self.size[0] if self.form == "image" else self.size[-1]
 
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Lengths of the axes that have one feature row each: () for a vector, (T,) for a sequence, (H, W)."""
+        return self.size[1:] if self.form == "image" else self.size[:-1]
+
     def with_features(self, features: int) -> Signal:
         """Return a signal of the same form whose feature axis has another length."""
         size = (features, *self.size[1:]) if self.form == "image" else (*self.size[:-1], features)
@@ -76,12 +79,28 @@ def product(**choices: Sequence[Any]) -> list[Options]:
     return sorted(combinations, key=lambda c: sum(choices[n].index(v) for n, v in c.items()))
 
 
-def on(*forms: Form, min_features: int = 1, **choices: Sequence[Any]) -> Variants:
-    """Return `variants`: every combination of the choices, for signals of these forms with enough features."""
-    options = product(**choices)
+def on(
+    *forms: Form,
+    options: Sequence[Options] | None = None,
+    fits: Callable[[Signal, Options], bool] = lambda signal, options: True,
+    min_features: int = 1,
+    **choices: Sequence[Any],
+) -> Variants:
+    """Return the `variants` of a layer or a loss.
+
+    Args:
+        forms: the signals that it accepts.
+        options: the variants, simplest first; by default every combination of the choices.
+        fits: (signal, options) -> whether this signal has this variant.
+        min_features: the smallest number of features that it accepts.
+        choices: values of each option, the simplest first.
+    """
+    every = product(**choices) if options is None else options
 
     def variants(signal: Signal) -> Sequence[Options]:
-        return options if signal.form in forms and signal.features >= min_features else ()
+        if signal.form not in forms or signal.features < min_features:
+            return ()
+        return [o for o in every if fits(signal, o)]
 
     return variants
 
@@ -95,39 +114,43 @@ _FORM_NAMES = {
 }
 
 
-def expect(condition: bool, kind: str, expected: str, received: object) -> None:
-    """Raise a layer's `UsageError` where its options or its input do not fit."""
+def expect(condition: bool, expected: str, received: object) -> None:
+    """Raise `UsageError` where a layer's options or its input do not fit."""
     if not condition:
-        raise UsageError(f"layer {kind!r}: expected {expected}, got {received}")
+        raise UsageError(f"expected {expected}, got {received}")
 
 
-def expect_form(signal: Signal, kind: str, *forms: Form) -> None:
-    """Raise a layer's `UsageError` where its input has none of these forms."""
-    expect(signal.form in forms, kind, _FORM_NAMES.get(forms, f"a {forms[0]}"), signal)
+def expect_form(signal: Signal, *forms: Form) -> None:
+    """Raise `UsageError` where a layer's input has none of these forms."""
+    expect(signal.form in forms, _FORM_NAMES.get(forms, f"a {forms[0]}"), signal)
 
 
-def keeps_signal(name: str, *forms: Form) -> Callable[[Signal, Options], Signal]:
+def expect_counts(options: Options, *names: str) -> None:
+    """Raise `UsageError` where one of these options is below 1."""
+    for name in names:
+        expect(options[name] >= 1, f"{name} of at least 1", options[name])
+
+
+def keeps_signal(*forms: Form) -> Callable[[Signal, Options], Signal]:
     """Return `out` of a layer that accepts these forms and returns its input's signal."""
 
     def out(signal: Signal, options: Options) -> Signal:
-        expect_form(signal, name, *forms)
+        expect_form(signal, *forms)
         return signal
 
     return out
 
 
-def rows_to_features(name: str, *counts: str) -> Callable[[Signal, Options], Signal]:
+def rows_to_features(*counts: str) -> Callable[[Signal, Options], Signal]:
     """Return `out` of a layer that maps feature rows to rows of `features` features.
 
     Args:
-        name: the kind's name in specs.
         counts: further options that must be at least 1.
     """
 
     def out(signal: Signal, options: Options) -> Signal:
-        expect_form(signal, name, *ROWS)
-        for option in ("features", *counts):
-            expect(options[option] >= 1, name, f"{option} of at least 1", options[option])
+        expect_form(signal, *ROWS)
+        expect_counts(options, "features", *counts)
         return signal.with_features(options["features"])
 
     return out
@@ -142,6 +165,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 Tensors = Mapping[str, torch.Tensor]
 Arguments = Mapping[str, jax.Array]
 Implementation = Callable[[Options, Arguments, jax.Array, Arguments], jax.Array]
+Bools = npt.NDArray[np.bool_]
+Targets = Callable[[Signal, Options, np.random.Generator, Bools], Arrays]
+TorchLoss = Callable[[Options, torch.Tensor, Tensors, str], torch.Tensor]
+JaxLoss = Callable[[Options, jax.Array, Arguments], jax.Array]
 
 
 def no_extras(signal: Signal, options: Options, rng: np.random.Generator, items: int) -> Arrays:
@@ -189,6 +216,7 @@ class LayerDefinition:
         wraps: for layers made of other layers: `"residual"` adds the input to their output, `"shared"` applies them
             twice; `"sum"` and `"concat"` hand their input to each of them and join the outputs, by addition or along
             the features. Such a definition has no implementation of its own.
+        separable: whether the layer is separable over samples. One that is not needs no `jax_apply`.
     """
 
     name: str
@@ -201,11 +229,24 @@ class LayerDefinition:
     uses_mask: bool = False
     trainable: bool = False
     wraps: Literal["residual", "shared", "sum", "concat"] | None = None
+    separable: bool = True
 
     @property
     def parallel(self) -> bool:
         """Whether its inner layers are branches with the same input, rather than a chain."""
         return self.wraps in ("sum", "concat")
+
+
+def count_elements(options: Options, batch: Tensors) -> torch.Tensor:
+    """Return the number of elements of the target, a scalar."""
+    target = batch["target"]
+    return torch.tensor(target.numel(), device=target.device)
+
+
+def elements_per_item(options: Options, batch: Arguments) -> jax.Array:
+    """Return the number of elements of each item's target, (n,)."""
+    target = batch["target"]
+    return jnp.full(target.shape[0], float(np.prod(target.shape[1:], dtype=int)))
 
 
 @dataclass(frozen=True)
@@ -220,24 +261,26 @@ class LossDefinition:
             `ignored` is (items, T) for a sequence and (items,) otherwise, True where a target is ignored. A loss that
             cannot ignore targets reads only its length.
         torch_loss: (options, model output, batch, reduction) -> the scalar loss, written as users write it.
-        count: (options, batch) -> scalar tensor: the divisor of the mean.
         jax_items: (options, model output of shape (n, *size), batch) -> (n,): each item's summed loss.
+        count: (options, batch) -> scalar tensor: the divisor of the mean; by default the target's elements.
         jax_counts: (options, batch) -> (n,): each item's part of the divisor.
         maskable: options -> whether a micro-batch without valid targets has a zero gradient rather than 0/0.
         uniform: (signal, options) -> whether every item has the same count.
         drawn: whether the strategies draw this kind.
+        separable: whether the loss is separable over samples. The item losses of one that is not are never asked for.
     """
 
     name: str
     variants: Variants
-    targets: Callable[[Signal, Options, np.random.Generator, npt.NDArray[np.bool_]], Arrays]
-    torch_loss: Callable[[Options, torch.Tensor, Tensors, str], torch.Tensor]
-    count: Callable[[Options, Tensors], torch.Tensor]
-    jax_items: Callable[[Options, jax.Array, Arguments], jax.Array]
-    jax_counts: Callable[[Options, Arguments], jax.Array]
-    maskable: Callable[[Options], bool] = field(default=lambda options: False)
-    uniform: Callable[[Signal, Options], bool] = field(default=lambda signal, options: True)
+    targets: Targets
+    torch_loss: TorchLoss
+    jax_items: JaxLoss
+    count: Callable[[Options, Tensors], torch.Tensor] = count_elements
+    jax_counts: Callable[[Options, Arguments], jax.Array] = elements_per_item
+    maskable: Callable[[Options], bool] = lambda options: False
+    uniform: Callable[[Signal, Options], bool] = lambda signal, options: True
     drawn: bool = True
+    separable: bool = True
 
 
 # Sources of items: vectors, sequences, token sequences with padding, images, item indices.
@@ -258,9 +301,9 @@ def _normal(options: Options, rng: np.random.Generator, items: int, *size: int) 
     return {"x": x if values is None else VALUES[values](x)}
 
 
-def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> npt.NDArray[np.bool_]:
+def _prefix_mask(rng: np.random.Generator, items: int, length: int) -> Bools:
     """Return (items, length), True on a prefix of at least one position of each row."""
-    valid: npt.NDArray[np.bool_] = np.arange(length) < rng.integers(1, length + 1, (items, 1))
+    valid: Bools = np.arange(length) < rng.integers(1, length + 1, (items, 1))
     return valid
 
 

@@ -1,45 +1,20 @@
 """The tables of inputs, layers and losses, and the torch model that a spec describes.
 
-To add a kind, add its record to a family's `KINDS`; to add a family, add its module to the tables below.
+To add a kind, add its record to the `KINDS` of a file; to add a file, add it to the tables below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial, reduce
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue import (
-    activations,
-    classification_losses,
-    convolution,
-    definitions,
-    linear,
-    regression_losses,
-    sequences,
-)
-from gradcheck_suite.catalogue import activations as dropout
-from gradcheck_suite.catalogue import activations as feature_activations
-from gradcheck_suite.catalogue import activations as normalization
-from gradcheck_suite.catalogue import convolution as pooling
-from gradcheck_suite.catalogue import convolution as reshaping
-from gradcheck_suite.catalogue import linear as composites
-from gradcheck_suite.catalogue import linear as embedding_bag
-from gradcheck_suite.catalogue import linear as embeddings
-from gradcheck_suite.catalogue import linear as frozen_linear
-from gradcheck_suite.catalogue import linear as routing
-from gradcheck_suite.catalogue import linear as scaling
-from gradcheck_suite.catalogue import linear as second_input
-from gradcheck_suite.catalogue import linear as tied_weights
-from gradcheck_suite.catalogue import linear as weight_norm
+from gradcheck_suite.catalogue import definitions, further_layers, losses, positions, rows
 from gradcheck_suite.catalogue.definitions import (
-    Arguments,
     Arrays,
     InputDefinition,
     LayerDefinition,
@@ -47,139 +22,22 @@ from gradcheck_suite.catalogue.definitions import (
     Options,
     Signal,
     Tensors,
-    expect,
     feature_axis,
     no_extras,
-    vector,
 )
-from gradcheck_suite.core.case import REDUCTIONS, Input, Layer, Loss, ProblemSpec, read_slopes
+from gradcheck_suite.core.case import REDUCTIONS, Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.errors import UsageError
 
-# The layer and the loss of the weight probe: one parameter entry per item, whose loss is that entry.
-#
-# The gradient that a loop accumulates for this parameter is the vector of the weights that the loop gives to the
-# items. With the option `slopes` the item losses are multiples of the entries, so that gradients are large, small or
-# not finite.
+_KindT = TypeVar("_KindT")
 
-
-class Readout(torch.nn.Module):
-    """A parameter vector; an item's index selects one entry."""
-
-    def __init__(self, items: int) -> None:
-        super().__init__()
-        self.items = items
-        self.weight = torch.nn.Parameter(torch.zeros(items))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight[x]
-
-
-def _one_feature(signal: Signal) -> tuple[Options, ...]:
-    return ({}, {"slopes": "1 2**10"}) if signal == vector(1) else ()
-
-
-def _index(signal: Signal) -> tuple[Options, ...]:
-    return ({},) if signal.form == "tokens" and signal.size == (1,) else ()
-
-
-def _out(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "tokens" and signal.size == (1,), "readout", "the index of an item", signal)
-    return vector(1)
-
-
-def _entry(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    return params["weight"][x]
-
-
-def _targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: npt.NDArray[np.bool_]) -> Arrays:
-    arrays = {"target": np.ones(len(ignored))}
-    if "slopes" in options:
-        arrays["weight"] = np.array(read_slopes(options["slopes"], len(ignored)))
-    return arrays
-
-
-def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    if "slopes" in options:
-        out = out[:, 0] * batch["weight"]
-    return out.mean() if reduction == "mean" else out.sum()
-
-
-def _count(options: Options, batch: Tensors) -> torch.Tensor:
-    return batch["target"].sum()
-
-
-def _items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-    return out[:, 0] * batch["weight"] if "slopes" in options else out[:, 0]
-
-
-def _counts(options: Options, batch: Arguments) -> jax.Array:
-    return jnp.ones_like(batch["target"])
-
-
-WEIGHT_PROBE_LAYERS = (
-    LayerDefinition("readout", _index, _out, lambda signal, o: Readout(signal.vocabulary), _entry, trainable=True),
-)
-WEIGHT_PROBE_LOSSES = (
-    LossDefinition("identity", _one_feature, _targets, _identity, _count, _items, _counts, drawn=False),
-)
-
-
-# The catalogue: the inputs, layers and losses of generated problems, each implemented in torch and in JAX.
-#
-# Must not run or judge a loop. To add a kind, add its record to a family's `KINDS`; to add a family, add its module
-# to the tables below.
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_KindT = TypeVar("_KindT", bound=_Named)
-
-
-def _table(*families: Iterable[_KindT]) -> Mapping[str, _KindT]:
-    return {kind.name: kind for family in families for kind in family}
-
-
-INPUTS: Mapping[str, InputDefinition] = _table(definitions.KINDS)
-LAYERS: Mapping[str, LayerDefinition] = _table(
-    linear.LINEAR_KINDS,
-    embeddings.EMBEDDINGS_KINDS,
-    activations.KINDS,
-    feature_activations.FEATURE_ACTIVATIONS_KINDS,
-    sequences.ATTENTION_KINDS,
-    sequences.TRANSFORMER_KINDS,
-    sequences.RECURRENT_KINDS,
-    tied_weights.TIED_WEIGHTS_KINDS,
-    frozen_linear.FROZEN_LINEAR_KINDS,
-    routing.ROUTING_KINDS,
-    convolution.CONVOLUTION_KINDS,
-    pooling.POOLING_KINDS,
-    sequences.SEQUENCE_POOLING_KINDS,
-    normalization.NORMALIZATION_KINDS,
-    reshaping.RESHAPING_KINDS,
-    dropout.DROPOUT_KINDS,
-    weight_norm.WEIGHT_NORM_KINDS,
-    embedding_bag.EMBEDDING_BAG_KINDS,
-    scaling.SCALING_KINDS,
-    second_input.SECOND_INPUT_KINDS,
-    composites.COMPOSITES_KINDS,
-    WEIGHT_PROBE_LAYERS,
-)
-LOSSES: Mapping[str, LossDefinition] = _table(
-    regression_losses.REGRESSION_KINDS,
-    classification_losses.CLASSIFICATION_KINDS,
-    classification_losses.BINARY_KINDS,
-    regression_losses.PROBABILISTIC_KINDS,
-    classification_losses.MARGIN_KINDS,
-    regression_losses.COMBINED_KINDS,
-    WEIGHT_PROBE_LOSSES,
-)
-
-
-CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = _table(regression_losses.LAYERS)
-CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = _table(regression_losses.LOSSES)
+# The strategies draw kinds by their place in these tables, so their order belongs to what a seed means.
+INPUTS: Mapping[str, InputDefinition] = {kind.name: kind for kind in definitions.KINDS}
+_LAYERS = {kind.name: kind for kind in (*rows.KINDS, *positions.KINDS, *further_layers.KINDS)}
+LAYERS: Mapping[str, LayerDefinition] = {name: kind for name, kind in _LAYERS.items() if kind.separable}
+CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = {name: k for name, k in _LAYERS.items() if not k.separable}
+_LOSSES = {kind.name: kind for kind in losses.KINDS}
+LOSSES: Mapping[str, LossDefinition] = {name: kind for name, kind in _LOSSES.items() if kind.separable}
+CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = {name: k for name, k in _LOSSES.items() if not k.separable}
 """Kinds that are not separable over samples, so that no accumulation is right; drawn only where asked for."""
 
 
@@ -236,6 +94,8 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
     _check_options(f"layer {layer.kind!r}", layer.o, kind.variants(signal))
     try:
         out = kind.out(signal, layer.o)
+    except UsageError as error:
+        raise UsageError(f"layer {layer.kind!r}: {error}") from None
     except (KeyError, TypeError) as error:
         raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
     if out.form == "tokens":

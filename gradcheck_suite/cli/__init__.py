@@ -1,7 +1,8 @@
 """The command line: parses arguments, prints results, returns an exit status.
 
 Must not judge, measure or explain anything itself. Each command is a module with `add_arguments(parser)` and
-`run(arguments) -> int`; a new command is one row in `COMMANDS`. The commands of the studies are found by name alone.
+`run(arguments) -> int`, or a record of `studies/commands/plain.py` with the same; a new command is one row in
+`COMMANDS`. The commands of the studies are found by name alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import BadUsageError, Parser, top_parser
@@ -33,13 +35,15 @@ COMMANDS = {
     "report": "build one page from the records: HTML, Markdown and JSON",
     "doctor": "say what is installed and what can run here",
 }
-STUDIES = ("zoo", "atlas", "steps", "calibrate", "claims", "trainers", "campaign", "report")
-"""The commands whose modules stand in `studies/commands/`."""
+PLAIN, STUDIES = ("atlas", "steps", "calibrate", "claims", "trainers"), ("zoo", "campaign", "report")
+"""The commands that are records of `studies/commands/plain.py`, and those whose modules stand beside it."""
 
 
-def module_of(command: str) -> str:
-    """Return the full name of a command's module."""
-    return f"gradcheck_suite.{'studies.commands' if command in STUDIES else 'cli'}.{command}"
+def command_of(name: str) -> Any:
+    """Return a command: what has its `add_arguments` and `run`, and `about` or a docstring."""
+    if name in PLAIN:
+        return import_module("gradcheck_suite.studies.commands.plain").STUDIES[name]
+    return import_module(f"gradcheck_suite.{'studies.commands' if name in STUDIES else 'cli'}.{name}")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,16 +56,17 @@ def run(argv: Sequence[str]) -> int:
                 warnings.simplefilter("ignore")
             command, rest = _command(argv)
             program = f"{PROGRAM} {command}"
-            module = import_module(module_of(command))
-            parser = Parser(prog=program, description=module.__doc__, epilog=exit_status.epilog(command))
-            module.add_arguments(parser)
+            found = command_of(command)
+            about = getattr(found, "about", found.__doc__)
+            parser = Parser(prog=program, description=about, epilog=exit_status.epilog(command))
+            found.add_arguments(parser)
             # what follows a script that is run belongs to the script
             arguments = (
                 parser.parse_args(rest) if command in ("audit", "campaign") else parser.parse_intermixed_args(rest)
             )
             parsed = True
             with noted_interrupts():
-                status: int = module.run(arguments)
+                status: int = found.run(arguments)
             sys.stdout.flush()
             return status
     except (BadUsageError, UsageError) as error:

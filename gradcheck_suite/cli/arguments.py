@@ -240,12 +240,29 @@ def add_reports(parser: Parser, what: str) -> None:
     )
 
 
+def add_json(parser: Parser, what: str) -> None:
+    """Add `--json`; its help says what the command writes there."""
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"write {what} here as JSON")
+
+
+def add_number(
+    parser: Parser,
+    flag: str,
+    default: int,
+    what: str,
+    read: Callable[[str], int] = positive_integer,
+    metavar: str | None = "N",
+) -> None:
+    """Add an option that takes a whole number; its help says of what, and the default."""
+    parser.add_argument(flag, type=read, default=default, metavar=metavar, help=f"{what} (default %(default)s)")
+
+
 def add_rows(parser: Parser) -> None:
     """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
     parser.add_argument(
         "--device", type=one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here as JSON")
+    add_json(parser, "the rows")
     add_reports(parser, "the rows are recorded in DIR/records")
 
 

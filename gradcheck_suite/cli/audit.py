@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from gradcheck_suite.auditing.options import INSTRUMENTS
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import write_json
@@ -101,53 +100,29 @@ def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments; what follows the script belongs to the script."""
     parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
     add = parser.add_argument
-    add(
-        "--steps",
-        type=parsers.positive_integer,
-        metavar="N",
-        help="judge N optimizer steps, then let the script run on without the audit",
+    count, listed = parsers.positive_integer, parsers.one_of(INSTRUMENTS)
+    steps = "judge N optimizer steps, then let the script run on without the audit"
+    every = (
+        "compute the first window and every M-th after it again, in one batch where the model allows it (default: 10)"
     )
-    add(
-        "--every",
-        type=parsers.positive_integer,
-        default=10,
-        metavar="M",
-        help="compute the first window and every M-th after it again, in one batch where the model allows it "
-        "(default: 10)",
+    size = "micro-batches per window; without it, read off the run"
+    accept = "report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable"
+    objective = (
+        "what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the names "
+        "there; repeatable"
     )
-    add(
-        "--accumulation-steps",
-        type=parsers.positive_integer,
-        metavar="K",
-        help="micro-batches per window; without it, read off the run",
-    )
-    add(
-        "--accept",
-        action="append",
-        default=[],
-        metavar="DIAGNOSIS[@FILE:LINE]",
-        help="report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable",
-    )
-    add(
-        "--objective",
-        action="append",
-        default=[],
-        metavar="FILE:LINE=COUNT",
-        help="what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the "
-        "names there; repeatable",
-    )
-    add("--eager", action="store_true", help="run what torch.compile compiles eagerly, so that its losses can be read")
-    add(
-        "--without",
-        action="append",
-        default=[],
-        type=parsers.one_of(INSTRUMENTS),
-        metavar="INSTRUMENT",
-        help=f"switch off one of {', '.join(INSTRUMENTS)}; repeatable",
-    )
+    eager = "run what torch.compile compiles eagerly, so that its losses can be read"
+    without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"
+    add("--steps", type=count, metavar="N", help=steps)
+    add("--every", type=count, default=10, metavar="M", help=every)
+    add("--accumulation-steps", type=count, metavar="K", help=size)
+    add("--accept", action="append", default=[], metavar="DIAGNOSIS[@FILE:LINE]", help=accept)
+    add("--objective", action="append", default=[], metavar="FILE:LINE=COUNT", help=objective)
+    add("--eager", action="store_true", help=eager)
+    add("--without", action="append", default=[], type=listed, metavar="INSTRUMENT", help=without)
     add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
     add("--stop-on-violation", action="store_true", help="end the script at its first violation")
-    add("--json", type=Path, metavar="PATH", help="write the result here as JSON")
+    parsers.add_json(parser, "the result")
     add("--reports", type=Path, metavar="DIR", help="append the result to the records under DIR")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
@@ -157,7 +132,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
     if arguments.json is not None or arguments.reports is not None:
-        output_paths.expect_writable(arguments.reports or Path("."), json=arguments.json)
+        parsers.expect_writable(arguments.reports or Path("."), json=arguments.json)
 
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit

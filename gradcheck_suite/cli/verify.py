@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OPTIONS, add_option, options_of
@@ -187,14 +186,14 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="with 2, a second process judges gradients while this one runs the loop on the next cases, with the same "
         f"verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here as JSON")
+    parsers.add_json(parser, "the results")
     parser.add_argument(
         "--html",
         type=Path,
         metavar="PATH",
         help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
     )
-    output_paths.add_reports(parser, "counterexamples go to DIR/counterexamples")
+    parsers.add_reports(parser, "counterexamples go to DIR/counterexamples")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,11 +201,11 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
+    parsers.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
     if arguments.html is not None:
         from gradcheck_suite.page.render import expect_installed
 
-        expect_installed()
+        expect_installed("the HTML report", ["jinja2"])
     from gradcheck_suite.cli.loading import expect_file
 
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
@@ -307,12 +306,12 @@ def _verify_all(
 def _write_page(path: Path, done: _Run) -> None:
     """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
     from gradcheck_suite.core.records import write_text
-    from gradcheck_suite.page.render import render_violations
+    from gradcheck_suite.page.render import violations_html
     from gradcheck_suite.page.violation import read_violation
 
     count = len(done.stored)
     title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
-    write_text(path, render_violations(title, done.lines, [read_violation(stored) for stored in done.stored]))
+    write_text(path, violations_html(title, done.lines, [read_violation(stored) for stored in done.stored]))
     print(f"page    {path}", flush=True)
     if done.stored:
         open_page(path)

@@ -218,7 +218,8 @@ ALWAYS_WRITTEN = ("micro_batches", "accumulation_steps", "epochs", "masked")
 """The fields that JSON and repr state even where they have their default."""
 
 
-def _is_int(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -250,20 +251,20 @@ class Plan:
         object.__setattr__(self, "micro_batches", tuple(self.micro_batches))
         object.__setattr__(self, "ranks", () if len(self.ranks) == 1 else tuple(self.ranks))
         object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
-        if not self.micro_batches or not all(_is_int(n) and n >= 1 for n in self.micro_batches):
+        if not self.micro_batches or not all(is_integer(n) and n >= 1 for n in self.micro_batches):
             raise UsageError(f"Plan: micro_batches must be positive integers, at least one, got {self.micro_batches}")
         for name in ("accumulation_steps", "epochs"):
             value = getattr(self, name)
-            if not _is_int(value) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise UsageError(f"Plan: {name} must be a positive integer, got {value!r}")
-        if not all(_is_int(n) and n >= 1 for n in self.ranks) or (
+        if not all(is_integer(n) and n >= 1 for n in self.ranks) or (
             self.ranks and sum(self.ranks) != len(self.micro_batches)
         ):
             raise UsageError(
                 f"Plan: ranks must be positive integers that add up to the {len(self.micro_batches)} micro-batches, "
                 f"got {self.ranks}"
             )
-        if not all(_is_int(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
+        if not all(is_integer(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
             raise UsageError(
                 f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)}, got {self.masked}"
             )
@@ -441,16 +442,20 @@ class Case:
             raise UsageError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         if self.device not in DEVICES:
             raise UsageError(f"device must be one of {', '.join(DEVICES)}; got {self.device!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed <= MAX_SEED:
+        if not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be an integer from 0 to {MAX_SEED}, got {self.seed!r}")
         if self.optimizer is not None and not isinstance(self.optimizer, str):
             raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
-        if not isinstance(self.groups, int) or isinstance(self.groups, bool) or self.groups < 1:
+        if not is_integer(self.groups) or self.groups < 1:
             raise UsageError(f"groups must be a positive integer, got {self.groups!r}")
 
     def __repr__(self) -> str:
-        written = [field.name for field in fields(self) if field.name != "groups" or self.groups != 1]
-        return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in written)})"
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in self._written().items())})"
+
+    def _written(self) -> dict[str, Any]:
+        """Return the fields, without groups where there is one, so that the digests of stored cases stay."""
+        names = [field.name for field in fields(self)]
+        return {name: getattr(self, name) for name in names if name != "groups" or self.groups != 1}
 
     @property
     def spec(self) -> ProblemSpec | None:
@@ -474,17 +479,7 @@ class Case:
 
     def _content(self) -> dict[str, Any]:
         problem = self.problem if isinstance(self.problem, str) else self.problem.to_json()
-        return {
-            "schema": SCHEMA,
-            "problem": problem,
-            "plan": self.plan.to_json(),
-            "dtype": self.dtype,
-            "device": self.device,
-            "seed": self.seed,
-            "optimizer": self.optimizer,
-            # left out where there is one, so that the digests of stored cases stay
-            **({"groups": self.groups} if self.groups != 1 else {}),
-        }
+        return {"schema": SCHEMA, **self._written(), "problem": problem, "plan": self.plan.to_json()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the case as JSON-ready data, with its digest."""
@@ -501,19 +496,12 @@ def case_from_json(data: Any) -> Case:
         raise UsageError("not a gradcheck-suite case: expected an object with 'problem', 'plan' and 'digest'")
     if data.get("schema") != SCHEMA:
         raise UsageError(f"case schema must be {SCHEMA}, got {data.get('schema')!r}: it comes from another version")
-    unknown = data.keys() - {"schema", "problem", "plan", "dtype", "device", "seed", "optimizer", "groups", "digest"}
-    if unknown:
+    given = {name: value for name, value in data.items() if name not in ("schema", "digest")}
+    if unknown := given.keys() - {field.name for field in fields(Case)}:
         raise UsageError(f"case has unknown fields {sorted(unknown)}: it comes from another version or was edited")
     problem = data["problem"]
-    case = Case(
-        problem=problem if isinstance(problem, str) else problem_from_json(problem),
-        plan=plan_from_json(data["plan"]),
-        dtype=data.get("dtype", "float64"),
-        device=data.get("device", "cpu"),
-        seed=data.get("seed", 0),
-        optimizer=data.get("optimizer"),
-        groups=data.get("groups", 1),
-    )
+    given["problem"] = problem if isinstance(problem, str) else problem_from_json(problem)
+    case = Case(**{**given, "plan": plan_from_json(data["plan"])})
     if "digest" in data and data["digest"] != case.digest:
         raise UsageError(
             f"case was edited: its digest is {data['digest']!r} but its content has {case.digest!r}; "

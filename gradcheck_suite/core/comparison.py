@@ -14,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri, stdtrit
 
-# Comparing vectors of gradients, element by element, against what rounding allows.
-
-
 Vector = npt.NDArray[np.float64]
+WEIGHT_TOLERANCE = 1e-9
+"""Relative tolerance of an item's weight, where it is not known better: read in float64, which rounds at 1e-16."""
+LIVE_WEIGHT_TOLERANCE = 1e-6
+"""Relative tolerance of an item's weight in a live run: counts and quotients are often computed in float32."""
+LOSS_TOLERANCE = 1e-5
+"""Relative tolerance of sums of losses, and of weights that losses tell: a model that runs in float64 may have float32
+parts, which round at 1e-7."""
 
 
 @dataclass(frozen=True)

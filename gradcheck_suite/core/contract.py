@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan
+from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
@@ -298,11 +298,11 @@ class VerifyOptions:
         checked_autocast(self.autocast)
         if not isinstance(self.quiet_loop, bool):
             raise UsageError(f"quiet_loop must be True or False, got {self.quiet_loop!r}")
-        if not _is_integer(self.examples) or self.examples < 1:
+        if not is_integer(self.examples) or self.examples < 1:
             raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
-        if not _is_integer(self.ranks) or not 1 <= self.ranks <= MAX_RANKS:
+        if not is_integer(self.ranks) or not 1 <= self.ranks <= MAX_RANKS:
             raise UsageError(f"ranks must be a number from 1 to {MAX_RANKS}, got {self.ranks!r}")
-        if not _is_integer(self.seed):
+        if not is_integer(self.seed):
             raise UsageError(f"seed must be an integer, got {self.seed!r}")
         for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("optimizer", (None, *OPTIMIZER_NAMES))):
             if (value := getattr(self, name)) not in allowed:
@@ -320,12 +320,8 @@ class VerifyOptions:
         return replace(self, **changes)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_integer(value)
+    return isinstance(value, float) or is_integer(value)
 
 
 # Fixed plans dealt to several ranks, within what a loop assumes.

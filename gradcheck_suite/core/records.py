@@ -153,6 +153,7 @@ def _umask() -> int:
 # Digests of the suite's sources, by which a record is known to come from another version of the code that judges.
 
 
+PACKAGE = Path(__file__).resolve().parents[1]
 JUDGING = (
     "bridge",
     "catalogue",
@@ -200,27 +201,30 @@ def judge_digest() -> str:
 @cache
 def code_digest(kind: str) -> str:
     """Return the digest of the code that records of a kind speak of."""
-    return sources_digest(_SPEAKS_OF[kind]) if kind in _SPEAKS_OF else judge_digest()
+    return sources_digest(_SPEAKS_OF.get(kind, JUDGING))
 
 
-def sources_digest(names: Iterable[str]) -> str:
-    """Return a digest of some modules and packages of the suite.
+def sources_digest(names: Iterable[str], package: Path = PACKAGE) -> str:
+    """Return a digest of the definitions and other statements of some modules and packages.
 
-    Comments, docstrings, annotations of arguments, imports and layout do not change the digest.
+    Where a definition stands does not change the digest: neither its module nor its place there. Nor do comments,
+    docstrings, annotations of arguments, imports and layout.
 
     Args:
-        names: paths in the package, such as `"judge"` or `"execution/runner.py"`.
+        names: paths in the package, such as `"judge"` or `"run/runner.py"`.
+        package: the folder that has them.
     """
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
+    found: set[str] = set()
     for name in names:
-        paths = sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]
-        for path in paths:
-            digest.update(_essence(path.read_text()).encode())
-    return digest.hexdigest()[:16]
+        place = package / name
+        for path in place.rglob("*.py") if place.is_dir() else [place]:
+            found |= _statements(path.read_text())
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
 
-def _essence(source: str) -> str:
+@cache
+def _statements(source: str) -> frozenset[str]:
+    """Return the statements of a module, each without what does not change what it does."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -228,13 +232,17 @@ def _essence(source: str) -> str:
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [n for n in node.body if not _is_text(n)]
-    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return ast.unparse(tree)
+        for block in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, block, None), list):
+                kept = [statement for statement in statements if not _says_nothing(statement)]
+                setattr(node, block, kept or ([ast.Pass()] if statements else []))
+    # an import that has moved away leaves `if TYPE_CHECKING: pass`
+    return frozenset(ast.unparse(node) for node in tree.body) - {"pass", "if TYPE_CHECKING:\n    pass"}
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _says_nothing(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

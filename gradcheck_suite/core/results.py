@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradcheck_suite.core.case import SCHEMA, Case
@@ -248,14 +248,7 @@ class WeightRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-ready data."""
-        return {
-            "micro_batch": self.micro_batch,
-            "where": self.where,
-            "count": json_number(self.count),
-            "expected": json_number(self.expected),
-            "observed": json_number(self.observed),
-            "rank": self.rank,
-        }
+        return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -245,9 +245,8 @@ def _shared_text(name: str, other: str) -> str:
 
 
 Rows = npt.NDArray[np.float64]
-_LEAST_TOLERANCE = 1e-12
-_PARALLEL = 1e-12
-"""1 - |cosine| of the angle between two elements' gradients, over micro-batches, that are multiples of each other."""
+_ROUNDING = 1e-12
+"""Relative difference, of weights or between directions of gradients, that rounding in float64 explains."""
 
 
 def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis | None:
@@ -388,7 +387,7 @@ def _diagnosed(
         weights = replace(
             template,
             observed=np.where(np.abs(values) <= errors, 0.0, values),
-            tolerance=max(_LEAST_TOLERANCE, float(errors.max() / right)),
+            tolerance=max(_ROUNDING, float(errors.max() / right)),
         )
         if weights.is_right:
             return None
@@ -409,7 +408,7 @@ def _diagnosed(
 def _rank(gradients: Rows) -> int:
     """Return how many elements of (B, P) micro-batches' gradients are no combinations of others, as sums are."""
     sizes = np.linalg.norm(gradients, axis=0)
-    return int(np.linalg.matrix_rank(gradients[:, sizes > 0] / sizes[sizes > 0], _PARALLEL))
+    return int(np.linalg.matrix_rank(gradients[:, sizes > 0] / sizes[sizes > 0], _ROUNDING))
 
 
 def _has_more_elements(gradients: Rows, count: int) -> bool:
@@ -422,7 +421,7 @@ def _has_more_elements(gradients: Rows, count: int) -> bool:
     for _ in range(count + 1):
         if not rest.size:
             return False
-        rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _PARALLEL]
+        rest = rest[:, np.abs(rest[:, 0] @ rest) < 1 - _ROUNDING]
     return True
 
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
 from gradcheck_suite.core.results import ItemWeight
 
 ALONE = " alone, while "
 """In an explanation between the parameters that are wrong and those that are right."""
 Array = npt.NDArray[np.float64]
-TOLERANCE = 1e-9
-"""Relative tolerance of weights, where it is not known better; weights are read in float64, which rounds at 1e-16."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Weights:
     items: tuple[int, ...] = ()
     unread: frozenset[int] = frozenset()
     windows: tuple[tuple[int, ...], ...] = ()
-    tolerance: float = TOLERANCE
+    tolerance: float = WEIGHT_TOLERANCE
     owners: tuple[int, ...] = ()
     alike: bool = False
 

@@ -60,38 +60,20 @@ def config() -> dict[str, Any]:
     """Return the Vega-Lite configuration that all plots share."""
     soft, line, text = colour("soft"), colour("line"), colour("text")
     return {
-        "background": None,
-        "font": FONT,
-        "padding": {"left": 2, "right": 6, "top": 4, "bottom": 2},
+        "background": None, "font": FONT, "padding": {"left": 2, "right": 6, "top": 4, "bottom": 2},
         "view": {"stroke": None},
         "axis": {
-            "labelColor": soft,
-            "titleColor": soft,
-            "gridColor": line,
-            "gridOpacity": 0.7,
-            "domainColor": line,
-            "tickColor": line,
-            "labelFontSize": 11,
-            "titleFontSize": 11,
-            "titleFontWeight": "normal",
-            "labelLimit": 240,
+            "labelColor": soft, "titleColor": soft, "gridColor": line, "gridOpacity": 0.7, "domainColor": line,
+            "tickColor": line, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "labelLimit": 240,
         },
         "legend": {
-            "labelColor": text,
-            "titleColor": soft,
-            "labelFontSize": 11,
-            "titleFontSize": 11,
-            "titleFontWeight": "normal",
-            "orient": "top",
-            "offset": 4,
-            "labelLimit": 260,
-            "symbolStrokeWidth": 2,
+            "labelColor": text, "titleColor": soft, "labelFontSize": 11, "titleFontSize": 11,
+            "titleFontWeight": "normal", "orient": "top", "offset": 4, "labelLimit": 260, "symbolStrokeWidth": 2,
         },
         "title": {"color": text, "fontSize": 12, "fontWeight": 600, "anchor": "start", "offset": 6},
-        "header": {"labelColor": text, "titleColor": soft},
-        "text": {"color": text, "fontSize": 11},
+        "header": {"labelColor": text, "titleColor": soft}, "text": {"color": text, "fontSize": 11},
         "rule": {"color": soft},
-    }
+    }  # fmt: skip
 
 
 # The parts that every specification is put together from.
@@ -107,14 +89,9 @@ def layers(rows: Rows, *parts: Spec, height: int, title: str | None = None) -> S
     return {**found, "title": title} if title else found
 
 
-def at_most(width: int, plot: Spec) -> Spec:
-    """Return a plot that is no wider than so many pixels, wherever it stands."""
-    return {**plot, "usermeta": {"width": width}}
-
-
-def at_least(width: int, plot: Spec) -> Spec:
-    """Return a plot that is no narrower than so many pixels: on a narrow screen it scrolls within its place."""
-    return {**plot, "usermeta": {"least": width}}
+def sized(plot: Spec, **pixels: int) -> Spec:
+    """Return a plot no wider than `width` pixels, or no narrower than `least`: on a narrow screen it then scrolls."""
+    return {**plot, "usermeta": pixels}
 
 
 def layer(mark: str, encoding: Mapping[str, Any], **options: Any) -> Spec:

@@ -2,152 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from scipy.stats import binomtest, false_discovery_control
-
 from gradcheck_suite.core.records import Record, code_digest
-from gradcheck_suite.core.text import counted
-
-# Whole steps under `zero_` and under `set_to_none`, from their records: which mode is faster where, in words.
-#
-# The claim about when zeroing may do (C1.8) and the report's section on steps both read this module, and so say the
-# same.
-
-
-Row = Mapping[str, Any]
-LEVEL = 0.05
-"""Expected share of wrong answers among the settings in which one mode is called faster (false discovery rate)."""
-DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-SETTING = ("device", "parameters", "items", "micro_batches")
-MODES = {"none": "set_to_none", "zero": "zero_", "neither": "neither"}
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What was found over several settings.
-
-    Attributes:
-        faster: for each setting that was not disturbed, a key of `MODES`.
-        rows: those settings.
-        disturbed: settings that other load on the machine disturbed each time; they count for nothing.
-    """
-
-    faster: tuple[str, ...]
-    rows: tuple[Row, ...]
-    disturbed: tuple[Row, ...]
-
-    def where(self, which: str) -> list[Row]:
-        """Return the settings with this answer."""
-        return [row for row, answer in zip(self.rows, self.faster, strict=True) if answer == which]
-
-
-def pooled(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each setting, from all runs that timed it.
-
-    Pairs of one run share the places of their tensors in memory, and another run may find the opposite. `agree` says
-    whether the majority of pairs is on the same side in every run. Times and savings are medians over the runs, the
-    quartiles reach over those of all runs, and the pairs are added up. A disturbed run counts where there is no other.
-    """
-    settings: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
-    found: list[Row] = []
-    for mine in settings.values():
-        runs = [row for row in mine if not row.get("disturbed")] or mine[-1:]
-        bars = [row["saved_quartiles"] for row in runs if row.get("saved_quartiles")]
-        found.append(
-            {
-                **runs[-1],
-                **{name: median(row[name] for row in runs) for name in ("zero", "none", "saved")},
-                **{name: sum(row[name] for row in runs) for name in ("faster", "pairs")},
-                "saved_quartiles": (min(low for low, _ in bars), max(high for _, high in bars)) if bars else None,
-                "runs": len(runs),
-                "agree": len({2 * row["faster"] > row["pairs"] for row in runs}) == 1,
-            }
-        )
-    return found
-
-
-def step_times(rows: Sequence[Row]) -> StepTimes:
-    """Answer for every setting which mode is faster.
-
-    A sign test over the pairs of a setting gives its p-value. Since many settings are tested at once, the procedure of
-    Benjamini and Hochberg (1995, J. R. Statist. Soc. B 57, 289-300) decides which of them are significant. In a setting
-    that several runs timed, neither mode is faster unless they agree; see `pooled`.
-    """
-    kept = tuple(row for row in rows if not row.get("disturbed"))
-    p_values = [binomtest(int(row["faster"]), int(row["pairs"])).pvalue if row["pairs"] else 1.0 for row in kept]
-    adjusted = false_discovery_control(p_values) if kept else ()
-    answers = (
-        "neither"
-        if p >= LEVEL or not row.get("agree", True)
-        else "none"
-        if 2 * row["faster"] > row["pairs"]
-        else "zero"
-        for row, p in zip(kept, adjusted, strict=True)
-    )
-    return StepTimes(tuple(answers), kept, tuple(row for row in rows if row.get("disturbed")))
-
-
-def summary(rows: Sequence[Row], device: str) -> str:
-    """Return in how many settings each mode is faster, as a sentence or two.
-
-    Args:
-        rows: the settings of one device.
-        device: what a reader calls the device, such as `"CPU"`.
-    """
-    found = step_times(rows)
-    counts = {which: len(found.where(which)) for which in MODES}
-    text = (
-        f"On the {device}, of {len(found.rows)} settings releasing is faster in {counts['none']}, zeroing in "
-        f"{counts['zero']}, neither in {counts['neither']} (sign test over pairs of steps in turn, corrected for the "
-        f"number of settings, {LEVEL:.0%})."
-    )
-    runs = min((row.get("runs", 1) for row in found.rows), default=1)
-    if runs > 1:
-        text += f" Each setting was timed in {runs} runs or more, and one whose runs disagree counts as neither."
-    best = max((row["saved"] / row["zero"] for row in found.where("none")), default=0.0)
-    if best > 0:
-        text += f" A release saves at most {best:.0%} of a step."
-    if found.disturbed:
-        text += f" {len(found.disturbed)} more settings were disturbed by other load and count for nothing."
-    return text
-
-
-def answer(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what claim C1.8 says: sentence, condition, figures, counterexample; each device is judged by itself."""
-    devices = {device: [row for row in rows if row["device"] == device] for device in DEVICES}
-    found = {device: step_times(mine) for device, mine in devices.items() if mine}
-    figures = {
-        f"{_setting(row)}: saved by releasing": (
-            f"{1000 * row['saved']:+.3f} ms of {1000 * row['zero']:.3f} ({100 * row['saved'] / row['zero']:+.0f}%), "
-            f"faster in {row['faster']} of {row['pairs']} pairs; {row['bytes_between'] / 2**20:.1f} MiB between steps"
-        )
-        for times in found.values()
-        for row in times.rows
-    }
-    said = " ".join(summary(devices[device], DEVICES[device]) for device in found)
-    total = sum(len(times.rows) for times in found.values())
-    faster = [_setting(row) for times in found.values() for row in times.where("none")]
-    return {
-        "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
-        "cost of memory that is given back and allocated again. A release always saves the memory of all gradients "
-        "between steps.",
-        "figures": figures,
-        "condition": "memory between steps is no constraint, and releasing is not faster in the setting, as in "
-        f"{total - len(faster)} of the {total} settings timed here",
-        "counterexample": "; ".join(faster),
-    }
-
-
-def _setting(row: Row) -> str:
-    where = "" if row["device"] == "cpu" else f" on the {DEVICES[row['device']]}"
-    return f"{row['parameters']:,} parameters, {counted(row['items'], 'item')}, K = {row['micro_batches']}{where}"
-
 
 # Where figures come from: command, commit, date and machine, and whether the code has changed since.
 
@@ -179,15 +38,13 @@ class Source:
 
 def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     """Return the runs behind some records, the newest first."""
-    groups: dict[tuple[str, str, str, bool, bool, str], list[Record]] = {}
+    groups: dict[Source, list[Record]] = {}
     for record in records:
-        older = record.judge != code_digest(record.kind)
-        run = (record.kind, record.command, record.commit[:9])
-        groups.setdefault((*run, older, record.clean is False, machine(record.environment)), []).append(record)
-    found = [
-        Source(kind, command, commit, max(r.time for r in group)[:10], where, len(group), older, unclean)
-        for (kind, command, commit, older, unclean, where), group in groups.items()
-    ]
+        older, unclean = record.judge != code_digest(record.kind), record.clean is False
+        commit, where = record.commit[:9], machine(record.environment)
+        run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
+        groups.setdefault(run, []).append(record)
+    found = (replace(run, date=max(r.time for r in group)[:10], records=len(group)) for run, group in groups.items())
     return tuple(sorted(found, key=lambda source: source.date, reverse=True))
 
 
@@ -207,17 +64,8 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 Cell = str | int | float | None
-TABS = {
-    "verification": "Verification",
-    "cost": "Cost",
-    "claims": "Claims",
-    "zoo": "Zoo",
-    "trust": "Trust",
-    "trainers": "Trainers",
-    "atlas": "Atlas",
-    "violations": "Violations",
-    "environment": "Environment",
-}
+_TABS = ("Verification", "Cost", "Claims", "Zoo", "Trust", "Trainers", "Atlas", "Violations", "Environment")
+TABS = {name.lower(): name for name in _TABS}
 """The pages of the report after the first one: key -> name. A page without a section is left out."""
 
 
@@ -240,6 +88,12 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
+
+
+def table(caption: str, rows: Iterable[Mapping[str, Cell]], note: str = "") -> Table:
+    """Return a table of rows that each have the header of every column with its cell."""
+    rows = list(rows)
+    return Table(caption, tuple(rows[0] if rows else ()), tuple(tuple(row.values()) for row in rows), note)
 
 
 @dataclass(frozen=True)
@@ -334,7 +188,7 @@ class Section:
     """A part of the report.
 
     Attributes:
-        key: its anchor.
+        key: its anchor; with the next two, filled in by whoever keeps the list of sections.
         title: its heading.
         tab: the page that it stands on, a key of `TABS`.
         text: paragraphs.
@@ -347,9 +201,9 @@ class Section:
         missing: a sentence on what has not been run yet; None where everything has.
     """
 
-    key: str
-    title: str
-    tab: str
+    key: str = ""
+    title: str = ""
+    tab: str = ""
     text: tuple[str, ...] = ()
     matrices: tuple[Matrix, ...] = ()
     figures: tuple[Figure, ...] = ()
@@ -409,7 +263,7 @@ class Report:
     sections: tuple[Section, ...]
     environments: tuple[tuple[tuple[str, str], ...], ...] = ()
     problems: tuple[str, ...] = ()
-    violations: tuple[Any, ...] = field(default=())
+    violations: tuple[Any, ...] = ()
 
     @property
     def tabs(self) -> dict[str, str]:
@@ -430,11 +284,6 @@ def shown(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return value
-
-
-def device_name(device: str) -> str:
-    """Return what a reader calls a device."""
-    return DEVICES.get(device, device)
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -16,62 +16,35 @@ from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.page.charts import LIGHT, config, style_sheet, with_palette
-from gradcheck_suite.page.content import Answer, Cell, Claim, Figure, Matrix, Report, Section, Source, Table, shown
+from gradcheck_suite.page.content import Answer, Cell, Claim, Figure, Report, Section, Table, shown
 from gradcheck_suite.page.violation import ViolationPage
 
 if TYPE_CHECKING:
     import jinja2
-    import markupsafe
 
 
 # Links from bugs, as they are cited, to their threads on GitHub.
 
 
-HOMES = {
-    "accelerate": "huggingface",
-    "diffusers": "huggingface",
-    "guided-diffusion": "openai",
-    "keras": "keras-team",
-    "lingua": "facebookresearch",
-    "mlx-lm": "ml-explore",
-    "mmcv": "open-mmlab",
-    "mmf": "facebookresearch",
-    "ms-swift": "modelscope",
-    "mxnet": "apache",
-    "nanochat": "karpathy",
-    "opacus": "pytorch",
-    "open-instruct": "allenai",
-    "openWakeWord": "dscripka",
-    "open_clip": "mlfoundations",
-    "prime-rl": "PrimeIntellect-ai",
-    "pytorch": "pytorch",
-    "rslearn": "allenai",
-    "sentence-transformers": "UKPLab",
-    "torchtitan": "pytorch",
-    "torchtune": "pytorch",
-    "transformers": "huggingface",
-    "trl": "huggingface",
-    "unsloth": "unslothai",
-    "yolov5": "ultralytics",
-    "DeepSpeed": "deepspeedai",
-    "GradCache": "luyug",
-    "Liger-Kernel": "linkedin",
-    "LLMs-from-scratch": "rasbt",
-    "LlamaFactory": "hiyouga",
-    "Megatron-LM": "NVIDIA",
-    "OpenNMT-py": "OpenNMT",
-    "Primus": "AMD-AGI",
-    "RAE": "bytetriper",
-    "TransformerEngine": "NVIDIA",
-}
-"""Repository on GitHub, as bugs are cited by it -> its owner."""
-OTHER_NAMES = {
+HOMES = """
+huggingface: accelerate diffusers transformers trl; pytorch: opacus pytorch torchtitan torchtune; allenai: open-instruct
+rslearn; facebookresearch: lingua mmf; NVIDIA: Megatron-LM TransformerEngine; AMD-AGI: Primus; OpenNMT: OpenNMT-py;
+PrimeIntellect-ai: prime-rl; UKPLab: sentence-transformers; apache: mxnet; bytetriper: RAE; deepspeedai: DeepSpeed;
+dscripka: openWakeWord; hiyouga: LlamaFactory; karpathy: nanochat; keras-team: keras; linkedin: Liger-Kernel;
+luyug: GradCache; ml-explore: mlx-lm; mlfoundations: open_clip; modelscope: ms-swift; open-mmlab: mmcv;
+openai: guided-diffusion; rasbt: LLMs-from-scratch; ultralytics: yolov5; unslothai: unsloth
+"""
+"""Owner on GitHub: the repositories, as bugs are cited by them."""
+REPOSITORIES = {
+    name: f"{owner.strip()}/{name}"
+    for owner, _, names in (line.partition(":") for line in HOMES.split(";"))
+    for name in names.split()
+} | {
     "Lightning": "Lightning-AI/pytorch-lightning",
     "NeMo Automodel": "NVIDIA-NeMo/Automodel",
     "pytorch/examples": "pytorch/examples",
 }
-"""What bugs are cited by -> the repository, where that is not its name."""
-REPOSITORIES = {**{name: f"{owner}/{name}" for name, owner in HOMES.items()}, **OTHER_NAMES}
+"""What bugs are cited by -> the repository; the last three are cited by another name than the repository's."""
 _CITED = re.compile(rf"(?<![\w/-])({'|'.join(map(re.escape, sorted(REPOSITORIES, key=len, reverse=True)))})#(\d+)\b")
 
 
@@ -91,15 +64,9 @@ AXIS = 70
 
 
 def svg(spec: Mapping[str, Any], alt: str) -> str:
-    """Return a plot as the text of an SVG file, in light colours on a light ground.
+    """Return a plot as the text of an SVG file, in light colours on a light ground."""
+    import vl_convert
 
-    Raises:
-        CannotRunHere: vl-convert is not installed.
-    """
-    try:
-        import vl_convert
-    except ImportError:
-        raise CannotRunHere("the report's pictures need vl-convert: pip install 'gradcheck-suite[report]'") from None
     sized = copy.deepcopy(dict(spec))
     panels = sized.get("hconcat")
     for panel in panels or [sized]:
@@ -113,17 +80,9 @@ def svg(spec: Mapping[str, Any], alt: str) -> str:
 # The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it all comes from.
 
 
-PICTURES = (
-    "coverage-splits",
-    "zoo-totals",
-    "detection-float64",
-    "detection-bfloat16",
-    "architectures",
-    "atlas-agreement",
-)
+PICTURES = ("coverage-splits", "zoo-totals", "detection-float64", "detection-bfloat16", "architectures",
+            "atlas-agreement")  # fmt: skip
 """The plots of sections that stand in the story."""
-Place = Callable[[Figure], str]
-"""Figure -> the path of its picture, seen from the Markdown file."""
 
 
 def pictures(report: Report) -> list[Figure]:
@@ -132,96 +91,30 @@ def pictures(report: Report) -> list[Figure]:
     return shown + [figure for section in report.sections for figure in section.figures if figure.key in PICTURES]
 
 
-def markdown_render(report: Report, place: Place) -> str:
+def report_markdown(report: Report, place: Callable[[Figure], str]) -> str:
     """Return the report as one Markdown document of at most 300 lines.
 
     Args:
         report: the report.
-        place: returns where a figure's picture is.
+        place: returns the path of a figure's picture, seen from the Markdown file.
     """
-    lines = [f"# {text(report.title)}", "", f"Made {report.made}. `report.html` has every figure and table.", ""]
-    lines += [f"{text(report.subtitle)}.", ""]
-    for answer in report.answers:
-        lines += _answer(answer, place)
-    for section in report.sections:
-        if section.tab != "environment" and section.key != "claims":
-            lines += _section(section, place)
-    if report.violations:
-        lines += ["", "## Violations", ""]
-        lines += [f"- {text(page.loop)}: {text(page.title)}. {text(page.explanation)}" for page in report.violations]
-    if report.problems:
-        lines += ["", "## Left out", "", *(f"- {text(problem)}" for problem in report.problems)]
-    return "\n".join(lines).rstrip() + "\n"
+    template = _environment().get_template("report.md.j2")
+    return template.render(report=report, place=place, shown=PICTURES).rstrip() + "\n"
 
 
-def _answer(answer: Answer, place: Place) -> list[str]:
-    lines = ["", f"## {text(answer.question)}", "", text(answer.answer), ""]
-    lines += _matrix(answer.matrix) if answer.matrix else []
-    for figure in answer.figures:
-        lines += _picture(figure, place)
-    lines += _claims(answer.claims)
-    return [*lines, *_sources(answer.sources)]
-
-
-def _section(section: Section, place: Place) -> list[str]:
-    lines = [f"## {text(section.title)}", ""]
-    if section.missing:
-        lines += [f"> {text(section.missing)}", ""]
-    lines += [line for paragraph in section.text[:2] for line in (text(paragraph), "")]
-    if section.key != "verified":
-        for matrix in section.matrices:
-            lines += _matrix(matrix)
-    for figure in section.figures:
-        lines += _picture(figure, place) if figure.key in PICTURES else []
-    lines += [f"- {text(document.title)}" for document in section.documents]
-    return [*lines, *_sources(section.sources)]
-
-
-def _matrix(matrix: Matrix) -> list[str]:
-    lines = [f"{text(matrix.caption)}:", ""]
-    lines.append(f"| {' | '.join(map(_cell, (matrix.corner, *matrix.columns)))} |")
-    lines.append(f"|{' --- |' * (1 + len(matrix.columns))}")
-    for name, cells in matrix.rows:
-        lines.append(f"| {' | '.join(map(_cell, (name, *(', '.join(filter(None, said)) for _, said in cells))))} |")
-    return [*lines, "", *(f"- {text(note)}" for note in matrix.notes), *([""] if matrix.notes else [])]
-
-
-def _claims(claims: tuple[Claim, ...]) -> list[str]:
-    if not claims:
-        return []
-    rows = (f"| {_cell(claim.number)} | {_cell(claim.text)} | {_cell(claim.verdict)} |" for claim in claims)
-    return ["| | claim | verdict |", "| --- | --- | --- |", *rows, ""]
-
-
-def _picture(figure: Figure, place: Place) -> list[str]:
-    return [f"![{text(figure.alt)}]({place(figure)})", "", text(figure.caption), ""]
-
-
-def _sources(sources: tuple[Source, ...]) -> list[str]:
-    if not sources:
-        return []
-    newest = sources[0]
-    said = [f"`{code(newest.command)}`" if newest.command else "command unknown", newest.date or "date unknown"]
-    said += [f"commit {newest.commit}" if newest.commit else "commit unknown", newest.machine or "machine unknown"]
-    marks = ["older than the code it speaks of"] if any(source.older for source in sources) else []
-    marks += ["uncommitted changes"] if any(source.unclean for source in sources) else []
-    more = f"; {len(sources) - 1} more in `report.html`" if len(sources) > 1 else ""
-    return [f"<sub>{said[0]}, {', '.join(map(text, said[1:]))}{more}{''.join(f'. **{m}**' for m in marks)}</sub>", ""]
-
-
-def _cell(content: str) -> str:
-    return text(content).replace("|", "\\|").replace("\n", "<br>")
-
-
-def code(content: str) -> str:
+def _code(content: str) -> str:
     """Return text that may stand between backticks inside of HTML."""
     return re.sub(r"[`\n<>]", " ", content)
 
 
-def text(content: str) -> str:
+def _plain(content: str) -> str:
     """Return text in which Markdown and HTML see nothing but text; backticks in pairs stay code."""
     parts = re.split(r"(`[^`\n<>|]+`)", content)
     return "".join(p if i % 2 else re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", p) for i, p in enumerate(parts))
+
+
+def _cell(content: str) -> str:
+    return _plain(content).replace("|", "\\|").replace("\n", "<br>")
 
 
 # The report, or violations alone, as one HTML file that opens offline.
@@ -239,61 +132,57 @@ _NUMBER = re.compile(r"^([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?[*%])*$")
 _SOURCE_MAP = re.compile(r"^//# sourceMappingURL=.*$", re.MULTILINE)
 
 
-def expect_installed() -> None:
+PACKAGES = {"jinja2": "jinja2", "markdown_it": "markdown-it-py", "vl_convert": "vl-convert-python"}
+"""Module -> the distribution that has it: what a report needs; the page of a violation needs the first alone."""
+
+
+def expect_installed(what: str, modules: Iterable[str] = PACKAGES) -> None:
     """Refuse to write a page where what it needs is missing.
 
-    Raises:
-        CannotRunHere: jinja2 is not installed.
-    """
-    if importlib.util.find_spec("jinja2") is None:
-        raise CannotRunHere("the HTML report needs jinja2: pip install 'gradcheck-suite[report]'")
-
-
-def page_render(report: Report) -> str:
-    """Return the report as one HTML document.
+    Args:
+        what: is to be written.
+        modules: that it needs, of `PACKAGES`.
 
     Raises:
-        CannotRunHere: jinja2 is not installed.
+        CannotRunHere: one of them is not installed.
     """
-    figures = [
-        *(figure for answer in report.answers for figure in answer.figures),
-        *(figure for section in report.sections for figure in section.figures),
-        *(figure for section in report.sections for claim in section.claims for figure in claim.figures),
-        *(figure for violation in report.violations for figure in violation.figures),
-    ]
-    return _rendered("report.html.j2", figures, report=report, title=report.title)
+    if lacking := [PACKAGES[module] for module in modules if importlib.util.find_spec(module) is None]:
+        raise CannotRunHere(f"{what} needs {' and '.join(lacking)}: pip install 'gradcheck-suite[report]'")
 
 
-def render_violations(title: str, lines: Sequence[str], violations: Sequence[ViolationPage]) -> str:
+def report_html(report: Report) -> str:
+    """Return the report as one HTML document."""
+    parts = (*report.answers, *report.sections, *(c for s in report.sections for c in s.claims), *report.violations)
+    return _html("report.html.j2", parts, report=report, title=report.title)
+
+
+def violations_html(title: str, lines: Sequence[str], violations: Sequence[ViolationPage]) -> str:
     """Return the pages of some violations as one HTML document.
 
     Args:
         title: of the document.
         lines: on the run that found them: versions, one line for each loop.
         violations: in order.
-
-    Raises:
-        CannotRunHere: jinja2 is not installed.
     """
-    figures = [figure for violation in violations for figure in violation.figures]
-    return _rendered("violations.html.j2", figures, title=title, lines=lines, violations=violations)
+    return _html("violations.html.j2", violations, title=title, lines=lines, violations=violations)
 
 
-def _rendered(template: str, figures: Iterable[Figure], **values: Any) -> str:
-    environment = _environment()
-    specs: dict[str, Any] = {}
-    for figure in figures:
-        specs[figure.key] = figure.spec
+def _html(template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any) -> str:
+    specs = {figure.key: figure.spec for part in parts for figure in part.figures}
     scripts = [*vendored().values(), *(_text("templates", name) for name in SCRIPTS)]
     plots = {"config": config(), "specs": specs}
-    import markupsafe
+    from markupsafe import Markup
 
-    return environment.get_template(template).render(
-        **values,
-        style=markupsafe.Markup(style_sheet() + _text("templates", "page.css")),
-        scripts=[markupsafe.Markup(_checked_script(script)) for script in scripts],
-        policy=_policy(scripts),
-        plots=markupsafe.Markup(json_for_script(plots)),
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            **values,
+            style=Markup(style_sheet() + _text("templates", "page.css")),
+            scripts=[Markup(_checked_script(script)) for script in scripts],
+            policy=_policy(scripts),
+            plots=Markup(json_for_script(plots)),
+        )
     )
 
 
@@ -330,31 +219,25 @@ def _text(*path: str) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    expect_installed()
     import jinja2
-    import markupsafe
+    from markupsafe import Markup, escape
 
-    def prose(text: str) -> markupsafe.Markup:
-        return markupsafe.Markup(_CODE.sub(r"<code>\1</code>", str(markupsafe.escape(text))))
-
-    def linked(text: str) -> markupsafe.Markup:
-        return markupsafe.Markup(with_links(str(markupsafe.escape(text))))
-
-    def document(text: str) -> markupsafe.Markup:
-        return markupsafe.Markup(_markdown(text))
-
-    loader = jinja2.FunctionLoader(lambda name: _text("templates", name))
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(lambda name: _text("templates", name)),
+        autoescape=lambda name: not str(name).endswith(".md.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
     environment.globals |= {
         "shown": shown,
         "cell_class": cell_class,
         "is_number": _is_number,
         "sort_key": _sort_key,
-        "prose": prose,
-        "linked": linked,
-        "document": document,
+        "prose": lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text)))),
+        "linked": lambda text: Markup(with_links(str(escape(text)))),
+        "document": lambda text: Markup(_markdown(text)),
     }
     return environment
 

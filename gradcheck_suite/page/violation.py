@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from gradcheck_suite.core.case import Plan, case_from_json
 from gradcheck_suite.core.counterexamples import FOLDER
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.page.charts import Rows, Spec, at_most, colour, colours, layer, layers, name, number, tooltip
-from gradcheck_suite.page.content import Figure, Table, machine
+from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, sized, tooltip
+from gradcheck_suite.page.content import Figure, Table, machine, table
 
 WEIGHTS = {"expected": "c6", "observed": "c4"}
 SIZES = {
@@ -33,7 +34,8 @@ def weights_plot(weights: Rows) -> Spec:
         {
             "micro-batch": micro_batch(weight),
             "which": which,
-            "weight": finite(weight[which]),
+            # JSON has no infinity and no NaN: they are strings, which no plot can show
+            "weight": None if isinstance(weight[which], str) else weight[which],
             "count": weight["count"],
         }
         for weight in weights
@@ -47,7 +49,7 @@ def weights_plot(weights: Rows) -> Spec:
         "tooltip": tooltip(micro_batch="micro-batch", count="count", what="which", weight="weight"),
     }
     found = layers(rows, layer("bar", bar), layer("rule", {"y": {"datum": 0}}, color=colour("line")), height=200)
-    return at_most(90 * len(weights) + 60, found)
+    return sized(found, width=90 * len(weights) + 60)
 
 
 def elements_plot(part: Mapping[str, Any]) -> Spec:
@@ -80,7 +82,7 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
     }
     count, columns = len(part["expected"]), part["columns"][1] - part["columns"][0]
     found = layers(rows, layer("rect", cell, stroke=colour("card"), strokeWidth=1), height=CELL * max(1, count))
-    return at_most(max(320, 2 * CELL * columns + 40), found)
+    return sized(found, width=max(320, 2 * CELL * columns + 40))
 
 
 def size_of(expected: float | str, observed: float | str, allowed: float | str) -> str:
@@ -98,16 +100,6 @@ def micro_batch(weight: Mapping[str, Any]) -> str:
     """Return the name of a micro-batch, with the rank that gets it where there are several."""
     rank = "" if weight.get("rank") is None else f", rank {weight['rank']}"
     return f"{weight['micro_batches']}{rank}"
-
-
-def finite(value: float | str) -> float | None:
-    """Return a number, or None in place of one that a plot cannot show."""
-    return None if isinstance(value, str) else value
-
-
-def table_rows(weights: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float | str, float | str, float | str], ...]:
-    """Return the weights as the rows of a table."""
-    return tuple((micro_batch(w), w["count"], w["expected"], w["observed"]) for w in weights)
 
 
 # A violation as a page of its own: its explanation, its split in blocks, its plots, its script.
@@ -215,7 +207,15 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
         windows=_windows(case.plan),
         wrong=violation.get("window"),
         figures=_figures(name, weights, data.get("evidence") or []),
-        weights=_weights_table(weights) if weights else None,
+        weights=table(
+            "Weight of each item, by micro-batch",
+            [
+                {"micro-batch": micro_batch(w), **{name: w[name] for name in ("count", "expected", "observed")}}
+                for w in weights
+            ],
+        )
+        if weights
+        else None,
         details=tuple(map(str, violation.get("details") or ())),
         case=tuple(describe_case(case)),
         example=example_text(case),
@@ -226,12 +226,9 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
 
 
 def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    error, allowed = violation.get("error"), violation.get("allowed")
-    size = None
-    if isinstance(error, int | float) and isinstance(allowed, int | float):
-        size = error_text(error, allowed)
-    elif error is not None:
-        size = str(error)
+    size, allowed = violation.get("error"), violation.get("allowed")
+    if isinstance(size, int | float) and isinstance(allowed, int | float):
+        size = error_text(size, allowed)
     place = None if violation.get("window") is None else f"{violation['window']} of epoch {violation.get('epoch')}"
     after = violation.get("found_after")
     pairs = (
@@ -260,28 +257,14 @@ def _figures(name: str, weights: list[Mapping[str, Any]], evidence: list[Mapping
         caption = "Expected and observed weight of each item in the gradient of the step, by micro-batch."
         found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {said}", caption))
     for i, part in enumerate(evidence):
-        total = 1
-        for size in part["shape"]:
-            total *= size
-        cut = "" if _whole(part) else ", around the worst"
+        total = prod(part["shape"])
+        shown = prod(part[which][1] - part[which][0] for which in ("rows", "columns"))
+        cut = "" if shown == total else ", around the worst"
         caption = f"{part['parameter']}: {part['wrong']} of {total} elements differ by more than rounding allows{cut}."
         if part.get("missing"):
             caption = f"{part['parameter']}: its gradient is None at the step; {total} elements are expected."
         found.append(Figure(f"{name}-elements-{i}", elements_plot(part), caption, caption))
     return tuple(found)
-
-
-def _whole(part: Mapping[str, Any]) -> bool:
-    rows, columns = (part[which][1] - part[which][0] for which in ("rows", "columns"))
-    total = 1
-    for size in part["shape"]:
-        total *= size
-    return bool(rows * columns == total)
-
-
-def _weights_table(weights: list[Mapping[str, Any]]) -> Table:
-    columns = ("micro-batch", "count", "expected", "observed")
-    return Table("Weight of each item, by micro-batch", columns, table_rows(weights))
 
 
 def _short(value: float | str) -> str:

@@ -82,8 +82,10 @@ def keep(folder: Path, name: str, payload: bytes) -> None:
 def _environment_key() -> str:
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for folder in ("catalogue", "references"):
-        for path in sorted((package / folder).rglob("*.py")):
+    for folder in ("catalogue", "reference"):
+        sources = sorted((package / folder).rglob("*.py"))
+        assert sources, f"no sources in {folder}"
+        for path in sources:
             digest.update(path.read_bytes())
     try:
         processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))

@@ -1,13 +1,45 @@
 """Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever mends the loop.
 
-A script's functions are the suite's own, copied by their source from `execution`, `numerics` and `verification`: what a
-script checks is what the suite checks. Loops are not run in this process: the numbers
-come from the violation's evidence.
+A script reads from top to bottom: model, data, loop, expected gradient, comparison. The numbers come from the
+violation's evidence; no loop is run to write it. It is run once before it is announced.
 """
 
 from __future__ import annotations
 
-from gradcheck_suite.script.processes import unrepeatable
-from gradcheck_suite.script.writer import script_text
+import subprocess
+import sys
+from pathlib import Path
+
+from gradcheck_suite.core.results import Violation
+from gradcheck_suite.script.writer import HANGS, script_text
 
 __all__ = ["script_text", "unrepeatable"]
+
+START_S = 120.0
+"""Seconds that a script may take beside the time limit of its loop: it imports torch and what the loop needs."""
+
+
+def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None) -> str | None:
+    """Run a script in a process of its own, in the working directory; return why it does not show the fault, or None.
+
+    Args:
+        script: of the violation.
+        violation: what the script is to show.
+        time_limit_s: seconds that the loop may take.
+    """
+    longest = None if time_limit_s is None else START_S + time_limit_s
+    command = [sys.executable, str(script)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=longest, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {longest:g} s"
+    except (KeyboardInterrupt, OSError) as error:
+        return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
+    # a loop that hangs ends the process, so nothing more is printed
+    shown = violation.diagnosis in HANGS or done.stdout.endswith("the fault is there\n")
+    if done.returncode == 1 and shown:
+        return None
+    if done.returncode == 0:
+        return "in a process of its own the loop does not show the fault (status 0)"
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
+    return f"it ends with status {done.returncode}: {said[0] if said else 'no message'}"

@@ -2,131 +2,271 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
 import inspect
 import re
+import symtable
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from pprint import pformat
+from string import Template
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
+from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case, details_of, error_text, violation_title
-from gradcheck_suite.catalogue.tables import (
-    extra_keys,
-    input_signal,
-    layer_definition,
-    loss_definition,
-    needs_batch,
-    out_signal,
-)
-from gradcheck_suite.core.case import Case, Layer, ProblemSpec
-from gradcheck_suite.core.comparison import Vector
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, TrainingRun
+from gradcheck_suite.core.case import Case, Layer
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
+from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.reference.large_batch import parameter_gradients
-from gradcheck_suite.run.instance import Instance, Items, Pairs, instance_of, leaves, loader_over, map_leaves, to_dtype
-from gradcheck_suite.run.observer import Observer, structure
-from gradcheck_suite.run.optimizers import OPTIMIZERS, NoOpOptimizer, in_groups
-from gradcheck_suite.script import runtime
-from gradcheck_suite.script.copied_source import PACKAGE, CopiedSource
-from gradcheck_suite.script.runtime import load
+from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
+from gradcheck_suite.run.observer import Observer, structure, structure_changes
+from gradcheck_suite.run.optimizers import OPTIMIZERS, at_start, fault_before, fault_between, fault_of_step, in_groups
+from gradcheck_suite.verification.separability import adds_up
 
-# Tensors as Python source that evaluates to exactly the same numbers.
+PACKAGE = __name__.partition(".")[0]
+WIDTH = 120
+AT_A_STEP = ("gradient", "none-pattern", "non-finite")
+"""Kinds of violation that show in the gradients at one step."""
+MOST_SHOWN = 4096
+"""Largest number of elements of a parameter whose observed gradient a script contains."""
+HANGS = ("timed-out", "endless")
+"""Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
+TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
+"""Of every script: `%% A B` stands above lines of those scripts that have A or B, and `%%` above those of all."""
+WRITTEN = {*re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE), "DTYPE", "Model", "TrainingRun"}
+"""Names that a script itself gives a meaning to."""
+IMPORTS = (
+    *((module, None) for module in ("faulthandler", "importlib.util", "inspect", "os", "sys", "traceback", "torch")),
+    *(("dataclasses", "make_dataclass"), ("operator", "attrgetter"), ("pathlib", "Path")),
+    *(("math", "inf"), ("math", "nan"), ("torch.utils.data", "DataLoader")),
+)
+"""What the template and numbers need, where they name it."""
+COPIED: dict[str, tuple[Any, ...]] = {
+    "objective": (adds_up,),
+    "pairs": (loader_over, Pairs),
+    "structure": (structure, structure_changes),
+    "parameters": (Observer, at_start, fault_before, fault_of_step, fault_between),
+}
+"""The suite's definitions that parts of the template call."""
+UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
+"""What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
+NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
 
-WIDTH = 132
+# Definitions copied from modules, each with all that it needs: a name is looked up among its module's definitions.
 
 
-def literal(value: Any, indent: int = 0, before: int = 0) -> str:
-    """Return a number or nested lists of numbers as source, on several lines where one is too long.
+class CannotCopyError(Exception):
+    """A definition does not stand alone."""
 
-    Args:
-        value: the data; `nan` and `inf` come out by name.
-        indent: of the line that the text begins on.
-        before: number of characters before it on that line.
+
+@cache
+def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
+    """Return a module's source, its tree, and for each top-level name its statement or the import it comes from."""
+    source = inspect.getsource(importlib.import_module(name))
+    tree, found = ast.parse(source), dict[str, Any]()
+    guarded = [n for node in tree.body if _is_guard(node, "TYPE_CHECKING") for n in getattr(node, "body", ())]
+    for node in [*guarded, *tree.body]:
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: (node.module, a.name, a.asname) for a in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return source, tree, found
+
+
+def _is_guard(node: ast.stmt, *tests: str) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in tests
+
+
+def _is_copyable(node: ast.stmt) -> bool:
+    """Return whether a statement of a user's module does nothing when it runs but give names a meaning.
+
+    What else a module does, and what modules of the user's it imports, may be what the loop's fault comes from.
     """
-    text = repr(value)
-    if not isinstance(value, list) or indent + before + len(text) <= WIDTH:
-        return text
-    inside = " " * (indent + 4)
-    if any(isinstance(entry, list) for entry in value):
-        lines = [f"{inside}{literal(entry, indent + 4, 1)}," for entry in value]
-    else:
-        lines = textwrap.wrap(text[1:-1] + ",", WIDTH, initial_indent=inside, subsequent_indent=inside)
-    return "\n".join(["[", *lines, f"{' ' * indent}]"])
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        known = {*sys.stdlib_module_names, "torch", PACKAGE}
+        return not getattr(node, "level", 0) and {module.partition(".")[0] for module in modules} <= known
+    if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
+        reaches = any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(node))
+        return isinstance(node.value, ast.Constant) and not reaches
+    names = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return names or _is_guard(node, "TYPE_CHECKING", "__name__ == '__main__'")
 
 
-def values(tensor: torch.Tensor) -> Any:
-    """Return a tensor's entries as nested lists of Python numbers, without rounding: float64 has every float value."""
-    tensor = tensor.detach().cpu()
-    return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).tolist()
+def _global_names(text: str) -> list[str]:
+    """Return the names that a definition takes from outside of it; parameters and local variables are none of them."""
+    scopes = [symtable.symtable(text, "definition", "exec")]
+    for scope in scopes:
+        scopes += scope.get_children()
+    symbols = [s for t in scopes for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is scopes[0])]
+    return sorted({symbol.get_name() for symbol in symbols})
 
 
-def tensor_text(tensor: torch.Tensor, indent: int) -> str:
-    """Return the call of `torch.tensor` that makes an equal tensor of floats, integers or booleans on the device."""
-    options = ", dtype=DTYPE, device=DEVICE" if tensor.is_floating_point() else ", device=DEVICE"
-    return f"torch.tensor({literal(values(tensor), indent, 32 + len(options))}{options})"
+class Sources:
+    """Definitions and imports gathered so far; a definition comes after those it needs."""
+
+    def __init__(self) -> None:
+        self.imports: set[tuple[str, str | None, str | None]] = set()
+        self._texts: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def copy(self, *objects: Any) -> None:
+        """Gather some functions and classes, and all that they need."""
+        for what in objects:
+            self.add(what.__module__, what.__name__)
+
+    def add(self, module: str, *names: str) -> None:
+        """Gather what some names mean in a module.
+
+        Raises:
+            CannotCopyError: one means nothing there, or something that cannot stand in this script.
+        """
+        for name in names:
+            found = _module(module)[2].get(name)
+            if isinstance(found, tuple):
+                source, original, renamed = found
+                if (root := source.partition(".")[0]) != PACKAGE:
+                    # of JAX, only types stand in what runs torch
+                    self.imports |= {found} if root != "jax" else set()
+                elif original is None or renamed is not None:
+                    raise CannotCopyError(f"{name} of {module} has another name where it is defined")
+                elif name not in WRITTEN:
+                    self.add(source, original)
+            elif found is not None:
+                self._define(module, name, found)
+            elif not hasattr(builtins, name):
+                raise CannotCopyError(f"{name} is not defined in {module}")
+
+    def _define(self, module: str, name: str, node: Any) -> None:
+        source, _, names = _module(module)
+        is_own = module.partition(".")[0] == PACKAGE
+
+        def says_something(decorator: ast.expr) -> bool:
+            # one of the suite's says something to the suite only
+            first = names.get(next((n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)), ""))
+            return not (first[0].partition(".")[0] == PACKAGE if isinstance(first, tuple) else is_own and first)
+
+        kept = [f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
+        text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
+        if self._texts.get(name, text) != text or (name in WRITTEN and name != "TrainingRun"):
+            raise CannotCopyError(f"{name} of {module} and of another module cannot stand in one script")
+        if name not in self._texts and name not in WRITTEN:
+            self._texts[name] = text
+            self.add(module, *_global_names(text))
+            # what it needs has come in between
+            self._texts[name] = self._texts.pop(name)
+
+    def call(self, function: Any, *arguments: Any) -> str:
+        """Return the call of a function of the suite, written out where the function is one expression.
+
+        Args:
+            function: to copy, or to write out.
+            arguments: the text of each, or a mapping whose entries are written out.
+        """
+        _, tree, names = _module(function.__module__)
+        node = names.get(function.__name__)
+        if function.__name__ == "<lambda>":
+            line = function.__code__.co_firstlineno
+            node = next(n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == line)
+        given = dict(zip(inspect.signature(function).parameters, arguments, strict=True))
+
+        class Put(ast.NodeTransformer):
+            def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+                if isinstance(node.value, ast.Name) and isinstance(given.get(node.value.id), Mapping):
+                    return ast.Constant(given[node.value.id][ast.literal_eval(node.slice)])
+                return self.generic_visit(node)
+
+            def visit_Name(self, node: ast.Name) -> ast.AST:
+                found = names.get(node.id, node)
+                if node.id in given:
+                    return ast.parse(_text(given[node.id]), mode="eval").body
+                return found.value if isinstance(getattr(found, "value", None), ast.Attribute) else node
+
+        uses = [n.id for n in ast.walk(node or tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        for statement in [ast.Return(node.body)] if isinstance(node, ast.Lambda) else getattr(node, "body", ()):
+            if isinstance(statement, ast.Expr):  # the docstring
+                continue
+            is_twice = any(uses.count(n) > 1 and "(" in value for n, value in given.items() if isinstance(value, str))
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Name("")
+            if is_twice or not isinstance(statement, ast.Return | ast.Assign) or not isinstance(target, ast.Name):
+                break
+            # of a copy: the tree is kept
+            copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
+            text = _text(ast.unparse(Put().visit(copy)))
+            if isinstance(statement, ast.Return):
+                ours = {name for argument in arguments for name in _global_names(_text(argument))}
+                self.add(function.__module__, *sorted({*_global_names(text)} - ours))
+                return text if isinstance(copy.body, ast.Call) else f"({text})"
+            given[target.id] = text
+        return f"{self.expression(function)}({', '.join(map(_text, arguments))})"
+
+    def expression(self, function: Any) -> str:
+        """Return the name of a function of the suite, or the call of the function that makes it."""
+        maker, _, inner = function.__qualname__.partition(".<locals>.")
+        self.add(function.__module__, maker)
+        if not inner:
+            return str(maker)
+        closed_over, arguments = inspect.getclosurevars(function).nonlocals, []
+        for name in inspect.signature(sys.modules[function.__module__].__dict__[maker]).parameters:
+            value = closed_over[name]
+            arguments.append(f"{name}={self.expression(value) if callable(value) else repr(value)}")
+        return f"{maker}({', '.join(arguments)})"
+
+    def take(self) -> str:
+        """Return the definitions gathered since the last call, each after those it needs."""
+        texts = [text for text in dict.fromkeys(self._texts.values()) if text not in self._taken]
+        self._taken.update(texts)
+        return "".join(f"{text}\n\n\n" for text in texts)
+
+    def import_text(self) -> str:
+        """Return the import statements, those of Python's own modules first."""
+        groups: tuple[set[str], set[str]] = (set(), set())
+        for module, name, renamed in self.imports:
+            others = sorted(n for m, n, r in self.imports if m == module and n and not r)
+            line = f"from {module} import {', '.join([name] if renamed else others)}" if name else f"import {module}"
+            group = groups[module.partition(".")[0] not in sys.stdlib_module_names]
+            group.add(f"{line} as {renamed}" if renamed else line)
+        in_order = [sorted(group, key=lambda line: (line[0] == "f", line)) for group in groups if group]
+        return "\n\n".join(map("\n".join, in_order))
 
 
-def table(name: str, entries: Mapping[str, Any]) -> str:
-    """Return the assignment of a dict to a name, each entry on a line of its own."""
-    lines = [f'    "{key}": {literal(value, 4, len(key) + 5)},' for key, value in entries.items()]
-    return "\n".join([f"{name} = {{", *lines, "}"])
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else repr(dict(value))).replace("'", '"')
 
 
-# A generated model as ordinary `torch.nn` code: a `Sequential` of constructor calls, and its forward.
-#
-# A call's arguments are read from the built module, which keeps them as attributes of the same names, as torch's
-# modules do. Parameters have the names that they have in the suite, such as `0.weight`.
+def literal(value: Any, column: int = 0) -> str:
+    """Return numbers, nested lists or dicts of them as source that evaluates to the same; `nan` and `inf` by name."""
+    text = pformat(value, width=WIDTH - column, compact=True, sort_dicts=False).replace("'", '"')
+    return text.replace("\n", "\n" + " " * column)
 
 
-MODEL = """\
-class Model(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(
-{calls}
-        )
-{ties}
-    def forward(self, {argument}):
-{forward}
-        return x"""
+# A generated model as ordinary `torch.nn` code. A call's arguments are read from the built module, which keeps them as
+# attributes of the same names, as torch's modules do. Parameters have the names that they have in the suite.
 
 
-def model_text(problem: ProblemSpec, model: torch.nn.Module, sources: CopiedSource) -> str:
-    """Return the class `Model`, whose forward takes a batch, or its `x` where it needs nothing else.
-
-    Args:
-        problem: whose input and layers it has.
-        model: the built model, from which constructor calls are read.
-        sources: gets the classes that it uses.
-    """
-    calls = "\n".join(_calls(problem.layers, model, sources))
-    whole = needs_batch(problem)
-    first = ['x = batch["x"]'] if whole else []
-    forward = "\n".join([*first, *_forward(problem.layers, input_signal(problem.input), ())])
-    return MODEL.format(
-        calls=textwrap.indent(calls, " " * 12),
-        argument="batch" if whole else "x",
-        forward=textwrap.indent(forward, " " * 8),
-        ties="".join(f"        {_place(name)} = {_place(original)}\n" for name, original in problem.ties),
-    )
-
-
-def _place(name: str) -> str:
-    """Return the expression for a module or a parameter by its name, such as `self[2].weight`."""
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
-
-
-def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: CopiedSource) -> Iterator[str]:
+def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
     # not `children()`, which leaves out a module's second place
     for layer, module in zip(layers, chain._modules.values(), strict=True):
-        assert module is not None
-        if layer_definition(layer).wraps:
+        if tables.layer_definition(layer).wraps:
+            assert module is not None
             yield "torch.nn.Sequential("
             yield from (f"    {line}" for line in _calls(layer.layers, module, sources))
             yield "),"
@@ -138,7 +278,7 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
     """Yield the statements that apply layers to `x`; `place` is their index path in the model, such as `(1, 0)`."""
     for i, layer in enumerate(layers, start):
         path = ".".join(map(str, (*place, i)))
-        kind, suffix = layer_definition(layer), path.replace(".", "_")
+        kind, suffix = tables.layer_definition(layer), path.replace(".", "_")
         if kind.parallel:
             yield f"input_{suffix}, outputs_{suffix} = x, []"
             for b, branch in enumerate(layer.layers):
@@ -155,80 +295,92 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
             yield "for _ in range(2):  # the same weights twice"
             yield from (f"    {line}" for line in _forward(layer.layers, signal, (*place, i)))
         else:
-            given = [f'{name}=batch["{key}"]' for name, key in extra_keys(layer, signal, path).items()]
+            given = [f'{name}=batch["{key}"]' for name, key in tables.extra_keys(layer, signal, path).items()]
             yield f"x = self{''.join(f'[{j}]' for j in (*place, i))}({', '.join(['x', *given])})"
-        signal = out_signal(layer, signal)
+        signal = tables.out_signal(layer, signal)
 
 
-def constructor_call(module: torch.nn.Module, sources: CopiedSource) -> str:
+def constructor_call(module: Any, sources: Sources) -> str:
     """Return the call that builds a module like this one, without its parameters' values."""
     kind = type(module)
     if parametrize.is_parametrized(module, "weight"):
         norm = module.get_submodule("parametrizations.weight.0")
-        plain = _call("torch.nn", kind.__bases__[0], module, sources)
-        return f"torch.nn.utils.parametrizations.weight_norm({plain}, dim={norm.dim})"
+        call = f"torch.nn.{kind.__bases__[0].__name__}({', '.join(_arguments(kind.__bases__[0], module, sources))})"
+        return f"torch.nn.utils.parametrizations.weight_norm({call}, dim={norm.dim})"
+    prefix = "torch.nn."
     if kind.__module__.partition(".")[0] == PACKAGE:
-        sources.add(kind.__module__, kind.__name__)
-        return _call("", kind, module, sources)
-    sources.add_import("torch")
-    return _call("torch.nn", kind, module, sources)
+        sources.copy(kind)
+        prefix = ""
+    return f"{prefix}{kind.__name__}({', '.join(_arguments(kind, module, sources))})"
 
 
-def _call(prefix: str, kind: type, module: torch.nn.Module, sources: CopiedSource) -> str:
-    arguments = []
-    for parameter in _parameters(kind):
-        if not hasattr(module, parameter.name):
-            assert parameter.default is not parameter.empty, f"{kind.__name__} does not keep {parameter.name}"
-            continue
-        value = getattr(module, parameter.name)
-        if parameter.name == "bias":
-            value = value is not None and value is not False
-        if parameter.default is parameter.empty and prefix:
-            arguments.append(_argument(value, sources))
-        elif not _same(value, parameter.default):
-            arguments.append(f"{parameter.name}={_argument(value, sources)}")
-    return f"{prefix}{'.' * bool(prefix)}{kind.__name__}({', '.join(arguments)})"
-
-
-def _parameters(kind: type) -> list[inspect.Parameter]:
+def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
     parameters = dict(inspect.signature(kind).parameters)
     if issubclass(kind, torch.nn.RNNBase):
         # RNN, GRU and LSTM take *args and **kwargs and pass them to RNNBase
-        further = {"nonlinearity": inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")}
-        parameters = {**inspect.signature(torch.nn.RNNBase).parameters, **further}
+        parameters |= {**inspect.signature(torch.nn.RNNBase).parameters, "nonlinearity": NONLINEARITY}
         del parameters["mode"]
-    return [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _same(value: Any, default: Any) -> bool:
-    """Return whether a value is the default, which torch spreads over the axes of a convolution."""
-    return value == default or (isinstance(value, tuple) and not isinstance(default, tuple) and set(value) == {default})
-
-
-def _argument(value: Any, sources: CopiedSource) -> str:
-    return constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')
+    for name, parameter in parameters.items():
+        default, kept = parameter.default, hasattr(module, name)
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not kept:
+            assert kept or default is not parameter.empty or name in ("args", "kwargs"), f"{kind} does not keep {name}"
+            continue
+        value = getattr(module, name)
+        if name == "bias":
+            value = value is not None and value is not False
+        text = constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')
+        # torch spreads a default over the axes of a convolution
+        if value != default and not (isinstance(value, tuple) and set(value) == {default}):
+            is_first = default is parameter.empty and kind.__module__.startswith("torch.")
+            yield text if is_first else f"{name}={text}"
 
 
 # The parts of a script that say what is trained, on which data, and by which loop and optimizer.
 
 
-def is_imported(name: str) -> bool:
-    """Return whether a loop or a problem of this name, as the command line takes it, is imported from its place."""
-    return ":" in name or name in TRAINERS
+def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
+    """Return what stands for a generated problem in the template, in ordinary torch."""
+    spec, model = instance.case.spec, instance.model()
+    assert spec is not None
+    definition, whole = tables.loss_definition(spec.loss), tables.needs_batch(spec)
+    calls = list(_calls(spec.layers, model, sources))
+    inside = calls[0].rstrip(",") if len(calls) == 1 else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
+    kind, classes = "torch.nn.Sequential", sources.take()
+    if whole or any(tables.layer_definition(layer).wraps for layer in spec.layers):
+        forward = ['x = batch["x"]'] * whole + [*_forward(spec.layers, tables.input_signal(spec.input), ()), "return x"]
+        argument, lines, kind = "batch" if whole else "x", textwrap.indent("\n".join(forward), " " * 8), "Model"
+        classes += f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
+    ties = [" = ".join("model" + re.sub(r"\.(\d+)", r"[\1]", f".{name}") for name in tie) for tie in spec.ties]
+    output = "model(batch)" if whole else 'model(batch["x"])'
+    objective = sources.call(definition.torch_loss, spec.loss.o, output, "batch", f'"{spec.loss.reduction}"')
+    data = {name: literal(t.tolist(), len(name) + 22) for name, t in instance.data.items()}
+    dtypes = {name: "dtype=DTYPE, " * t.is_floating_point() for name, t in instance.data.items()}
+    return {
+        "count": sources.call(definition.count, spec.loss.o, "batch"),
+        "definitions_model": classes + sources.take(),
+        "model": f"{kind}({inside})",
+        "ties": "\n    ".join(ties),
+        "values": literal({name: tensor.tolist() for name, tensor in model.state_dict().items()}, 13),
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "objective": objective,
+        "data": "\n".join(f'    "{n}": torch.tensor({text}, {dtypes[n]}device=DEVICE),' for n, text in data.items()),
+    }
 
 
-def loop_text(loop: Loop, name: str, sources: CopiedSource) -> str:
-    """Return `load_loop`: it imports the user's loop from its place, or returns one of the suite's, printed in full."""
-    if is_imported(name):
-        loaded = _loaded(TRAINERS[name].place if name in TRAINERS else name, sources)
-    else:
-        loaded = _expression(loop, sources)
-    return _function("load_loop()", "Return the loop under test.", f"return {loaded}")
+def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
+    """Return what stands for a user's problem in the template; it is imported from its place."""
+    sources.copy(map_leaves, leaves)
+    given = problem.count is not None
+    return {
+        "count": "torch.as_tensor(PROBLEM.count(batch))" if given else "torch.tensor(len(next(leaves(batch))))",
+        "definitions_problem": sources.take(),
+        "found": _loaded(str(case.problem_name)),
+        "objective": "PROBLEM.loss(model, batch)",
+    }
 
 
-def _loaded(name: str, sources: CopiedSource) -> str:
+def _loaded(name: str) -> str:
     """Return the call that loads what `FILE.py:NAME` or `package.module:NAME` stands for."""
-    sources.copy(load)
     place, _, attribute = name.rpartition(":")
     folder = Path.cwd()
     if place.endswith(".py"):
@@ -236,303 +388,95 @@ def _loaded(name: str, sources: CopiedSource) -> str:
     return f"load({place!r}, {attribute!r}, folder={folder.as_posix()!r})".replace("'", '"')
 
 
-def _expression(loop: Loop, sources: CopiedSource) -> str:
-    """Return the expression of one of the suite's loops: its name, or the call of the function that makes it."""
-    maker, _, inner = loop.__qualname__.partition(".<locals>.")
-    sources.add(loop.__module__, maker)
-    if not inner:
-        return maker
-    closed_over = inspect.getclosurevars(loop).nonlocals
-    arguments = []
-    for name in inspect.signature(inspect.getmodule(loop).__dict__[maker]).parameters:
-        value = closed_over[name]
-        if callable(value):
-            sources.copy(value)
-        arguments.append(f"{name}={value.__name__ if callable(value) else repr(value)}")
-    return f"{maker}({', '.join(arguments)})"
+def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> str:
+    """Return the expression of the loop: the suite's own and, where `copied`, a user's own is copied.
+
+    Raises:
+        CannotCopyError: the user's loop does not stand alone.
+    """
+    if name not in TRAINERS and ":" not in name:
+        return sources.expression(loop)
+    if not copied:
+        return _loaded(TRAINERS[name].place if name in TRAINERS else name)
+    attribute = name.rpartition(":")[2]
+    is_local = re.search(rf"(?m)^ +(\w+, )*{attribute}\b[\w, ]* = ", TEMPLATE)
+    if name in TRAINERS or is_local or not isinstance(loop, FunctionType) or loop.__qualname__ != attribute:
+        raise CannotCopyError(f"{name} is no function of a module, or a name that scripts use themselves")
+    if not all(map(_is_copyable, _module(loop.__module__)[1].body)):
+        raise CannotCopyError(f"{loop.__module__} does more than to define functions")
+    sources.add(loop.__module__, attribute)
+    return attribute
 
 
-def optimizer_text(case: Case, sources: CopiedSource) -> str:
-    """Return `make_optimizer`: the case's real optimizer, or the one whose step changes nothing."""
-    if case.optimizer is None:
-        sources.copy(NoOpOptimizer)
-        call = "NoOpOptimizer(parameters)"
-    else:
-        factory = OPTIMIZERS[case.optimizer]
-        for own in inspect.getclosurevars(factory).globals.values():
-            if isinstance(own, type):  # `torch` is a module
-                sources.copy(own)
-        line = inspect.getsource(factory).strip()
-        call = re.sub(r"\bp\b", "parameters", line.partition("lambda p: ")[2].rstrip(","))
+def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
+    """Return the expression of the case's real optimizer, or of the one whose step changes nothing."""
+    call = f"NoOpOptimizer({parameters})"
+    if case.optimizer is not None:
+        call = sources.call(OPTIMIZERS[case.optimizer], parameters)
     if case.groups > 1:
         sources.copy(in_groups)
-        call = f"in_groups({call}, {case.groups})"
-    return _function("make_optimizer(parameters)", "Return the optimizer.", f"return {call}")
+    return call if case.groups == 1 else f"in_groups({call}, {case.groups})"
 
 
-def generated_text(instance: Instance, sources: CopiedSource) -> str:
-    """Return `Model`, `make_model`, `loss` and `count` of a generated problem, in ordinary torch."""
-    spec = instance.case.spec
-    assert spec is not None
-    model, loss = instance.model(), loss_definition(spec.loss)
-    sources.copy(loss.torch_loss, loss.count)
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    make = [
-        "model = Model().to(DEVICE, DTYPE)",
-        "model.load_state_dict({name: torch.tensor(v, dtype=torch.float64) for name, v in PARAMETERS.items()})",
-        *(f'model.get_parameter("{name}").requires_grad_(False)' for name in frozen),
-        "return model.train()",
-    ]
-    output = "model(batch)" if needs_batch(spec) else 'model(batch["x"])'
-    objective = f'return {loss.torch_loss.__name__}(LOSS_OPTIONS, {output}, batch, "{spec.loss.reduction}")'
-    parts = [
-        model_text(spec, model, sources),
-        table("PARAMETERS", {name: values(tensor) for name, tensor in model.state_dict().items()}),
-        _function("make_model()", "Return the model as it is before the first step.", "\n".join(make)),
-        f"LOSS_OPTIONS = {dict(spec.loss.o)!r}".replace("'", '"'),
-        _function("loss(model, batch)", f"Return the loss of a batch, its items' {spec.loss.reduction}.", objective),
-        _count_text(f"{loss.count.__name__}(LOSS_OPTIONS, batch)", instance),
-    ]
-    return "\n\n\n".join(parts)
+# The whole script.
 
 
-def problem_text(problem: Problem, instance: Instance, sources: CopiedSource) -> str:
-    """Return `make_model`, `loss` and `count` of a user's problem, which is imported from its place."""
-    name = instance.case.problem_name
-    assert name is not None
-    make = f"return PROBLEM.model({instance.case.seed}).to(DEVICE, DTYPE).train()"
-    counted = "torch.as_tensor(PROBLEM.count(batch))"
-    if problem.count is None:
-        sources.copy(leaves)
-        counted = "torch.tensor(len(next(leaves(batch))))"
-    parts = [
-        f"FOUND = {_loaded(name, sources)}\nPROBLEM = FOUND() if callable(FOUND) else FOUND",
-        _function("make_model()", "Return the model as it is before the first step.", make),
-        _function("loss(model, batch)", "Return the loss of a batch.", "return PROBLEM.loss(model, batch)"),
-        _count_text(counted, instance),
-    ]
-    return "\n\n\n".join(parts)
+def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
+    """Return the tables of expected, observed and allowed gradients, as far as the script needs them."""
+    evidence, names = violation.evidence, [violation.parameter or ""]
+    if evidence is None:
+        assert violation.kind not in AT_A_STEP, f"a violation of kind {violation.kind} comes with the gradients"
+        return {}
+    if violation.kind in AT_A_STEP and violation.case.spec is not None:
+        names = list(evidence.layout.names)
+    bounds = {name: evidence.layout.part(evidence.allowed, name) for name in names}
+    short = {name: bound.flat[0].item() if np.ptp(bound) == 0 else bound.tolist() for name, bound in bounds.items()}
+    shown: dict[str, Any] = {"allowed": short}
+    if violation.kind in AT_A_STEP:
+        seen = {n: g for n in names if (g := evidence.seen(n)) is None or g.size <= MOST_SHOWN}
+        shown["observed"] = {n: g if g is None else g.tolist() for n, g in seen.items()}
+        shown |= {} if violation.case.spec else {"allowed": {names[0]: violation.allowed}}
+    if with_expected:
+        shown["expected"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
+    return {name: literal(value, len(name) + 3) for name, value in shown.items()}
 
 
-def _count_text(counted: str, instance: Instance) -> str:
-    dtype = torch.promote_types(torch.float32, instance.dtype)
-    what = "Return what the mean over a batch divides by."
-    return _function("count(batch)", what, f"return {counted}.to(DEVICE, {dtype})")
+def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> set[str]:
+    """Return which parts of the template a violation's script has."""
+    kind, case = violation.kind, violation.case
+    flags = {case.device, "generated" if case.spec else "problem", *["bound"] * (violation.evidence is not None)}
+    if kind == "not-accumulable":
+        flags |= {"objective", "compares", "objective_mean" if reduction == "mean" else "objective_plain"}
+        return flags | ({"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"})
+    flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
+    is_hang = violation.diagnosis in HANGS and bool(time_limit_s)
+    if kind == "raised" and not is_hang:
+        return flags | {"raised"}
+    flags |= {"called", *["hang"] * is_hang}
+    if kind == "parameters":
+        return flags | {"structure" if violation.diagnosis == "changed-model" else "parameters"}
+    if kind not in AT_A_STEP:
+        return flags | ({"returns"} if kind == "raised" else {"counted", "step_count"})
+    # the parameters at the step may depend on the loop under a real optimizer, or where it edits them; the expected
+    # gradient is then the large batch's, as it is for a user's model, which may be large
+    moves = violation.moved or case.optimizer is not None
+    flags |= {"step_moved" if moves else "step_fixed", "no_literal" if moves or not case.spec else "literal"}
+    return flags | {"counted", "step", "compares", "compares_elements"}
 
 
-def _function(signature: str, what: str, body: str) -> str:
-    return f'def {signature}:\n    """{what}"""\n{textwrap.indent(body, "    ")}'
-
-
-def data_text(instance: Instance, sources: CopiedSource) -> str:
-    """Return `DATA`, the items of one epoch, and `MICRO_BATCHES`, the items of each micro-batch."""
-    case, plan = instance.case, instance.case.plan
-    sources.copy(Items)
-    if case.spec is not None:
-        lines = [f'    "{name}": {tensor_text(tensor, 4)},' for name, tensor in instance.data.items()]
-        data = "\n".join(["DATA = {", *lines, "}"])
-    else:
-        sources.copy(map_leaves)
-        moved = "t.to(DEVICE, DTYPE) if t.is_floating_point() else t.to(DEVICE)"
-        data = f"DATA = map_leaves(lambda t: {moved}, PROBLEM.batch({plan.total_items}, {case.seed}))"
-    cuts = ", ".join(str(plan.items(j)) for j in range(len(plan.micro_batches)))
-    chosen = _function(
-        "batch_of(items)", "Return some of the items as one batch.", "return Items(DATA).__getitems__(items)"
-    )
-    return f"{data}\nMICRO_BATCHES = [{cuts}]\n\n\n{chosen}"
-
-
-# The check of a script: tables of the expected, observed and allowed values, the large batch, and `main`.
-#
-# The values are read from the violation's evidence; no loop is run.
-
-
-AT_A_STEP = ("gradient", "none-pattern", "non-finite")
-"""Kinds of violation that show in the gradients at one step."""
-MOST_SHOWN = 4096
-"""Largest number of elements of a parameter whose observed gradient a script contains."""
-HANGS = ("timed-out", "endless")
-"""Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
-MAIN = '''\
-def main():
-    """Return 1 while the fault is there and 0 when it is gone."""
-{body}
-    print("the fault is gone" if right else "the fault is there")
-    return 0 if right else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_status(main))'''
-RUN = """\
-loop, model, loader, pairs = load_loop(), make_model(), loader_over(DATA, MICRO_BATCHES), Pairs(loss)
-optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-run = TrainingRun(
-    model=model,
-    optimizer=optimizer,
-    loader=loader,
-    loss=loss,
-    pairs=pairs.over(loader),
-    criterion=pairs.criterion,
-    count=count,
-    accumulation_steps={plan.accumulation_steps},
-    epochs={plan.epochs},
-    reduction="{reduction}",
-    device=DEVICE,
-    dtype=DTYPE,
-)
-observer = Observer(model, optimizer, limit={plan.step_limit})
-torch.manual_seed({seed})"""
-
-
-def allowed_text(violation: Violation) -> str:
-    """Return the table `ALLOWED` of the parameter with the largest error."""
-    evidence = violation.evidence
-    assert evidence is not None
-    name = violation.parameter or ""
-    return table("ALLOWED", {name: _short(evidence.layout.part(evidence.allowed, name))})
-
-
-def has_literal(violation: Violation) -> bool:
-    """Return whether the script compares with the expected gradient as numbers.
-
-    Otherwise it compares with the large batch that it computes: the expected gradient depends on the parameters where
-    the loop has changed them, and the gradient of a user's model may be large.
-    """
-    return violation.case.spec is not None and not _moves(violation)
-
-
-def _moves(violation: Violation) -> bool:
-    """Whether the parameters at the step may depend on the loop: under a real optimizer, or where it edits them."""
-    return violation.moved or violation.case.optimizer is not None
-
-
-def numbers_text(violation: Violation) -> str:
-    """Return the tables `EXPECTED`, `OBSERVED` and `ALLOWED` of a step's gradients."""
-    evidence = violation.evidence
-    assert evidence is not None, f"a violation of kind {violation.kind} comes with the gradients that show it"
-    layout, tables = evidence.layout, []
-    names, allowed = [violation.parameter or ""], {violation.parameter or "": violation.allowed}
-    if violation.case.spec is not None:
-        names = list(layout.names)
-        allowed = {name: _short(layout.part(evidence.allowed, name)) for name in names}
-    if has_literal(violation):
-        tables.append(table("EXPECTED", {name: layout.part(evidence.expected, name).tolist() for name in names}))
-    seen = {name: evidence.seen(name) for name in names}
-    observed = {n: None if g is None else g.tolist() for n, g in seen.items() if g is None or g.size <= MOST_SHOWN}
-    return "\n\n".join([*tables, table("OBSERVED", observed), table("ALLOWED", allowed)])
-
-
-def _short(allowed: Vector) -> Any:
-    """Return the bounds of a parameter's elements as nested lists, or as one number where all are equal."""
-    return allowed.flat[0].item() if np.ptp(allowed) == 0 else allowed.tolist()
-
-
-def large_batch_text(violation: Violation, sources: CopiedSource) -> str:
-    """Return `large_batch`, which computes the expected gradient of the violated window in torch."""
-    sources.copy(parameter_gradients, to_dtype)
-    index, moved = violation.window or 0, _moves(violation)
-    lines = [
-        f"def large_batch({'parameters' if moved else ''}):",
-        f'    """Return the gradient of window {index}\'s items in one batch, in float64."""',
-        "    model = make_model().double()",
-        *(["    model.load_state_dict(parameters, strict=False)"] if moved else []),
-        f"    batch = to_dtype(batch_of({violation.case.plan.window_items(index)}), torch.float64)",
-        "    return parameter_gradients(loss(model, batch), model)",
-    ]
-    return "\n".join(lines)
-
-
-def main_text(violation: Violation, reduction: str, time_limit_s: float | None, sources: CopiedSource) -> str:
-    """Return `main`, which checks what the violation says was wrong."""
-    if violation.kind == "not-accumulable":
-        body = _objective(violation, reduction, sources)
-    else:
-        sources.copy(loader_over, Pairs, Observer, runtime.completes)
-        case, further = violation.case, ""
-        if violation.diagnosis in HANGS and time_limit_s:
-            further = f", seconds={time_limit_s:g}"
-        elif violation.kind == "raised":
-            further = ", may_raise=True"
-        run = RUN.format(plan=case.plan, reduction=reduction, seed=case.seed)
-        body = [run, *_check(violation, f"right = completes(loop, run, observer{further})", sources)]
-    sources.copy(runtime.exit_status)
-    return MAIN.format(body=textwrap.indent("\n".join(body), "    "))
-
-
-def _check(violation: Violation, completes: str, sources: CopiedSource) -> list[str]:
-    """Return the statements that run the loop and decide what `right` is.
-
-    Args:
-        violation: what was wrong.
-        completes: the statement that runs the loop.
-        sources: gets the functions that the statements call.
-    """
-    plan = violation.case.plan
-    if violation.kind == "raised":
-        return [completes]
-    if violation.kind == "step-count" or violation.kind in AT_A_STEP:
-        sources.copy(runtime.steps_are_right)
-        steps = [f"{completes} and steps_are_right(observer, {plan.steps})"]
-        return steps if violation.kind == "step-count" else [*steps, *_gradient(violation, sources)]
-    if violation.diagnosis == "changed-model":
-        sources.copy(structure, runtime.structure_is_kept)
-        return ["before = structure(model)", f"{completes} and structure_is_kept(before, model)"]
-    sources.copy(runtime.parameters_are_right)
-    make = "None" if violation.case.optimizer is None else "make_optimizer"
-    return [f"{completes} and parameters_are_right(observer, {make})"]
-
-
-def _gradient(violation: Violation, sources: CopiedSource) -> list[str]:
-    sources.copy(runtime.gradient_is_right, runtime.largest_difference)
-    plan, window, epoch = violation.case.plan, violation.window or 0, violation.epoch or 0
-    step = epoch * len(plan.windows) + window
-    where = f"step {step}, window {window} of epoch {epoch} (micro-batches {list(plan.windows[window])}):"
-    moved = "" if not _moves(violation) else f"observer.observations[{step}].parameters"
-    expected, beside = "large", []
-    if has_literal(violation):
-        expected = "EXPECTED"
-        beside = [
-            'print(f"torch\'s large batch differs from EXPECTED by at most {largest_difference(EXPECTED, large):.3g}")'
-        ]
-    lines = [
-        f'print("{where}")',
-        f"observed, large = observer.observations[{step}].gradients, large_batch({moved})",
-        *beside,
-        f"right = gradient_is_right(observed, {expected}, ALLOWED)",
-        'print(f"the gradient differs from OBSERVED by at most {largest_difference(OBSERVED, observed):.3g}")',
-    ]
-    return ["if right:", *(f"    {line}" for line in lines)]
-
-
-def _objective(violation: Violation, reduction: str, sources: CopiedSource) -> list[str]:
-    sources.copy(to_dtype)
-    plan, counted = violation.case.plan, "count" if reduction == "mean" else None
-    items, members, window = range(plan.total_items), range(len(plan.micro_batches)), violation.window
-    if window is None:
-        sources.copy(runtime.is_sum_over_items)
-        right = f"is_sum_over_items(model, loss, {counted}, whole, parts)"
-    else:
-        sources.copy(runtime.gradient_accumulates)
-        items, members = plan.window_items(window), range(plan.windows[window][0], plan.windows[window][-1] + 1)
-        right = f"gradient_accumulates(model, loss, {counted}, whole, parts, ALLOWED)"
-    return [
-        "model = make_model().double()",
-        f"whole = to_dtype(batch_of({items}), torch.float64)",
-        f"parts = [to_dtype(batch_of(MICRO_BATCHES[j]), torch.float64) for j in {members}]",
-        f"right = {right}",
-    ]
-
-
-WRITER_WIDTH = 110
+def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
+    """Return the template's lines that stand under one of these flags or none, with the values in place."""
+    kept, wanted = [], True
+    for line in TEMPLATE.splitlines():
+        if line.startswith("%%"):
+            wanted = line == "%%" or not flags.isdisjoint(line.split())
+        elif wanted:
+            kept.append(line)
+    return Template(re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept))).substitute(values)
 
 
 def script_text(
-    loop: Loop,
-    name: str,
-    violation: Violation,
-    *,
-    problem: Problem | None = None,
-    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    loop: Loop, name: str, violation: Violation, *, problem: Problem | None = None, time_limit_s: float | None = LIMIT
 ) -> str:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
 
@@ -540,97 +484,84 @@ def script_text(
 
     Args:
         loop: the subject.
-        name: of the loop as the command line takes it: `FILE.py:NAME` and `package.module:NAME` are imported from
-            their place, the suite's own loops are printed in full.
+        name: of the loop as the command line takes it. A loop of `FILE.py:NAME` or `package.module:NAME` is printed in
+            full where its module does nothing but define functions by means of torch and Python's own modules, and
+            imported from its place otherwise; the suite's own loops are printed in full.
         violation: what the script shows; with its evidence, where there is one for its kind.
         problem: the user's problem that the violation's case names, if it is not a generated one.
         time_limit_s: seconds that the loop may take, which the script repeats for a loop that took longer.
     """
-    case, sources = violation.case, CopiedSource()
-    sources.add_import("torch")
-    parts = [f'DEVICE, DTYPE = torch.device("{case.device}"), torch.{case.dtype}']
-    if case.device == "cuda":
-        parts[0] += '\ntorch.set_float32_matmul_precision("highest")\ntorch.backends.cudnn.allow_tf32 = False'
-    for title, text in _sections(loop, name, violation, problem, time_limit_s, sources):
-        # definitions stand above the first text that needs them
-        parts.append(f"# {title}\n\n{_joined([*sources.take(), *text])}")
-    body = "\n\n\n".join(parts)
-    for special in ("inf", "nan"):
-        if re.search(rf"(?<![\w.\"]){special}\b", body):
-            sources.add_import("math", special)
-    head = [_docstring(name, violation), "from __future__ import annotations", sources.imports()]
-    return "\n\n".join([*head, body]) + "\n"
+    try:
+        return _script(loop, name, violation, problem, time_limit_s, copied=True)
+    except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
+        return _script(loop, name, violation, problem, time_limit_s, copied=False)
 
 
-def _sections(
-    loop: Loop,
-    name: str,
-    violation: Violation,
-    problem: Problem | None,
-    time_limit_s: float | None,
-    sources: CopiedSource,
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield each section's title and its texts, with what they need gathered in `sources`."""
-    case = violation.case
+def _script(
+    loop: Loop, name: str, violation: Violation, problem: Problem | None, time_limit_s: float | None, *, copied: bool
+) -> str:
+    case, sources, needs = violation.case, Sources(), ["Python and torch alone"]
     instance = instance_of(case, problem)
-    if violation.kind != "not-accumulable":
-        sources.copy(TrainingRun)
-        yield "The argument of a loop", []
-        yield "The loop", [loop_text(loop, name, sources)]
-        yield "The optimizer", [optimizer_text(case, sources)]
-    if problem is None:
-        yield "The model and its loss", [generated_text(instance, sources)]
-    else:
-        yield "The model and its loss", [problem_text(problem, instance, sources)]
-    yield "The data", [data_text(instance, sources)]
-    if violation.kind in AT_A_STEP:
-        yield "The gradient: expected, observed, and the error that rounding allows", [numbers_text(violation)]
-        yield "The expected gradient, computed by torch", [large_batch_text(violation, sources)]
-    elif violation.evidence is not None:
-        yield "The error that rounding allows", [allowed_text(violation)]
-    yield "The check", [main_text(violation, instance.problem.reduction, time_limit_s, sources)]
+    flags = _flags(violation, instance.problem.reduction, time_limit_s)
+    values: dict[str, Any] = _users(problem, case, sources) if problem else _generated(instance, sources)
+    flags |= {flag for flag in ("ties", "frozen") if values.get(flag)}
+    values |= _numbers(violation, with_expected="literal" in flags) | _places(violation, instance)
+    values["seconds"] = time_limit_s
+    if problem is not None:
+        needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
+    if "loop" in flags:
+        values["loop"] = _loop(loop, name, sources, copied=copied)
+        values["definitions_loop"] = sources.take().rstrip()
+        if is_imported := values["loop"].startswith("load("):
+            values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
+            needs.append("the file of the loop, which may import other packages")
+        is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
+        flags.add("plain_loader" if is_plain else "pairs")
+        values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
+        make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
+        values["make_optimizer"] = make if case.optimizer else None
+    sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
+    values["definitions_check"] = sources.take()
+    values |= _head(name, violation, needs)
+    head, mark, text = _filled(flags | {"loads"} if needs[1:] else flags, values).partition('"""\n\nIMPORTS\n')
+    for module, imported in IMPORTS:
+        if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
+            sources.imports.add((module, imported, None))
+    types = [n for n in ast.walk(ast.parse(text)) if getattr(n, "annotation", None) or getattr(n, "returns", None)]
+    future = "from __future__ import annotations\n\n" * bool(types)
+    return head + mark.replace("IMPORTS", future + sources.import_text()) + text + "\n"
 
 
-def _joined(texts: list[str]) -> str:
-    """Join definitions with two empty lines around functions and classes, and none between constants."""
-    joined = ""
-    for text in texts:
-        is_line = "\n" not in text and joined and "\n" not in joined.rpartition("\n\n\n")[2]
-        joined += ("\n" if is_line else "\n\n\n") + text if joined else text
-    return joined
+def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
+    """Return what the template says of a violation's case, and of the window and step that show it."""
+    case, plan = violation.case, violation.case.plan
+    window, epoch = violation.window or 0, violation.epoch or 0
+    members, items, step = plan.windows[window], plan.window_items(window), epoch * len(plan.windows) + window
+    if violation.kind == "not-accumulable" and violation.window is None:
+        members, items = range(len(plan.micro_batches)), range(plan.total_items)  # type: ignore[assignment]
+    return {
+        "window": window, "members": list(members), "items": items, "step": step, "steps": plan.steps,
+        "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {list(members)}):",
+        "limit": plan.step_limit, "epochs": plan.epochs, "accumulation_steps": plan.accumulation_steps,
+        "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
+        "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
+        "count_dtype": torch.promote_types(torch.float32, instance.dtype), "torch": torch.__version__,
+        "digest": case.digest,
+    }  # fmt: skip
 
 
-def _docstring(name: str, violation: Violation) -> str:
-    kind = violation_title(violation.kind, violation.diagnosis)
-    where = ""
-    if violation.window is not None:
-        where = f"Window {violation.window} of epoch {violation.epoch}"
-        if violation.parameter is not None and violation.error is not None and violation.allowed is not None:
-            where += f", {violation.parameter}: off by {error_text(violation.error, violation.allowed)}."
-    needs = "It needs Python and torch alone"
-    if violation.kind != "not-accumulable" and is_imported(name):
-        needs += ", and the file of the loop, which may import other packages (gradcheck_suite too)"
-    if violation.case.problem_name:
-        needs += f", and {violation.case.problem}, which imports gradcheck_suite for its Problem"
-    use = (
-        f"Run this file with Python: exit status 1 while the fault is there, 0 when it is gone, 2 where something "
-        f"cannot be imported or fails otherwise. {needs}."
-    )
-    lines = [
-        f"{name}: {kind}.",
-        "",
-        *textwrap.wrap(violation.explanation, WRITER_WIDTH),
-        *textwrap.wrap(where, WRITER_WIDTH),
-        *(short for line in details_of(violation) for short in _within(line)),
-        "",
-        *(f"    {line}" for line in describe_case(violation.case)),
-        "",
-        *textwrap.wrap(use, WRITER_WIDTH),
-        f"Written by gradcheck-suite with torch {torch.__version__}, for case {violation.case.digest}.",
-    ]
-    text = "\n".join(line.rstrip() for line in lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    return f'"""{text}\n"""'
-
-
-def _within(line: str) -> list[str]:
-    return textwrap.wrap(line, WRITER_WIDTH, subsequent_indent="  ") if len(line) > WRITER_WIDTH else [line]
+def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, str]:
+    """Return the paragraphs of the docstring."""
+    details = details_of(violation)
+    if violation.window is not None and violation.error is not None and violation.allowed is not None and not details:
+        off = error_text(violation.error, violation.allowed)
+        details = [f"Window {violation.window} of epoch {violation.epoch}, {violation.parameter}: off by {off}."]
+    wrapped = [textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""] for line in details]
+    paragraphs = {
+        "title": [f"{name}: {violation_title(violation.kind, violation.diagnosis)}."],
+        "what": [*textwrap.wrap(violation.explanation, WIDTH), *(line for lines in wrapped for line in lines)],
+        "case": [f"    {line}" for line in describe_case(violation.case)],
+        "needs": [" and ".join(needs)],
+    }
+    texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
+    return {key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()}

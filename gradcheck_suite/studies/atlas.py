@@ -1,7 +1,7 @@
 """Where torch and JAX choose a derivative: kinks, ties and limits, and what each of them returns there.
 
 A row is computed by running both frameworks. Nothing here says what they should return, except the one-sided
-derivatives at a kink, which come from mathematics.
+derivatives at a kink, which come from mathematics. Must not import the report or the command line.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ import numpy.typing as npt
 import torch
 
 from gradcheck_suite.core.results import json_number
-from gradcheck_suite.studies import atlas_points
 from gradcheck_suite.studies.atlas_points import Point, number
 
-# The derivative that a framework chose at a point, in words.
-
-
-Gradient = tuple[npt.NDArray[np.float64], ...]
+Numbers = npt.NDArray[np.float64]
 _NEAR = 1e-4
 """Relative distance within which a gradient counts as one of the candidates; they are far apart, rounding is not."""
 
 
-def convention(point: Point, of_torch: Gradient, of_jax: Gradient, *, agree: bool) -> str:
+def convention(point: Point, of_torch: Sequence[Numbers], of_jax: Sequence[Numbers], *, agree: bool) -> str:
     """Return which derivative torch and JAX choose, and why they differ by definition where the point says so."""
     torch_choice, jax_choice = _choice(point, of_torch), _choice(point, of_jax)
     if agree:
@@ -40,7 +36,7 @@ def convention(point: Point, of_torch: Gradient, of_jax: Gradient, *, agree: boo
     return f"{words} ({point.note})" if point.note else words
 
 
-def _choice(point: Point, gradient: Gradient) -> str:
+def _choice(point: Point, gradient: Sequence[Numbers]) -> str:
     if point.sides is not None:
         return _side(float(gradient[0][0]), *point.sides)
     if point.tied:
@@ -64,7 +60,7 @@ def _side(found: float, left: float, right: float) -> str:
     return f"{named[0]}, {number(found)}" if named else f"{number(found)}, neither side"
 
 
-def _share(parts: npt.NDArray[np.float64]) -> str:
+def _share(parts: Numbers) -> str:
     """Return how the gradient is shared among tied elements."""
     if np.isnan(parts).any():
         return "NaN"
@@ -80,7 +76,7 @@ def _share(parts: npt.NDArray[np.float64]) -> str:
     return "shares " + _numbers(parts)
 
 
-def _numbers(parts: Sequence[float] | npt.NDArray[np.float64]) -> str:
+def _numbers(parts: Numbers) -> str:
     finite = [abs(part) for part in parts if math.isfinite(part)]
     smallest = 1e-6 * max(finite, default=0.0)
     listed = [number(0.0 if abs(part) <= smallest else float(part)) for part in parts]
@@ -93,9 +89,6 @@ def _near(x: float, y: float) -> bool:
     return abs(x - y) <= _NEAR * max(abs(x), abs(y))
 
 
-# Runs the points of the atlas in both frameworks, and compares.
-
-
 jax.config.update("jax_enable_x64", True)
 
 DTYPES = ("float64", "float32")
@@ -104,8 +97,6 @@ ROUNDING = 1024
 
 _TOGETHER = 16
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -232,21 +223,3 @@ def _flat(values: Any) -> Numbers:
 
 def _listed(values: Numbers) -> list[float | str | None]:
     return [json_number(float(value)) for value in values]
-
-
-# Where torch and JAX choose a derivative: kinks, ties and limits, and what each of them returns there.
-#
-# A row is computed by running both frameworks. Nothing here says what they should return, except the one-sided
-# derivatives at a kink, which come from mathematics. Must not import the report or the command line.
-
-
-POINTS: tuple[Point, ...] = (
-    *atlas_points.ACTIVATIONS_POINTS,
-    *atlas_points.POINTWISE_POINTS,
-    *atlas_points.TIES_POINTS,
-    *atlas_points.LIMITS_POINTS,
-    *atlas_points.INDEXING_POINTS,
-    *atlas_points.LINEAR_ALGEBRA_POINTS,
-    *atlas_points.LOSSES_POINTS,
-)
-"""Every point, in the order of the table."""

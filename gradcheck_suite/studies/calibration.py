@@ -38,8 +38,6 @@ from gradcheck_suite.studies.rivals import RIVALS, failed_rules
 from gradcheck_suite.studies.tally import NEVER, OURS, Curve, Tally, exponents
 from gradcheck_suite.verification.check import check
 
-# Sound loops that round differently from the built-in ones.
-
 
 def float_shares(run: TrainingRun) -> None:
     """Scale losses by Python floats."""
@@ -103,23 +101,9 @@ def scaled_and_back(run: TrainingRun, factor: float = 3) -> None:
 
 LOOPS: dict[str, Loop] = {
     **BUILT_IN,
-    "float_shares": float_shares,
-    "one_backward": one_backward,
-    "any_order": any_order,
-    "autograd_grad": autograd_grad,
-    "scaled_and_back": scaled_and_back,
+    **{loop.__name__: loop for loop in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back)},
 }
 """The sound loops that the campaign judges."""
-
-
-# Errors of known size that are planted in sound gradients, at several places.
-#
-# An error of relative size s in a place multiplies what is there by 1 + s or 1 - s and rounds the result to the
-# case's dtype, since no gradient holds anything else: half of one unit roundoff in an element is no error at all.
-#
-# An element that is 0 stays 0 under any factor, so errors in one element are planted in others: in the largest one,
-# and in one drawn from all that are not 0. Among the latter are elements whose parts cancel, down to nothing but
-# rounding; a rule that finds every small error there blames sound loops as well.
 
 
 @dataclass(frozen=True)
@@ -139,7 +123,10 @@ class Sound:
     dtype: str
 
     def with_error(self, direction: Vector, size: float) -> Vector:
-        """Return the gradient with `size` times a direction added, rounded to the dtype."""
+        """Return the gradient with `size` times a direction added, rounded to the dtype.
+
+        No gradient holds anything else: half of one unit roundoff in an element is no error at all.
+        """
         moved = torch.from_numpy(self.observed + size * direction)
         rounded: Vector = moved.to(torch_dtype(self.dtype)).to(torch.float64).numpy()
         return rounded
@@ -192,10 +179,11 @@ PLACES: dict[str, Place] = {
     "the largest element": _largest,
     "an element not 0": _any,
 }
-"""Places of errors: each function returns (P,), the error of size 1, or None where all elements there are 0."""
+"""Places of errors: each function returns (P,), the error of size 1, or None where all elements there are 0.
 
-
-# The campaign's cases, drawn in reproducible chunks.
+An element that is 0 stays 0 under any factor, so an error in one element is planted in the largest one, or in any that
+is not 0. Among these are elements whose parts cancel, down to nothing but rounding; a rule that finds every small error
+there blames sound loops as well."""
 
 
 DRAWN_WITHIN = ((), (), (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), (SUM_REDUCTION,))
@@ -256,9 +244,6 @@ def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
     return frozenset(seen)
 
 
-# The kinds of layers and losses that the strategies draw: a campaign should reach all of them.
-
-
 @cache
 def _signals() -> frozenset[Signal]:
     """Return every signal that a chain of drawn layers can produce from a drawn input."""
@@ -288,9 +273,6 @@ def drawn_losses() -> frozenset[str]:
     """Return the loss kinds that the strategies draw."""
     kinds = (kind for kind in LOSSES.values() if kind.drawn)
     return frozenset(kind.name for kind in kinds if any(kind.variants(signal) for signal in _signals()))
-
-
-# False alarms: verdicts of sound loops, counted where the suite or another rule blames one.
 
 
 @dataclass
@@ -388,9 +370,6 @@ class Judge:
         (self._tally.rivals if noted.compute is None else self._tally.rivals_autocast).update(rivals)
 
 
-# How small an error the suite's bound finds, and each of the rival rules, planted in the same sound gradients.
-
-
 def curve_of(drawn: Drawn, seed: int) -> Curve:
     """Plant errors in a sound loop's gradient of one case.
 
@@ -456,9 +435,6 @@ def smallest_found(sound: Sound, window: Window, direction: Vector) -> dict[str,
         if not looking:
             break
     return found
-
-
-# The campaign: chunk after chunk is counted and added up.
 
 
 CHUNK = 1000

@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import exit_status, module_of
+from gradcheck_suite.cli import command_of, exit_status
 from gradcheck_suite.cli.arguments import DEFAULTS, OPTIONS, Parser
 from gradcheck_suite.core.records import judge_digest, records_path, write_text
 from gradcheck_suite.core.results import json_number
@@ -180,7 +179,7 @@ def plan(what: str, rest: Sequence[str]) -> Plan:
     Raises:
         UsageError: a wrong argument.
     """
-    module = import_module(module_of(what))
+    module = command_of(what)
     parser = Parser(prog=f"gradcheck-suite campaign {what}", add_help=False)
     module.add_arguments(parser)
     asked = parser.parse_intermixed_args(list(rest))

@@ -1,8 +1,8 @@
-"""What a claim is, and the measurements and loops by which claims are checked."""
+"""The finding of a claim's check, and the measurements and loops by which claims are checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -12,24 +12,10 @@ import torch
 from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Loop, TrainingRun
 from gradcheck_suite.core.results import Result, json_number
-from gradcheck_suite.loops.reset_modes import RESET_MODES, bytes_saved_by_releasing
-from gradcheck_suite.page.content import answer
+from gradcheck_suite.loops.reset_modes import RESET_MODES, zero_by_hand
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.studies.ledger import Ledger
-from gradcheck_suite.studies.step_times import (
-    ITEMS,
-    MICRO_BATCHES,
-    PAIRS,
-    PARAMETERS,
-    copy_bandwidth,
-    time_paired_steps,
-    timer,
-)
-from gradcheck_suite.studies.workload import Size
 from gradcheck_suite.verification.verify import verify
-
-# A claim, and the finding of its check.
-
 
 Verdict = Literal["confirmed", "refuted", "conditional"]
 
@@ -58,25 +44,6 @@ class Finding:
         assert bool(self.condition) == (self.verdict == "conditional"), "only a `conditional` finding has a condition"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One statement about gradient zeroing, and the check that tests it.
-
-    Attributes:
-        number: the source's number and the claim's, such as `"C1.1"`.
-        text: the claim.
-        how: how the check tests it.
-        check: runs the test and returns its finding. Every figure comes from the run.
-        short: the claim in at most 42 characters, for a list of one line each.
-    """
-
-    number: str
-    text: str
-    how: str
-    check: Callable[[], Finding]
-    short: str
-
-
 SOURCES = {
     1: 'a blog post, "Why zeroing gradients isn\'t enough?"',
     2: 'an answer, "When using PyTorch\'s grad.zero_(), should gradient tracking be enabled?"',
@@ -84,86 +51,50 @@ SOURCES = {
 }
 
 
-# The loops that the three sources print, as training loops of this suite, and what each relies on.
+def _loop(
+    *, at_start: bool = False, first: bool = False, last: bool = False, accumulates: bool = False, by_hand: bool = False
+) -> Loop:
+    """Return a loop of forward, backward and step.
 
+    Args:
+        at_start: whether it resets the gradients once before training.
+        first: whether it resets them first in each iteration.
+        last: whether it resets them after each step.
+        accumulates: whether it divides the loss by `accumulation_steps`, and steps after that many micro-batches.
+        by_hand: whether a reset is `p.grad.zero_()` for each parameter whose gradient is not None.
+    """
 
-def plain_reset_last(run: TrainingRun) -> None:
-    """1a: one reset before training; then forward, backward, step, reset."""
-    run.optimizer.zero_grad()
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
+    def reset(run: TrainingRun) -> None:
+        if by_hand:
+            zero_by_hand(list(run.model.parameters()), run.optimizer)
+        else:
             run.optimizer.zero_grad()
 
-
-def accumulate_over_steps(run: TrainingRun) -> None:
-    """1b: loss over accumulation_steps; step and reset after that many micro-batches of the epoch."""
-    run.optimizer.zero_grad()
-    for _ in range(run.epochs):
-        for step_idx, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch) / run.accumulation_steps
-            loss.backward()
-            if (step_idx + 1) % run.accumulation_steps == 0:
+    def loop(run: TrainingRun) -> None:
+        if at_start:
+            reset(run)
+        for _ in range(run.epochs):
+            for i, batch in enumerate(run.loader):
+                if first:
+                    reset(run)
+                loss = run.loss(run.model, batch)
+                (loss / run.accumulation_steps if accumulates else loss).backward()
+                if accumulates and (i + 1) % run.accumulation_steps:
+                    continue
                 run.optimizer.step()
-                run.optimizer.zero_grad()
+                if last:
+                    reset(run)
+
+    return loop
 
 
-def three_iterations(run: TrainingRun) -> None:
-    """2a: three iterations without a reset."""
+def _three_iterations(run: TrainingRun) -> None:
     for batch in islice(run.loader, 3):
         run.loss(run.model, batch).backward()
         run.optimizer.step()
 
 
-def reset_first(run: TrainingRun) -> None:
-    """2b: optimizer.zero_grad() first in each iteration."""
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.optimizer.zero_grad()
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
-
-
-def zero_by_hand(run: TrainingRun) -> None:
-    """2c: p.grad.zero_() for each parameter whose gradient is not None."""
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.zero_()
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
-
-
-def reset_forward_backward_step(run: TrainingRun) -> None:
-    """3a: zero_grad, forward, backward, step."""
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.optimizer.zero_grad()
-            loss = run.loss(run.model, batch)
-            loss.backward()
-            run.optimizer.step()
-
-
-def never_reset(run: TrainingRun) -> None:
-    """3b: forward, backward, step, and no zero_grad."""
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
-
-
-def accumulate_and_divide(run: TrainingRun) -> None:
-    """3c: loss over the number of steps; step and reset when (i + 1) % steps == 0."""
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch)
-            loss = loss / run.accumulation_steps
-            loss.backward()
-            if (i + 1) % run.accumulation_steps == 0:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+accumulate_and_divide = _loop(last=True, accumulates=True)
 
 
 @dataclass(frozen=True)
@@ -172,6 +103,7 @@ class PrintedLoop:
 
     Attributes:
         number: the loop's number, such as `"1b"`.
+        says: what it does, after its number.
         loop: the loop; `run.accumulation_steps` replaces the 4 that the source prints.
         assumes: assumptions under which `verify` finds that it holds.
         plan: further limits of the drawn plans, as arguments of `plans`.
@@ -179,39 +111,41 @@ class PrintedLoop:
     """
 
     number: str
+    says: str
     loop: Loop
     assumes: tuple[str, ...] = ()
     plan: Mapping[str, Any] = field(default_factory=dict)
     needs: str | None = None
 
 
-_NO_ACCUMULATION = {"max_accumulation_steps": 1}
-_EVERY_STEP = "accumulation_steps = 1: it steps at every micro-batch"
-_EQUAL = "a mean over equal micro-batches, whole windows"
-
-PRINTED = (
-    PrintedLoop("1a", plain_reset_last, plan=_NO_ACCUMULATION, needs=_EVERY_STEP),
-    PrintedLoop("1b", accumulate_over_steps, (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), needs=_EQUAL),
-    PrintedLoop(
-        "2a",
-        three_iterations,
-        plan={"max_accumulation_steps": 1, "max_windows": 1, "max_epochs": 1},
-        needs="a single step: from the second on, earlier gradients are still there",
-    ),
-    PrintedLoop("2b", reset_first, plan=_NO_ACCUMULATION, needs=_EVERY_STEP),
-    PrintedLoop("2c", zero_by_hand, plan=_NO_ACCUMULATION, needs=_EVERY_STEP),
-    PrintedLoop("3a", reset_forward_backward_step, plan=_NO_ACCUMULATION, needs=_EVERY_STEP),
-    PrintedLoop(
-        "3b",
-        never_reset,
-        plan={"max_accumulation_steps": 1, "max_windows": 1, "max_epochs": 1},
-        needs="a single step: from the second on, earlier gradients are still there",
-    ),
-    PrintedLoop("3c", accumulate_and_divide, (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS), needs=_EQUAL),
-)
-
-
-# Verify the loops that the sources print, as they stand and under what they rely on.
+_EVERY_STEP: dict[str, Any] = {
+    "plan": {"max_accumulation_steps": 1},
+    "needs": "accumulation_steps = 1: it steps at every micro-batch",
+}
+_SINGLE_STEP: dict[str, Any] = {
+    "plan": {"max_accumulation_steps": 1, "max_windows": 1, "max_epochs": 1},
+    "needs": "a single step: from the second on, earlier gradients are still there",
+}
+_EQUAL: dict[str, Any] = {
+    "assumes": (EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
+    "needs": "a mean over equal micro-batches, whole windows",
+}
+PRINTED = tuple(
+    PrintedLoop(says[:2], says, loop, **needs)
+    for says, loop, needs in (
+        ("1a: one reset before training; then forward, backward, step, reset.", _loop(at_start=True, last=True),
+         _EVERY_STEP),
+        ("1b: loss over accumulation_steps; step and reset after that many micro-batches of the epoch.",
+         _loop(at_start=True, last=True, accumulates=True), _EQUAL),
+        ("2a: three iterations without a reset.", _three_iterations, _SINGLE_STEP),
+        ("2b: optimizer.zero_grad() first in each iteration.", _loop(first=True), _EVERY_STEP),
+        ("2c: p.grad.zero_() for each parameter whose gradient is not None.", _loop(first=True, by_hand=True),
+         _EVERY_STEP),
+        ("3a: zero_grad, forward, backward, step.", _loop(first=True), _EVERY_STEP),
+        ("3b: forward, backward, step, and no zero_grad.", _loop(), _SINGLE_STEP),
+        ("3c: loss over the number of steps; step and reset when (i + 1) % steps == 0.", accumulate_and_divide, _EQUAL),
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -238,7 +172,7 @@ class PrintedResult:
         violation = self.bare.violation
         return {
             "loop": self.printed.number,
-            "says": (self.printed.loop.__doc__ or "").strip(),
+            "says": self.printed.says,
             "needs": self.printed.needs,
             "assumes": list(self.printed.assumes),
             "within": _outcome(self.within),
@@ -270,20 +204,10 @@ def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResul
     return PrintedResult(printed, bare, within)
 
 
-# A plain model trained for a few windows under the ledger, for the claims about memory and traffic.
-
-
 DEPTH = 4
 
 
-def train(
-    mode: str,
-    *,
-    width: int,
-    items: int,
-    micro_batches: int,
-    windows: int = 3,
-) -> tuple[Ledger, int]:
+def train(mode: str, *, width: int, items: int, micro_batches: int, windows: int = 3) -> tuple[Ledger, int]:
     """Train `DEPTH` linear layers with tanh between them, float32, plain SGD, a reset after each step.
 
     Args:
@@ -316,110 +240,3 @@ def train(
             optimizer.step()
             reset(parameters, optimizer)
     return ledger, sum(p.numel() * p.element_size() for p in parameters)
-
-
-# Claims about size: the traffic of a very large model (C1.7), when zeroing suffices (C1.8), and memory (C3.4).
-
-
-VERY_LARGE = 405e9
-"""Parameters of the model that C1.7 speaks of."""
-STATED_BANDWIDTH = 2e12
-"""Bandwidth that the claim states, in bytes per second."""
-FLOPS = 4e14
-"""Floating-point operations per second of a device in training: 40% of the 989e12 that NVIDIA states for an H100 in
-bfloat16 (data sheet, dense)."""
-OPERATIONS_PER_PARAMETER = 6
-"""Operations per parameter in one token's forward and backward (Kaplan et al. 2020, Scaling Laws for Neural Language
-Models, section 2.1)."""
-PASSES = bytes_saved_by_releasing(1)
-"""Number of times that zero mode moves the gradients' bytes per step beyond a release; see C1.6."""
-
-
-def _very_large() -> Finding:
-    here = copy_bandwidth("cpu", timer("cpu"))
-    figures = {}
-    for name, itemsize in (("float32", 4), ("bfloat16", 2)):
-        size = VERY_LARGE * itemsize
-        figures[f"{name}: one gradient of 405e9 parameters"] = f"{size / 1e12:.2f} TB"
-        figures[f"{name}: moved once at 2 TB/s"] = f"{size / STATED_BANDWIDTH:.2f} s"
-        figures[f"{name}: zero mode's {PASSES} passes at 2 TB/s"] = f"{PASSES * size / STATED_BANDWIDTH:.2f} s"
-        figures[f"{name}: moved once at this machine's measured {here / 1e9:.1f} GB/s"] = f"{size / here:.0f} s"
-    once, shares = VERY_LARGE * 4 / STATED_BANDWIDTH, {}
-    for tokens in (1024, 16384, 131072, 1048576):
-        traffic = PASSES * VERY_LARGE * 4 / STATED_BANDWIDTH
-        compute = OPERATIONS_PER_PARAMETER * VERY_LARGE * tokens / FLOPS
-        shares[tokens] = traffic / (traffic + compute)
-        figures[f"share of a step of {tokens:,} tokens per replica (float32, 2 TB/s, 4e14 op/s)"] = (
-            f"{100 * shares[tokens]:.3g}%"
-        )
-    assert shares[1024] > 0.2
-    assert shares[1048576] < 0.001
-    return Finding(
-        "conditional",
-        f"Moving {VERY_LARGE * 4 / 1e12:.2f} TB of float32 gradients once takes {once:.2f} s at 2 TB/s; the {PASSES} "
-        f"passes of zero mode take {PASSES * once:.2f} s. Devices share traffic and work alike, so the share of a step "
-        f"depends only on the tokens that a replica processes per step: {100 * shares[1024]:.2g}% of the step at 1,024 "
-        f"tokens, {100 * shares[131072]:.2g}% at 131,072.",
-        condition="few tokens per replica and step, below about 10,000",
-        figures=figures,
-        counterexample=f"131,072 tokens per replica and step: {100 * shares[131072]:.2g}% of the step",
-    )
-
-
-def _decision() -> Finding:
-    sizes = [Size(parameters, "few") for parameters in PARAMETERS["cpu"]]
-    rows = tuple(
-        time_paired_steps(size, items, k, pairs=PAIRS).to_row(size, "cpu")
-        for size in sizes
-        for items in ITEMS
-        for k in MICRO_BATCHES
-    )
-    return Finding("conditional", rows=rows, **answer(rows))
-
-
-def _limited_memory() -> Finding:
-    total = 1024
-    peaks = {}
-    for k in (1, 2, 4, 8, 16):
-        ledger, size = train("set_to_none", width=32, items=total // k, micro_batches=k)
-        peaks[k] = ledger.peak(window=1).bytes
-    ordered = [peaks[k] for k in sorted(peaks)]
-    assert ordered == sorted(ordered, reverse=True)
-    assert peaks[16] < peaks[1] / 4
-    return Finding(
-        "confirmed",
-        "With a fixed batch, the peak falls with the number of micro-batches, as the activations do, towards the "
-        "memory of parameters and gradients. The bytes were counted; nothing was run on a GPU.",
-        figures={
-            "bytes of parameters, and of gradients": size,
-            **{f"peak bytes, 1024 items in K = {k} micro-batches": peak for k, peak in peaks.items()},
-        },
-    )
-
-
-CLAIMS = (
-    Claim(
-        "C1.7",
-        "Even at 2 TB/s, transferring the gradients of a very large model (405 B parameters) is significant.",
-        "arithmetic from the ledger's law of C1.6; the copy bandwidth of this machine is measured",
-        _very_large,
-        short="Gradients of 405 B parameters take long",
-    ),
-    Claim(
-        "C1.8",
-        "For small models, or when memory is no constraint, zeroing suffices; model size, hardware, batch size and "
-        "update frequency decide.",
-        "steps under both modes in turn, timed on this machine's CPU",
-        _decision,
-        short="For small models zeroing suffices",
-    ),
-)
-MEMORY_CLAIMS = (
-    Claim(
-        "C3.4",
-        "Accumulation helps where GPU memory is limited.",
-        "the ledger's peak for 1,024 items cut into 1 to 16 micro-batches",
-        _limited_memory,
-        short="Accumulation helps if memory is short",
-    ),
-)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,6 @@ from gradcheck_suite.run.instance import Instance, generated_instance, seeded
 from gradcheck_suite.studies.ledger import Ledger
 from gradcheck_suite.studies.step_times import COPY_BYTES
 from gradcheck_suite.studies.workload import BATCH, Size, build, micro_batch, sized_workload, workload
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-# Training windows of which a part is compiled, and how many graphs `torch.compile` makes for that part.
-#
-# `torch.compile` guards on whether `.grad` is None. Where compiled code reads gradients, a reset that releases them
-# changes what it is specialised on; elsewhere all modes compile alike.
-
 
 PARTS = ("model", "forward and backward", "step", "step, experts by turns")
 """The compiled part: the model's forward, with the backward eager; both, by compiled autograd; the optimizer's step
@@ -58,8 +47,9 @@ class Experts(torch.nn.Module):
 def graphs_needed(part: str, mode: ResetMode) -> int:
     """Return how many graphs a part needs under a mode, from what compiled code is specialised on.
 
-    The forward is one graph, whatever the gradients are. A backward that makes a gradient and a backward that adds to
-    it are two graphs. A step is one graph for each set of gradients that are None, up to the limit.
+    `torch.compile` guards on whether `.grad` is None. The forward is one graph, whatever the gradients are. A backward
+    that makes a gradient and a backward that adds to it are two graphs. A step is one graph for each set of gradients
+    that are None, up to the limit.
     """
     if part == PARTS[1]:
         return 3 if mode.releases else 2
@@ -102,6 +92,8 @@ def training(
         compiled: whether to compile that part.
         backend: backend of `torch.compile`; `"eager"` captures graphs and compiles nothing.
     """
+    from torch._dynamo import config as dynamo_settings
+
     by_turns = part == PARTS[3]
     model: torch.nn.Module = Experts(size.width // 2, device) if by_turns else build(size, device, torch.float32)
     width = size.width // 2 if by_turns else size.width
@@ -118,7 +110,8 @@ def training(
     if compiled and part == PARTS[0]:
         forward = torch.compile(model, backend=backend)
     elif compiled and part == PARTS[1]:
-        with _compiled_autograd():
+        # `torch.compile` reads this setting when it wraps a function, and then traces the backward too
+        with dynamo_settings.patch(compiled_autograd=True):
             backward = torch.compile(backward, backend=backend)
     elif compiled:
         step = torch.compile(work.optimizer.step, backend=backend)
@@ -135,27 +128,6 @@ def training(
     return run
 
 
-@contextmanager
-def _compiled_autograd() -> Iterator[None]:
-    """Have `torch.compile` trace the backward too; it reads this setting when it wraps a function."""
-    from torch._dynamo import config
-
-    before = config.compiled_autograd
-    config.compiled_autograd = True
-    try:
-        yield
-    finally:
-        config.compiled_autograd = before
-
-
-# A training window captured as a CUDA graph: which resets it allows, and what the optimizer finds after a replay.
-#
-# A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
-# replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
-# adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
-# that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
-
-
 PLACES = ("inside the graph", "between replays")
 FINDINGS = ("right", "None", "wrong")
 WARM = 3
@@ -163,7 +135,13 @@ WARM = 3
 
 
 class CapturedWindow:
-    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay."""
+    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay.
+
+    A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
+    replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
+    adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
+    that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    """
 
     def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda") -> None:
         """Warm up and capture.
@@ -217,13 +195,8 @@ class CapturedWindow:
         return FINDINGS[0] if alike else FINDINGS[2]
 
 
-# The same window in JAX: `lax.scan` under `jit` accumulates micro-batches, the gradients' buffers are donated.
-#
-# JAX has no reset mode: the sum starts from zeros inside the program.
-
-
 def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
-    """Compile one window.
+    """Compile one window in JAX, which has no reset mode: the sum starts from zeros inside the program.
 
     Returns:
         The compiled program, which returns the gradients and the losses, and its arguments: the weights, the batches
@@ -287,9 +260,6 @@ def memory_bytes(program: Any) -> dict[str, int]:
         for name in ("argument", "output", "alias", "temp")
         if analysis is not None
     }
-
-
-# Run a training loop under a ledger.
 
 
 def record(loop: Loop, subject: Case | Instance | TrainingRun) -> Ledger:

@@ -17,9 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import Traffic
 
-# The phases of a training loop that the ledger distinguishes.
-
-
 PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "other")
 """The phases of a loop, distinguished without patching anything:
 
@@ -54,12 +51,6 @@ def check_phases(phases: tuple[str, ...]) -> None:
     for name in phases:
         if name not in PHASES:
             raise UsageError(f"ledger: phase must be one of {', '.join(PHASES)}; got {name!r}")
-
-
-# The storages that are alive, each with a category, until torch frees them.
-#
-# A storage counts once, however many views it has, from the moment that an operation returns it until torch frees it,
-# when the callback of a weak reference runs. This module keeps no storage alive.
 
 
 PARAMETERS = "parameters"
@@ -99,7 +90,11 @@ class _Entry:
 
 
 class Storages:
-    """The storages that are alive, and their bytes by category."""
+    """The storages that are alive, and their bytes by category.
+
+    A storage counts once, however many views it has, from the moment that an operation returns it until torch frees it,
+    when the callback of a weak reference runs. Nothing here keeps a storage alive.
+    """
 
     def __init__(self, on_free: Callable[[str, int], None]) -> None:
         """Start with no storage.
@@ -166,13 +161,6 @@ class Storages:
             self._on_free(entry.category, entry.bytes)
 
 
-# The bytes that one operation reads and writes, from its schema and its tensors alone.
-#
-# An operation reads every tensor argument once, at elements x itemsize, and writes every tensor that it makes or
-# changes once. No cache is modelled, and a broadcast (expanded) operand counts at its expanded size. Operations that
-# only make a view or change metadata move nothing.
-
-
 OVERWRITES = frozenset(
     {
         *("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"),
@@ -217,7 +205,11 @@ class Access:
 
 
 def access(func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> Access:
-    """Return what an operation that has just run did to memory.
+    """Return what an operation that has just run did to memory, from its schema and its tensors alone.
+
+    An operation reads every tensor argument once, at elements x itemsize, and writes every tensor that it makes or
+    changes once. No cache is modelled, and a broadcast (expanded) operand counts at its expanded size. Operations that
+    only make a view or change metadata move nothing.
 
     Raises:
         UsageError: one of its tensors is not dense (sparse, nested), and so has no storage to count.
@@ -308,21 +300,6 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.itemsize for t in places.values())
 
 
-# The ledger: a dispatch mode that records every operation of a training loop under the phase in which it runs.
-#
-# It uses no clock and needs no GPU: sizes are the same on every device.
-#
-# The ledger sees every operation that autograd or the loop calls, on any device, and the lifetime of every storage
-# that such an operation returns. It does not see buffers that a kernel allocates and frees inside one operation (a
-# workspace, the copy that a matrix product makes of an operand with unsuitable strides), the allocator's rounding,
-# and `UntypedStorage.resize_` until the next operation on that storage.
-#
-# The ledger changes one thing: under any dispatch mode, autograd sums the gradients of a tensor used several times in
-# one forward out of place (`add`), where it otherwise sums them in place (`add_`). torch's own memory tracker is a
-# dispatch mode too and has the same effect. Adding a micro-batch's gradient to `.grad`, taking it and cloning it are
-# not affected.
-
-
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NOT_IN_BACKWARD = -1
 _MARK, _UNMARK = "profiler._record_function_enter_new", "profiler._record_function_exit"
@@ -347,6 +324,15 @@ class Ledger(TorchDispatchMode):
 
     A window ends with an optimizer's step outside a backward; what follows the last step is a window of its own. The
     reset after a step therefore belongs to the next window.
+
+    Sizes are the same on every device. A dispatch mode sees every operation that autograd or the loop calls, and the
+    lifetime of every storage that such an operation returns. It does not see buffers that a kernel allocates and frees
+    inside one operation (a workspace, the copy that a matrix product makes of an operand with unsuitable strides), the
+    allocator's rounding, and `UntypedStorage.resize_` until the next operation on that storage.
+
+    It changes one thing: under any dispatch mode, torch's own memory tracker included, autograd sums the gradients of a
+    tensor used several times in one forward out of place (`add`), where it otherwise sums them in place (`add_`).
+    Adding a micro-batch's gradient to `.grad`, taking it and cloning it are not affected.
 
     Attributes:
         window: index of the window that is being recorded.
@@ -461,8 +447,8 @@ class Ledger(TorchDispatchMode):
         self._find_gradients(adopt=True)
         ledger = weakref.ref(self)
         self._recording.hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _before_step(ledger(), optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(ledger(), optimizer)),
+            register_optimizer_step_pre_hook(lambda *_: _before_step(ledger())),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(ledger(), optimizer)),
         ]
         super().__enter__()
         return self
@@ -584,7 +570,7 @@ def _freed(ledger: Ledger | None, category: str, size: int) -> None:
     ledger._lines[ledger.window, phase, ""]["freed"] += size
 
 
-def _before_step(ledger: Ledger | None, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(ledger: Ledger | None) -> None:
     if ledger is None or (now := ledger._recording) is None:
         return
     ledger._find_gradients()

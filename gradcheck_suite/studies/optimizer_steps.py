@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -18,24 +19,11 @@ from jax.flatten_util import ravel_pytree
 from gradcheck_suite.core.results import json_number
 from gradcheck_suite.studies.optimizers import Counterpart
 
-# The parameters after each of some steps in optax, and what rounding and uncertain gradients may do to them.
-#
-# The bound is derived through the steps. Every number that a step reads or writes may be off: a gradient by what its
-# own bound allows, and each gradient, update and entry of the state by the rounded operations that make it. The
-# derivative of all later parameters by each of these numbers, times its size, is how far they may be moved by it
-# (first-order forward error analysis: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). So a
-# direction that is divided by the root of something tiny has a wide bound, exactly there and from then on. Where JAX
-# takes the gradients itself, at the parameters that optax has reached, the derivative goes through them as well.
-#
-# The derivative is taken with the gradient as it is, and at both ends of its error, since a step need not be smooth:
-# the direction of Adam goes from -1 to 1 within epsilon. Where the sign of a gradient is not certain, as it may be
-# for Rprop, no bound of this kind exists; such elements are `undecided`. Drawn errors of the same sizes find them.
-
-
 jax.config.update("jax_enable_x64", True)
 
 Numbers = npt.NDArray[np.float64]
-TrajectoryGradient = Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
+GradientInJax = Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
+GradientInTorch = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
 ROUNDINGS = 8
 """Rounded operations by which torch computes one element of a gradient with decay, of an update or of a state."""
 PARAMETER_ROUNDINGS = 4
@@ -88,9 +76,14 @@ def follow(
     errors: Sequence[Sequence[Numbers]] | None = None,
     unit: float = 2.0**-53,
     implementation: str = "single",
-    gradient: TrajectoryGradient | None = None,
+    gradient: GradientInJax | None = None,
 ) -> Trajectory:
-    """Take the steps of an optimizer in optax, in float64.
+    """Take the steps of an optimizer in optax, in float64, with the bound of what rounding may do to their parameters.
+
+    Every number that a step reads or writes may be off: a gradient by what its own bound allows, and each gradient,
+    update and entry of the state by the rounded operations that make it. The derivative of all later parameters by
+    each of these numbers, times its size, is how far they may be moved by it (first-order forward error analysis:
+    Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 
     Args:
         counterpart: of the optimizer.
@@ -134,7 +127,7 @@ def _program(
     decoupled: bool,
     flags: tuple[tuple[str, Any], ...],
     shapes: tuple[tuple[int, ...], ...],
-    gradient_of: TrajectoryGradient | None,
+    gradient_of: GradientInJax | None,
 ) -> Any:
     """Return the compiled program: (settings, start, data of the steps, errors, unit roundoffs) -> found.
 
@@ -200,10 +193,13 @@ def _effects(
         sizes: of the errors; those of the gradients come first.
     """
     unmoved, as_given = jnp.zeros_like(sizes), jnp.zeros_like(gradients)
+    # the derivative is taken with the gradient as it is and at both ends of its error, since a step need not be smooth:
+    # the direction of Adam goes from -1 to 1 within epsilon
     given = sizes[:, : gradients.shape[1]]
     ends = jnp.stack([jnp.where(jnp.abs(gradients) <= given, -gradients, 0.0), given, -given])
     slopes = jax.vmap(lambda end: jax.jacfwd(lambda off: parameters(off, end, _NEARLY_ZERO)[0])(unmoved))(ends)
     moved = jnp.where(sizes > 0, jnp.abs(slopes) * sizes, 0.0).sum((-2, -1)).max(0)
+    # where the sign of a gradient is not certain, a step such as Rprop's jumps, and no bound of the first order exists
     signs = jax.random.rademacher(jax.random.key(0), (DRAWS, *sizes.shape), sizes.dtype)
     drawn = jax.vmap(lambda sign: parameters(sign * sizes, as_given)[0])(signs)
     return moved, jnp.abs(drawn - after).max(0)
@@ -225,10 +221,6 @@ def _moved(state: Any, errors: list[jax.Array]) -> Any:
     return jax.tree.unflatten(tree, [leaf + next(given) if _is_real(leaf) else leaf for leaf in leaves])
 
 
-# The same steps by torch: one optimizer, in each implementation that torch has of its step.
-
-
-TorchStepsGradient = Callable[[int, list[torch.Tensor]], list[torch.Tensor]]
 IMPLEMENTATIONS: dict[str, Mapping[str, Any]] = {
     "single": {"foreach": False},
     "foreach": {"foreach": True},
@@ -258,7 +250,7 @@ def take_steps(
     counterpart: Counterpart,
     settings: Mapping[str, Any],
     start: Sequence[torch.Tensor],
-    gradient: TorchStepsGradient,
+    gradient: GradientInTorch,
     steps: int,
     *,
     implementation: str = "single",
@@ -303,14 +295,11 @@ def _wide(tensor: torch.Tensor) -> Numbers:
     return wide
 
 
-# Steps on drawn gradients, which need no model: every optimizer on the same shapes, so that few programs compile.
-
-
 STEPS = 6
 """The first five of RAdam are not rectified."""
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((2, 3), (2,), (2, 2), (2,))
-"""The parameters of two linear layers."""
+"""The parameters of two linear layers: every optimizer has the same shapes, so that few programs compile."""
 MATRICES: Shapes = ((2, 3), (2, 2))
 
 
@@ -369,9 +358,6 @@ def in_optax(counterpart: Counterpart, steps: Steps, dtype: torch.dtype, impleme
     return follow(counterpart, steps.settings, steps.start, steps.gradients, unit=unit, implementation=implementation)
 
 
-# One row for each optimizer: what differs between torch and optax, and how far their steps are apart.
-
-
 DTYPES = ("float64", "float32")
 SCALES = (1.0, 1e-6, 100.0)
 """Sizes of the drawn gradients: at, below and above what the epsilons are made for."""
@@ -424,18 +410,13 @@ def compare(counterpart: Counterpart, seeds: Iterable[int], device: str = "cpu")
         seeds: of the drawn numbers.
         device: where torch computes; JAX computes on the CPU.
     """
-    drawn, cases, undecided = list(seeds), 0, 0
-    ratios = dict.fromkeys(DTYPES, 0.0)
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        for settings in counterpart.variants:
-            for implementation in counterpart.implementations:
-                for seed in drawn:
-                    scale = SCALES[seed % len(SCALES)]
-                    about = {"dtype": dtype, "implementation": implementation, "seed": seed, "scale": scale}
-                    steps = draw_steps(counterpart, settings, device=device, **about)
-                    found = in_optax(counterpart, steps, dtype, implementation)
-                    ratios[name] = max(ratios[name], found.ratio(steps.parameters))
-                    undecided += int(found.undecided.sum())
-                    cases += 1
-    return Row(counterpart, cases, ratios, undecided)
+    every = list(product(DTYPES, counterpart.variants, counterpart.implementations, seeds))
+    ratios, undecided = dict.fromkeys(DTYPES, 0.0), 0
+    for name, settings, implementation, seed in every:
+        dtype, scale = getattr(torch, name), SCALES[seed % len(SCALES)]
+        about = {"dtype": dtype, "implementation": implementation, "seed": seed, "scale": scale}
+        steps = draw_steps(counterpart, settings, device=device, **about)
+        found = in_optax(counterpart, steps, dtype, implementation)
+        ratios[name] = max(ratios[name], found.ratio(steps.parameters))
+        undecided += int(found.undecided.sum())
+    return Row(counterpart, len(every), ratios, undecided)

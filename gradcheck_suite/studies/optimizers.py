@@ -14,9 +14,6 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-# The record of one torch optimizer's step in optax.
-
-
 Settings = Mapping[str, Any]
 
 
@@ -55,9 +52,6 @@ class Counterpart:
     def name(self) -> str:
         """The class's name in lower case."""
         return self.torch.lower()
-
-
-# What the mappings share: the frame around an optimizer's core, and updates computed from an optax state.
 
 
 Transformation = Any
@@ -127,58 +121,23 @@ def in_float32(value: Any) -> jax.Array:
 # SGD, averaged SGD and resilient propagation.
 
 
-class _Steps(NamedTuple):
-    taken: jax.Array
-
-
-def _dampened(dampening: Any) -> optax.GradientTransformation:
-    """Multiply every gradient but the first by 1 - dampening."""
-
-    def advance(gradients: Any, state: _Steps, params: Any = None) -> tuple[Any, _Steps]:
-        factor = jnp.where(state.taken == 0, 1.0, 1.0 - dampening)
-        return per_leaf(lambda g: factor * g, gradients), _Steps(state.taken + 1)
-
-    return optax.GradientTransformation(lambda params: _Steps(jnp.zeros((), jnp.int32)), advance)
-
-
-def _sgd(
-    *,
-    lr: Any,
-    momentum: Any,
-    dampening: Any,
-    weight_decay: Any,
-    nesterov: Any,
-    maximize: Any,
-) -> Transformation:
+def _sgd(*, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any, maximize: Any) -> Transformation:
     trace = updates_from_state(
         optax.trace(decay=momentum, nesterov=True),
         lambda gradients, updates, state: per_leaf(lambda u, t: jnp.where(nesterov, u, t), updates, state.trace),
     )
-    core = optax.chain(_dampened(dampening), trace)
-    return framed(core, lr, weight_decay=weight_decay, maximize=maximize)
+    dampened = optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))
+    return framed(optax.chain(dampened, trace), lr, weight_decay=weight_decay, maximize=maximize)
 
 
-def _asgd(
-    *,
-    lr: Any,
-    lambd: Any,
-    alpha: Any,
-    weight_decay: Any,
-    maximize: Any,
-) -> Transformation:
+def _asgd(*, lr: Any, lambd: Any, alpha: Any, weight_decay: Any, maximize: Any) -> Transformation:
     def rate(count: Any) -> Any:
         return in_float32(lr / (1.0 + lambd * lr * count) ** alpha)
 
     return framed(optax.add_decayed_weights(lambd), rate, weight_decay=weight_decay, maximize=maximize)
 
 
-def _rprop(
-    *,
-    lr: Any,
-    etas: tuple[Any, Any],
-    step_sizes: tuple[Any, Any],
-    maximize: Any,
-) -> Transformation:
+def _rprop(*, lr: Any, etas: tuple[Any, Any], step_sizes: tuple[Any, Any], maximize: Any) -> Transformation:
     smallest, largest = step_sizes
     inner = optax.scale_by_rprop(
         jnp.clip(lr, smallest, largest), etas[0], etas[1], min_step_size=smallest, max_step_size=largest
@@ -236,36 +195,21 @@ RPROP = Counterpart(
 
 
 def _adagrad(
-    *,
-    lr: Any,
-    lr_decay: Any,
-    weight_decay: Any,
-    initial_accumulator_value: Any,
-    eps: Any,
-    maximize: Any,
+    *, lr: Any, lr_decay: Any, weight_decay: Any, initial_accumulator_value: Any, eps: Any, maximize: Any
 ) -> Transformation:
-    def outside(gradients: Any, updates: Any, state: Any) -> Any:
+    def outside(update: jax.Array, squares: jax.Array) -> jax.Array:
         """Move epsilon out of the root: g / sqrt(s) becomes g / (sqrt(s) + eps)."""
+        return update * (jnp.sqrt(squares) / (jnp.sqrt(squares) + eps))
 
-        def of(update: Any, squares: Any) -> Any:
-            root = jnp.sqrt(squares)
-            return update * (root / (root + eps))
-
-        return per_leaf(of, updates, state.sum_of_squares)
-
-    core = updates_from_state(optax.scale_by_rss(initial_accumulator_value, eps=0.0), outside)
+    core = updates_from_state(
+        optax.scale_by_rss(initial_accumulator_value, eps=0.0),
+        lambda gradients, updates, state: per_leaf(outside, updates, state.sum_of_squares),
+    )
     return framed(core, lambda count: lr / (1.0 + count * lr_decay), weight_decay=weight_decay, maximize=maximize)
 
 
 def _rmsprop(
-    *,
-    lr: Any,
-    alpha: Any,
-    eps: Any,
-    weight_decay: Any,
-    momentum: Any,
-    centered: bool,
-    maximize: Any,
+    *, lr: Any, alpha: Any, eps: Any, weight_decay: Any, momentum: Any, centered: bool, maximize: Any
 ) -> Transformation:
     scale = optax.scale_by_stddev if centered else optax.scale_by_rms
     core = optax.chain(scale(decay=alpha, eps=eps, eps_in_sqrt=False), optax.trace(decay=momentum))
@@ -343,14 +287,7 @@ def _largest(betas: tuple[Any, Any], eps: Any, state: Any) -> Any:
     return per_leaf(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), state.mu, state.nu_max)
 
 
-def _adamax(
-    *,
-    lr: Any,
-    betas: tuple[Any, Any],
-    eps: Any,
-    weight_decay: Any,
-    maximize: Any,
-) -> Transformation:
+def _adamax(*, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, maximize: Any) -> Transformation:
     return framed(optax.scale_by_adamax(*betas, eps=eps), lr, weight_decay=weight_decay, maximize=maximize)
 
 
@@ -396,13 +333,7 @@ def _nadam(
 
 
 def _radam(
-    *,
-    lr: Any,
-    betas: tuple[Any, Any],
-    eps: Any,
-    weight_decay: Any,
-    decoupled_weight_decay: Any,
-    maximize: Any,
+    *, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, decoupled_weight_decay: Any, maximize: Any
 ) -> Transformation:
     def outside(gradients: Any, updates: Any, state: Any) -> Any:
         """Add epsilon to the root before its bias correction: a factor of the rectified direction of optax."""
@@ -728,29 +659,11 @@ LBFGS = Counterpart(
 )
 
 
-# The step of every torch optimizer in optax: one record each, and the bound that rounding allows their parameters.
-#
-# The only package that imports optax, which the extra `steps` installs. It judges steps alone: gradients are given.
-
-
 COUNTERPARTS: dict[str, Counterpart] = {
     counterpart.name: counterpart
     for counterpart in (
-        SGD,
-        ASGD,
-        RPROP,
-        ADAGRAD,
-        RMSPROP,
-        ADADELTA,
-        ADAM,
-        ADAMW,
-        ADAMAX,
-        NADAM,
-        RADAM,
-        SPARSE_ADAM,
-        ADAFACTOR,
-        MUON,
-        LBFGS,
+        *(SGD, ASGD, RPROP, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX, NADAM, RADAM, SPARSE_ADAM),
+        *(ADAFACTOR, MUON, LBFGS),
     )
 }
 """Every optimizer of `torch.optim` by the name of its class in lower case."""

@@ -10,12 +10,6 @@ import numpy as np
 from gradcheck_suite.core.comparison import Layout, Vector
 from gradcheck_suite.reference.large_batch import Window
 
-# Tolerance rules of other tools, with which the suite's own bounds are compared.
-#
-# Each rule takes an accumulated gradient and returns whether it passes. The constants are the tools' defaults. So is
-# whether two NaN at the same place are equal: only chex says that they are.
-
-
 ASSERT_CLOSE = {"float64": (1e-7, 1e-7), "float32": (1.3e-6, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float16": (1e-3, 1e-5)}
 """(rtol, atol) that `torch.testing.assert_close` takes for a dtype."""
 
@@ -71,7 +65,8 @@ RIVALS: dict[str, Callable[[Compared], bool]] = {
     "twice the reference's rmse": twice_the_rmse,
     "NNSmith 1e-2/1e-3": nnsmith,
 }
-"""The rules by name."""
+"""The rules by name: each takes an accumulated gradient and returns whether it passes. The constants are the tools'
+defaults, and so is whether two NaN at the same place are equal: only chex says that they are."""
 
 
 def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -> frozenset[str]:

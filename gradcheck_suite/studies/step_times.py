@@ -22,19 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.studies.workload import Size, sized_workload
 
-# Timers: the host's clock, the host's clock after the device has finished, and CUDA events.
-#
-# pytest-benchmark accepts as `timer` any callable whose results subtract to seconds, so CUDA events can time the
-# device without patching pytest-benchmark.
-#
-# CUDA work is queued: the host goes on while the device computes. A round is timed right only if the queue is empty
-# when it starts (`settle`). Otherwise the host's clock also counts what was queued before the round, such as the
-# flush of the caches, and the device hides the time that the host needs to launch kernels behind that earlier work.
-# See https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
-
 
 class DeviceStamp:
-    """A CUDA event on the current stream; the difference of two is the device's time between them, in seconds."""
+    """A CUDA event on the current stream; the difference of two is the device's time between them, in seconds.
+
+    So it is a `timer` that pytest-benchmark accepts without patching: its results subtract to seconds.
+    """
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +39,12 @@ class DeviceStamp:
 
 
 def settle(device: str) -> None:
-    """Wait until the device has finished all work queued so far; nothing to wait for on a CPU."""
+    """Wait until the device has finished all work queued so far; nothing to wait for on a CPU.
+
+    A round is timed right only if the queue is empty when it starts. Otherwise the host's clock also counts what was
+    queued before the round, such as the flush of the caches, and the device hides the time that the host needs to
+    launch kernels behind that earlier work. See https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
+    """
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -106,9 +104,6 @@ def timed(
     return seconds
 
 
-# The device's own bandwidth, measured in the same run as the resets: of a large copy and of a large fill.
-
-
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Bytes of one copy, far beyond every cache."""
 REPEATS = 7
@@ -154,9 +149,6 @@ def flush(device: str) -> Callable[[], None]:
         settle(device)
 
     return run
-
-
-# The device that a benchmark ran on: names and versions, caches, and the allocator's settings.
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
@@ -224,14 +216,10 @@ def _driver() -> str:
     return done.stdout.strip()
 
 
-# How many kernels a fill and a `torch._foreach_*` call launch on CUDA, from the rules of their implementations.
-#
-# A launch of a foreach call takes a limited number of tensors and of blocks; each block handles one chunk of a
-# tensor. Source: https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/MultiTensorApply.cuh
-
-
 CHUNK = 65536
-"""Elements of a tensor that one block handles."""
+"""Elements of a tensor that one block of a `torch._foreach_*` call handles.
+
+Source: https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/MultiTensorApply.cuh"""
 
 
 @dataclass(frozen=True)
@@ -287,9 +275,6 @@ def foreach_launches(elements: Iterable[int], limits: LaunchLimits = SMALL) -> i
                 launches += 1
                 blocks, tensors = 0, 1 if chunks else 0  # a tensor that is not finished goes into the next launch
     return launches + (blocks > 0)
-
-
-# What a device spent its time on, by torch's profiler: operations, and the kernels that they launched.
 
 
 MAX_ENTRIES = 4
@@ -365,13 +350,6 @@ def device_work(events: Any) -> tuple[int, float]:
     return len(spans), busy / 1e6  # microseconds to seconds
 
 
-# Whole training steps under `zero_` and under `set_to_none`, timed in turn.
-#
-# The two modes alternate step by step, so that other load on the machine slows both alike. A measurement that other
-# load disturbed all the same is noticed and repeated. As for windows, every step starts with flushed caches on an
-# idle device.
-
-
 try:
     import resource
 except ImportError:  # Windows
@@ -433,7 +411,7 @@ class PairedSteps:
     disturbed: str | None = None
 
     def to_row(self, size: Size, device: str) -> dict[str, Any]:
-        """Return the figures as the data of a benchmark record, which `page.content` reads."""
+        """Return the figures as the data of a benchmark record, which `report.faster` reads."""
         return {
             **asdict(self),
             "measures": "step",
@@ -448,6 +426,9 @@ class PairedSteps:
 
 def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int, device: str = "cpu") -> PairedSteps:
     """Time steps of AdamW under both modes in turn; repeat while other load disturbs them.
+
+    The two modes alternate step by step, so that other load on the machine slows both alike. Every step starts with
+    flushed caches on an idle device.
 
     Args:
         size: size of the model, whose weights are float32.

@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from scipy import stats
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.studies.rivals import RIVALS
-
-# Counts of a campaign as plain data: chunks are counted separately, stored and added up.
-
 
 BINS = 20
 """Number of bins of equal width from 0 to 1 for errors over what was allowed."""
@@ -34,6 +31,14 @@ def add_counts(into: Any, other: Any) -> Any:
         into.add(other)
         return into
     return into + other
+
+
+@dataclass
+class _Counts:
+    def add(self, other: Self) -> None:
+        """Add other counts to these."""
+        for each in fields(self):
+            setattr(self, each.name, add_counts(getattr(self, each.name), getattr(other, each.name)))
 
 
 @dataclass
@@ -78,7 +83,7 @@ def spread_from_json(data: Mapping[str, Any]) -> Spread:
 
 
 @dataclass
-class Tally:
+class Tally(_Counts):
     """Counts of checks of sound loops, in one dtype.
 
     Attributes:
@@ -124,11 +129,6 @@ class Tally:
         for kind in ("", *kinds):
             self.over.setdefault(kind, Spread()).note(ratio)
 
-    def add(self, other: Tally) -> None:
-        """Add other counts to these."""
-        for name in _NAMES:
-            setattr(self, name, add_counts(getattr(self, name), getattr(other, name)))
-
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
         return {"judged": self.judged} | {name: _plain(getattr(self, name)) for name in _NAMES}
@@ -151,9 +151,6 @@ def tally_from_json(data: Mapping[str, Any]) -> Tally:
     return Tally(**values | counters | {"over": over, "drawn_on": spread_from_json(data["drawn_on"])})
 
 
-# The detection curve as counts that add up: in how many cases each rule finds an error of each size.
-
-
 OURS = "gradcheck-suite"
 NEVER = -1
 """Stands in place of an exponent where not even an error of relative size 1 is found."""
@@ -166,7 +163,7 @@ def exponents(dtype: str) -> range:
 
 
 @dataclass
-class Curve:
+class Curve(_Counts):
     """The smallest errors that are found, in one dtype.
 
     Attributes:
@@ -183,12 +180,6 @@ class Curve:
         """Count what each rule finds in a case at a place."""
         for rule, k in found.items():
             self.smallest.setdefault(place, {}).setdefault(rule, Counter())[k] += 1
-
-    def add(self, other: Curve) -> None:
-        """Add other counts to these."""
-        self.cases += other.cases
-        self.skipped.update(other.skipped)
-        self.smallest = add_counts(self.smallest, other.smallest)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
@@ -226,9 +217,6 @@ def surely(share: float, cases: int) -> float:
     """
     interval = stats.binomtest(round(share * cases), cases).proportion_ci(0.9, method="wilson")
     return float(interval.low)
-
-
-# The figures of a campaign, computed from its record, for the terminal and for the report.
 
 
 Data = Mapping[str, Any]
@@ -303,9 +291,6 @@ def shown(size: float | None) -> str:
 def percent() -> str:
     """Return the share of cases in which an error of a size must be found, as text."""
     return f"{100 * WANTED:g}%"
-
-
-# The figures of a campaign on a terminal.
 
 
 SHORT = {

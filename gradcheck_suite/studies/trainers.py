@@ -19,8 +19,6 @@ from gradcheck_suite.loops.trainers.trainer import MAX_SIZE, Cut, Question, Trai
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.verification.verify import verify
 
-# Asking a trainer one question: `verify` on the question's problem and plans.
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -106,9 +104,6 @@ def _problem(place: str) -> Problem:
     module, _, name = place.partition(":")
     found: Problem | Callable[[], Problem] = getattr(import_module(module), name)
     return found if isinstance(found, Problem) else found()
-
-
-# The answers on a terminal.
 
 
 NAME_WIDTH = max(map(len, TRAINERS))

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradcheck_suite.catalogue.description import error_text
 from gradcheck_suite.catalogue.tables import is_accumulable
 from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.comparison import LOSS_TOLERANCE
 from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.errors import UsageError
@@ -29,8 +30,6 @@ from gradcheck_suite.run.runner import users_line
 # quotient of their weights. The quotients must then explain the losses of all other batches.
 
 
-ITEM_WEIGHTS_TOLERANCE = 1e-5
-"""Tolerance relative to the largest loss. A model may have float32 parts, which round at 1e-7."""
 LARGEST_COUNT = 64
 """Largest whole number in a proportion of weights that is printed in whole numbers."""
 
@@ -47,14 +46,14 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
     weights = [1.0]
     for j in range(1, items):
         together = loss([0, j])
-        if abs(together - alone[j]) <= ITEM_WEIGHTS_TOLERANCE * scale:
+        if abs(together - alone[j]) <= LOSS_TOLERANCE * scale:
             return None
         weights.append((alone[0] - together) / (together - alone[j]))
-    if min(weights) <= 0 or max(weights) - min(weights) <= ITEM_WEIGHTS_TOLERANCE:
+    if min(weights) <= 0 or max(weights) - min(weights) <= LOSS_TOLERANCE:
         return None
     for batch in [*itertools.combinations(range(items), 2), tuple(range(items))]:
         expected = sum(weights[i] * alone[i] for i in batch) / sum(weights[i] for i in batch)
-        if not abs(loss(batch) - expected) <= ITEM_WEIGHTS_TOLERANCE * scale:
+        if not abs(loss(batch) - expected) <= LOSS_TOLERANCE * scale:
             return None
     return weights
 
@@ -71,8 +70,6 @@ def proportion(weights: Sequence[float]) -> str:
 # Finds the module, or the loss, that makes an objective not separable over samples.
 
 
-BATCH_DEPENDENCE_TOLERANCE = 1e-5
-"""Relative tolerance. Models run in float64, but may have float32 parts, which round at 1e-7."""
 AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
 FINE = 1e-9
 MOST_FIRST = 8
@@ -117,7 +114,7 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     once, again = (_batch_dependence_loss(instance, model, batch) for batch in (whole, twice))
     if instance.problem.reduction == "sum":
         again /= 2
-    if abs(once - again) <= BATCH_DEPENDENCE_TOLERANCE * max(abs(once), abs(again)):
+    if abs(once - again) <= LOSS_TOLERANCE * max(abs(once), abs(again)):
         return (
             "the model is separable over samples and the loss is not: it contains statistics of the batch (a product "
             "of batch means, targets standardised over the batch)"
@@ -159,7 +156,7 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
         return _batch_dependence_loss(instance, model, items.__getitems__(indices))
 
     first, *others = (loss(i) + loss(j) - loss(i, j) for i, j in ((0, 1), (0, 2), (1, 2)))
-    scale = BATCH_DEPENDENCE_TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
+    scale = LOSS_TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
     return first if abs(first) > scale and all(abs(other - first) <= scale for other in others) else None
 
 
@@ -191,7 +188,7 @@ def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> 
     cuts += [range(items) for items in range(1, min(plan.total_items, MOST_FIRST + 1))]
     try:
         # rounding in float32 parts of a model is taken for a difference only if nothing else is found
-        for tolerance in (BATCH_DEPENDENCE_TOLERANCE, FINE):
+        for tolerance in (LOSS_TOLERANCE, FINE):
             if found := _first_mixing(instance, model, whole, cuts, tolerance):
                 return found
         return None
@@ -262,13 +259,11 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 WEIGHED_ITEMS = 4
 """Number of items from which a weighted mean is recognised: enough to contradict it if it is none."""
-SEPARABILITY_TOLERANCE = 1e-5
-"""Relative tolerance. Losses are computed in float64, but a model may have float32 parts, which round at 1e-7."""
 
 
 def adds_up(whole: float, parts: list[float]) -> bool:
-    """Return whether parts add up to a whole, up to `TOLERANCE` times the sum of their sizes. Scripts copy this."""
-    return abs(whole - sum(parts)) <= SEPARABILITY_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
+    """Return whether parts add up to a whole, up to `LOSS_TOLERANCE` of their sizes. Scripts copy this."""
+    return abs(whole - sum(parts)) <= LOSS_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
 
 def objective_fault(instance: Instance) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs a script of `scripts/` under an audit, in this process or on two ranks."""
+"""Runs a script of `scripts.py` under an audit, in this process or on two ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import gradcheck_suite
 from gradcheck_suite.cli.audit import script_runner
 
-SCRIPTS = Path(__file__).parent / "scripts"
 GLOO_AT_EXIT = Path(__file__).parent / "gloo_at_exit"
 """The folder of a `sitecustomize` that lets torch's Gloo threads finish before a rank ends."""
 

@@ -11,9 +11,16 @@ import pytest
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from tests.auditing.running import SCRIPTS
 
-SOUND, FAULTY = str(SCRIPTS / "sound_equal.py"), str(SCRIPTS / "faulty_mean_of_means.py")
+
+@pytest.fixture
+def sound(scripts):
+    return str(scripts / "sound_equal.py")
+
+
+@pytest.fixture
+def faulty(scripts):
+    return str(scripts / "faulty_mean_of_means.py")
 
 
 @pytest.fixture
@@ -33,10 +40,10 @@ def script(tmp_path):
     return write
 
 
-def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd):
-    assert main(["audit", "--json", str(tmp_path / "r.json"), FAULTY]) == 1
+def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd, faulty, sound):
+    assert main(["audit", "--json", str(tmp_path / "r.json"), faulty]) == 1
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert (result["loop"], result["verdict"], result["windows"]) == (FAULTY, "violated", 2)
+    assert (result["loop"], result["verdict"], result["windows"]) == (faulty, "violated", 2)
     violation = result["violation"]
     assert (violation["kind"], violation["diagnosis"], violation["step"]) == ("gradient", "mean-of-means", 0)
     assert violation["where"].endswith("faulty_mean_of_means.py:10")
@@ -48,7 +55,7 @@ def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("mean-of-means at step 0") == 2  # when it was found, and at the end
-    assert main(["audit", SOUND]) == 0
+    assert main(["audit", sound]) == 0
 
 
 def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
@@ -97,12 +104,7 @@ if __name__ == "__main__":
     [
         ("train()", "optimizer.zero_grad()", 0, "holds  2 steps judged of 2"),
         ("train()", "pass", 1, "gradient: stale-window at step 1"),
-        (
-            "torch.multiprocessing.spawn(train, (), 1)",
-            "pass",
-            2,
-            "the script trains nothing here, or in another process",
-        ),
+        ("torch.multiprocessing.spawn(train, (), 1)", "pass", 2, "the script trains nothing here, or in another"),
     ],
 )
 def test_workers_of_a_loader_change_nothing_and_training_in_another_process_is_unjudged(
@@ -131,7 +133,7 @@ def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
     assert (result["verdict"], result["interrupted"], result["windows"]) == ("holds", True, 4)
 
 
-def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd):
+def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd, sound):
     unseen = script("", loss="((model(x) - 1) ** 2).mean()")
     empty = tmp_path / "empty.py"
     empty.write_text("")
@@ -139,12 +141,12 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
     for arguments, message in (
         ([unseen], "declare it with `loss = gradcheck_suite.objective(loss, count=n)`"),
         ([str(empty)], "no optimizer.step() was seen"),
-        ([*without, SOUND], "every instrument was switched off"),
+        ([*without, sound], "every instrument was switched off"),
         (["no_such.py"], "no_such.py: no such script"),
         (["-m", "no_such_module"], "-m no_such_module: no such module"),
-        (["--steps", "0", SOUND], "--steps: expected a positive integer, got '0'"),
-        (["--accept", "mean", SOUND], "got 'mean'"),
-        (["--json", str(tmp_path / "no" / "r.json"), SOUND], "make it first"),
+        (["--steps", "0", sound], "--steps: expected a positive integer, got '0'"),
+        (["--accept", "mean", sound], "got 'mean'"),
+        (["--json", str(tmp_path / "no" / "r.json"), sound], "make it first"),
         ([], "SCRIPT.py"),
     ):
         assert main(["audit", *arguments]) == 2, arguments
@@ -153,9 +155,9 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         assert message in last
 
 
-def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd):
+def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd, faulty):
     path = tmp_path / "r.json"
-    assert main(["audit", "--accept", "mean-of-means", "--json", str(path), FAULTY]) == 0
+    assert main(["audit", "--accept", "mean-of-means", "--json", str(path), faulty]) == 0
     (result,) = json.loads(path.read_text())["results"]
     assert (result["verdict"], result["violation"]) == ("holds", None)
     assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"]
@@ -196,14 +198,14 @@ def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
     assert main(["audit", "--accept", diagnosis, "--json", str(path), str(script)]) == 0
 
 
-def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path):
+def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path, faulty):
     path = tmp_path / "r.json"
-    assert main(["audit", "--stop-on-violation", "--json", str(path), FAULTY]) == 1
+    assert main(["audit", "--stop-on-violation", "--json", str(path), faulty]) == 1
     assert json.loads(path.read_text())["results"][0]["steps"] == 1
 
 
-def test_given_accumulation_steps_are_held_against_every_window(script, capfd):
-    steps = str(SCRIPTS / "sound_mean_of_two_losses.py")
+def test_given_accumulation_steps_are_held_against_every_window(script, capfd, scripts):
+    steps = str(scripts / "sound_mean_of_two_losses.py")
     assert main(["audit", "--accumulation-steps", "2", steps]) == 0
     assert main(["audit", "--accumulation-steps", "4", script("")]) == 1
     assert "step-count: step-per-micro-batch at step 2" in capfd.readouterr().err

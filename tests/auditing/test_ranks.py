@@ -15,25 +15,12 @@ import torch
 
 import gradcheck_suite
 from gradcheck_suite.auditing.ranks import RankFile, Ranks, RankWriter, died_before, gather, read
-from tests.auditing.running import GLOO_AT_EXIT, SCRIPTS, audited_on_two_ranks, free_port, python_path
-
-RANKS = SCRIPTS / "ranks"
-NAMES = {
-    "sound_counted": None,
-    "sound_each_rank_alone": None,
-    "sound_reduced_by_hand": None,
-    "faulty_gathered_count": "wrong-scale",
-    "faulty_mean_of_means": "mean-of-means",
-    "faulty_mean_of_ranks_means": "mean-of-means",
-    "faulty_no_sync_left_on": "not-reduced",
-    "faulty_tail_dropped": "tail-dropped",
-    "faulty_sum_over_ranks": "wrong-scale",
-}
-"""Each script -> its diagnosis, or None where it holds."""
+from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
+from tests.auditing.scripts import ON_TWO_RANKS
 
 
 def _expect(name, result, ended):
-    diagnosis = NAMES[name]
+    (diagnosis,) = ON_TWO_RANKS[name].said or (None,)
     assert (result["violation"] or {}).get("diagnosis") == diagnosis, result
     assert [status for _, status in ended] == [int(diagnosis is not None), 0], ended
     assert result["verdict"] == ("holds" if diagnosis is None else "violated"), result
@@ -143,14 +130,16 @@ def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_pat
 
 
 @pytest.mark.full
-def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path):
-    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json", own_parents=True)
+def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path, scripts):
+    result, ended = audited_on_two_ranks(
+        scripts / "ranks" / "faulty_gathered_count.py", tmp_path / "r.json", own_parents=True
+    )
     _expect("faulty_gathered_count", result, ended)
 
 
 @pytest.mark.full
-def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path):
-    result, ended = audited_on_two_ranks(RANKS / "faulty_gathered_count.py", tmp_path / "r.json")
+def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path, scripts):
+    result, ended = audited_on_two_ranks(scripts / "ranks" / "faulty_gathered_count.py", tmp_path / "r.json")
     _expect("faulty_gathered_count", result, ended)
     assert "1/2: each loss is divided by the count of all ranks" in result["violation"]["explanation"]
     rows = [(row["rank"], row["count"]) for row in result["violation"]["weights"]]
@@ -160,16 +149,16 @@ def test_a_count_that_is_gathered_where_gradients_are_averaged_is_named(tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path):
-    _expect(name, *audited_on_two_ranks(RANKS / f"{name}.py", tmp_path / "r.json", dtype))
+@pytest.mark.parametrize("name", [name for name in ON_TWO_RANKS if name != "dying"])
+def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path, scripts):
+    _expect(name, *audited_on_two_ranks(scripts / "ranks" / f"{name}.py", tmp_path / "r.json", dtype))
 
 
 @pytest.mark.full
-def test_torchrun_starts_audits(tmp_path):
+def test_torchrun_starts_audits(tmp_path, scripts):
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(RANKS / "sound_counted.py")]
+    command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(scripts / "ranks" / "sound_counted.py")]
     environment = {**os.environ, "PYTHONPATH": python_path(GLOO_AT_EXIT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
@@ -178,13 +167,9 @@ def test_torchrun_starts_audits(tmp_path):
 
 
 @pytest.mark.full
-def test_a_rank_that_died_is_said_to_have_died(tmp_path):
-    result, ended = audited_on_two_ranks(RANKS / "dying.py", tmp_path / "r.json")
+def test_a_rank_that_died_is_said_to_have_died(tmp_path, scripts):
+    result, ended = audited_on_two_ranks(scripts / "ranks" / "dying.py", tmp_path / "r.json")
     assert ended[1][1] == -9
     assert any("rank 1 has not ended: it died" in finding for finding in result["findings"]), result
     assert result["violation"]["diagnosis"] == "not-reduced"
     assert result["windows"] == 2
-
-
-def test_every_script_of_several_ranks_has_a_verdict():
-    assert sorted(NAMES) == sorted(path.stem for path in RANKS.glob("[fs]*_*.py"))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gradcheck_suite.auditing.context import lightning_callback, transformers_callback
-from tests.auditing.running import SCRIPTS, audited
+from tests.auditing.running import audited, audited_on_two_ranks
 
 PLAIN = {
     ("nanogpt",): None,
@@ -52,6 +52,22 @@ WITH_A_LIBRARY = {
     ("trl_sft", "llama", "--lora"): ("trl", None),
 }
 """Script with its arguments -> the library that it needs, and the diagnosis."""
+ON_TWO_RANKS = {
+    ("accelerate_loop",): ("accelerate", None),
+    ("accelerate_loop", "--samples", "40"): ("accelerate", "wrong-scale"),
+    ("accelerate_recipe",): ("transformers", None),
+    ("accelerate_recipe", "--as-printed"): ("transformers", "wrong-scale"),
+    ("fabric_loop",): ("lightning", None),
+    ("fabric_loop", "--own-count"): ("lightning", "mean-of-means"),
+    ("lightning_trainer",): ("lightning", None),
+    ("lightning_trainer", "--batches", "10"): ("lightning", "wrong-scale"),
+    ("transformers_trainer", "llama"): ("transformers", None),
+    ("transformers_trainer", "llama", "--own-count"): ("transformers", "mean-of-means"),
+    ("transformers_trainer", "gpt2"): ("transformers", "wrong-scale"),
+    ("transformers_trainer", "bert"): ("transformers", "wrong-scale"),
+}
+"""Likewise on two ranks, whose gradients are averaged: Accelerate and Lightning leave each rank its own mean, so equal
+counts are right; transformers' Trainer divides by the targets of all ranks, unless it is told not to."""
 UNJUDGED = {
     ("keras_fit",): ("keras", "without a torch.optim optimizer"),
     ("trl_pairs", "dpo"): ("trl", "comes from LogSigmoidBackward0"),
@@ -61,19 +77,19 @@ UNJUDGED = {
 
 
 @pytest.mark.parametrize(("command", "diagnosis"), PLAIN.items(), ids=lambda x: " ".join(x) if x else "holds")
-def test_a_plain_script(command, diagnosis):
+def test_a_plain_script(command, diagnosis, scripts):
     script, *arguments = command
-    result, _ = audited(SCRIPTS / "trainers" / f"{script}.py", *arguments)
+    result, _ = audited(scripts / "trainers" / f"{script}.py", *arguments)
     assert result.windows == result.steps
     assert [violation.diagnosis for violation in result.violations] == [diagnosis] * (diagnosis is not None), result
 
 
-def _audited_alone(library, command, path):
+def _audited_alone(library, command, path, scripts):
     """Return the status, the result and the standard error of the command, or skip without the library."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
     script, *arguments = command
-    script = SCRIPTS / "trainers" / f"{script}.py"
+    script = scripts / "trainers" / f"{script}.py"
     audit = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
     done = subprocess.run(audit, capture_output=True, text=True, timeout=300)
     (result,) = json.loads(path.read_text())["results"]
@@ -81,18 +97,32 @@ def _audited_alone(library, command, path):
 
 
 @pytest.mark.parametrize(("command", "expected"), WITH_A_LIBRARY.items(), ids=str)
-def test_a_script_of_a_library(command, expected, tmp_path):
+def test_a_script_of_a_library(command, expected, tmp_path, scripts):
     library, diagnosis = expected
-    status, result, said = _audited_alone(library, command, tmp_path / "result.json")
+    status, result, said = _audited_alone(library, command, tmp_path / "result.json", scripts)
     assert status == (diagnosis is not None), said
     assert (result["violation"] or {}).get("diagnosis") == diagnosis, said
     assert f"{result['windows']} steps judged of {result['windows']}" in said
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "expected"), ON_TWO_RANKS.items(), ids=str)
+def test_a_script_of_a_library_on_two_ranks(command, expected, tmp_path, scripts):
+    library, diagnosis = expected
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    script, *arguments = command
+    path = scripts / "trainers" / f"{script}.py"
+    result, ended = audited_on_two_ranks(path, tmp_path / "result.json", *arguments)
+    assert (result["violation"] or {}).get("diagnosis") == diagnosis, (result, ended)
+    assert (result["windows"], result["ranks"]) == (result["steps"], 2), result
+    assert [status for _, status in ended] == [int(diagnosis is not None), 0], ended
+
+
 @pytest.mark.parametrize(("command", "expected"), UNJUDGED.items(), ids=str)
-def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(command, expected, tmp_path):
+def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(command, expected, tmp_path, scripts):
     library, reason = expected
-    status, result, said = _audited_alone(library, command, tmp_path / "result.json")
+    status, result, said = _audited_alone(library, command, tmp_path / "result.json", scripts)
     assert (status, result["verdict"]) == (2, "unjudged"), said
     assert reason in said.splitlines()[-1]
     assert "ChunkedLogProbFunction" not in said  # its float32 is no straight-through estimator

@@ -10,7 +10,9 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from tests.auditing.running import SCRIPTS, audited
+from gradcheck_suite.auditing import window_again
+from gradcheck_suite.auditing.window_again import LEAST, first_calls, judge_function
+from tests.auditing.running import audited
 
 HOW = {
     "sound_counted": {"in one batch": 1},
@@ -36,16 +38,16 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_it_is_said_how_a_window_was_computed_again_or_why_not(name):
-    result, _ = audited(SCRIPTS / f"{name}.py")
+def test_it_is_said_how_a_window_was_computed_again_or_why_not(name, scripts):
+    result, _ = audited(scripts / f"{name}.py")
     assert (result.verdict, result.again) == ("holds", HOW[name]), result
     said = [finding for finding in result.findings if "not computed again" in finding]
     assert len(said) == (name in REASONS)
     assert all(REASONS[name] in finding for finding in said), said
 
 
-def test_the_first_window_and_every_third_after_it(tmp_path):
-    path, script = tmp_path / "r.json", str(SCRIPTS / "sound_halved.py")
+def test_the_first_window_and_every_third_after_it(tmp_path, scripts):
+    path, script = tmp_path / "r.json", str(scripts / "sound_halved.py")
     for options, expected in (
         (["--every", "3"], {"in one batch": 2}),
         (["--every", "1"], {"in one batch": 4}),
@@ -74,9 +76,9 @@ for number, window in enumerate(toy.windows(*[4] * 14, steps=2)):
 
 @pytest.mark.parametrize(("every", "found"), [(1, 3), (3, 3), (5, 5), (4, None), (10, None)])
 def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_window_that_is_due(
-    every, found, tmp_path, monkeypatch
+    every, found, tmp_path, monkeypatch, scripts
 ):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(scripts))
     script = tmp_path / "evaluated.py"
     script.write_text(EVALUATED_IN_TWO_WINDOWS)
     result, _ = audited(script, every=every)
@@ -152,3 +154,212 @@ def test_hooks_of_the_user_do_not_run_again_and_nothing_is_printed(capsys):
     assert torch.equal(statistics, model[1].running_mean)
     assert torch.equal(random, torch.get_rng_state())
     assert model[1].num_batches_tracked == 2
+
+
+# Custom functions whose backward is wrong are named, and those that are right or differ on purpose are not.
+
+
+def custom(forward, backward, **more):
+    """Return a custom function; its `forward` saves its arguments unless it takes a context itself."""
+
+    def saving(context, *arguments):
+        context.save_for_backward(*arguments)
+        return forward(*arguments)
+
+    functions = {"forward": forward if more.get("own_context") else saving, "backward": backward}
+    return type("Custom", (torch.autograd.Function,), {k: staticmethod(f) for k, f in functions.items()})
+
+
+def judged(kind, *arguments):
+    """Return the verdict on a class from one call of it."""
+    apply = kind.apply  # as programs keep it
+    with first_calls({kind}) as calls:
+        apply(*arguments)
+    return judge_function(calls[kind])
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+
+
+def product(factor):
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        return gradient @ weight, factor * gradient.T @ x
+
+    return custom(lambda x, weight: x @ weight.T, backward)
+
+
+def elementwise(forward, derivative):
+    return custom(forward, lambda context, gradient: gradient * derivative(*context.saved_tensors))
+
+
+def only_float32(x):
+    if x.dtype != torch.float32:
+        raise TypeError("float32 only")
+    return x.tanh()
+
+
+def only_bfloat16(x):
+    if x.dtype != torch.bfloat16:
+        raise TypeError("bfloat16 only")
+    return x * 2
+
+
+def through_float32(x):
+    return x.float().tanh().to(x.dtype)
+
+
+def slope(x):
+    return 1 - x.tanh() ** 2
+
+
+def dynamic(levels):
+    def rounded(x):
+        scale = x.abs().max() / levels
+        return (x / scale).round() * scale
+
+    return rounded
+
+
+def ones(x):
+    return torch.ones_like(x)
+
+
+GENERATOR = torch.Generator()
+ZEROS = torch.relu(leaf(8, 5).detach()).requires_grad_()
+POSITIVE = leaf(50).detach().abs().requires_grad_()
+SOUND = {
+    "a product": (product(1), leaf(8, 5), leaf(4, 5)),
+    "exp": (elementwise(torch.exp, torch.exp), leaf(8, 5)),
+    "log of positive numbers": (elementwise(torch.log, lambda x: 1 / x), POSITIVE),
+    "relu at zeros": (elementwise(torch.relu, lambda x: (x > 0).to(x)), ZEROS),
+    "the other derivative at zeros": (elementwise(torch.relu, lambda x: (x >= 0).to(x)), ZEROS),
+    "a square root at zeros": (elementwise(torch.sqrt, lambda x: 0.5 / x.sqrt()), ZEROS),
+    "float32 inside": (elementwise(through_float32, slope), leaf(8, 5)),
+    "float32 alone": (elementwise(only_float32, slope), leaf(8, 5)),
+    "a saturated sigmoid": (elementwise(torch.sigmoid, lambda x: x.sigmoid() * (1 - x.sigmoid())), leaf(8, 5) * 100),
+    "a gradient cut above 15": (elementwise(torch.exp, lambda x: x.clamp(max=15).exp()), leaf(8, 5)),
+    "an error below what is looked for": (product(1 + LEAST / 10), leaf(8, 5), leaf(4, 5)),
+}
+ON_PURPOSE = {
+    "reversal": (custom(lambda x: x.view_as(x), lambda context, gradient: -gradient), leaf(8, 5)),
+    "sign": (elementwise(torch.sign, ones), leaf(8, 5)),
+    "round": (elementwise(lambda x: x.mul(8).round() / 8, ones), leaf(8, 5)),
+    "clamp": (elementwise(lambda x: x.clamp(-1, 1), ones), leaf(8, 5)),
+    "8 bits": (elementwise(dynamic(127), ones), leaf(16, 16)),
+    "4 bits": (elementwise(dynamic(7), ones), leaf(16, 16)),
+    "one bit": (elementwise(lambda x: x.sign() * x.abs().mean(), ones), leaf(16, 16)),
+    "random numbers of its own": (elementwise(lambda x: x * torch.rand((), generator=GENERATOR), ones), leaf(5)),
+    "bfloat16 alone": (elementwise(only_bfloat16, ones), leaf(8, 5, dtype=torch.bfloat16)),
+}
+FAULTY = {
+    "half": ((elementwise(lambda x: x**2, lambda x: x), leaf(8, 5)), "0.5 times the derivative"),
+    "a sign": ((product(-1), leaf(8, 5), leaf(4, 5)), "with respect to argument 1 it is -1 times the derivative"),
+    "one percent": ((product(1.01), leaf(8, 5), leaf(4, 5)), "argument 1 it is 1.01 times"),
+    "five percent of a curve": ((elementwise(torch.exp, lambda x: 1.05 * x.exp()), leaf(8, 5)), "1.05 times"),
+    "a term left out": (
+        (elementwise(lambda x: x.softmax(1), lambda x: x.softmax(1)), leaf(8, 5)),
+        "it is not the derivative",
+    ),
+    "relu at zeros": ((elementwise(torch.relu, lambda x: 2 * (x > 0).to(x)), ZEROS), "2 times"),
+    "log": ((elementwise(torch.log, lambda x: 2 / x), POSITIVE), "2 times"),
+    "float32 inside": ((elementwise(through_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
+    "float32 alone": ((elementwise(only_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
+}
+
+
+def test_a_sound_function_is_not_blamed_and_there_is_nothing_to_say():
+    for name, (kind, *arguments) in SOUND.items():
+        verdict = judged(kind, *arguments)
+        assert (verdict.fault, verdict.note) == ("", ""), (name, verdict)
+
+
+def test_a_function_that_differs_on_purpose_is_noted():
+    for name, (kind, *arguments) in ON_PURPOSE.items():
+        verdict = judged(kind, *arguments)
+        assert verdict.note, name
+        assert not verdict.fault, (name, verdict)
+
+
+def test_a_wrong_backward_is_named():
+    for name, ((kind, *arguments), fault) in FAULTY.items():
+        verdict = judged(kind, *arguments)
+        assert fault in verdict.fault, (name, verdict)
+        assert verdict.error > LEAST
+
+
+def test_random_numbers_are_those_of_the_call():
+    def forward(context, x):
+        context.kept = (torch.rand_like(x) > 0.5) * 2
+        return x * context.kept
+
+    for factor, fault in ((1, ""), (0.5, "with respect to argument 0 it is 0.5 times the derivative")):
+        kind = custom(forward, lambda context, g, factor=factor: factor * g * context.kept, own_context=True)
+        assert judged(kind, leaf(8, 5)).fault == fault
+
+
+def test_a_function_that_writes_to_its_argument():
+    def forward(context, x):
+        context.mark_dirty(x)
+        return x.mul_(3)
+
+    for factor, fault in ((3, ""), (1, "with respect to argument 0 it is 0.333 times the derivative")):
+        kind = custom(forward, lambda context, gradient, factor=factor: factor * gradient, own_context=True)
+        assert judged(kind, leaf(8, 5) * 1).fault == fault
+
+
+def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
+    """As the statistics that the fused loss of trl's trainers returns for its log."""
+
+    def forward(context, x):
+        context.save_for_backward(x)
+        logged = x.detach().square().mean()
+        context.mark_non_differentiable(logged)
+        return x.tanh(), logged
+
+    for factor, fault in ((1, ""), (2, "with respect to argument 0 it is 2 times the derivative")):
+
+        def backward(context, gradient, _, factor=factor):
+            return factor * gradient * slope(*context.saved_tensors)
+
+        assert judged(custom(forward, backward, own_context=True), leaf(8, 5)).fault == fault
+
+
+def test_an_output_that_float32_holds_still_at_small_steps_is_not_constant():
+    """As the entropy that the fused loss of trl's trainers returns in float32, whatever its arguments are in."""
+
+    def forward(context, x):
+        context.save_for_backward(x)
+        y = x.float().tanh()
+        return y, 12 + 0.03 * y
+
+    for factor in (1, 2):
+
+        def backward(context, first, second, factor=factor):
+            return factor * (first + 0.03 * second) * slope(*context.saved_tensors)
+
+        verdict = judged(custom(forward, backward, own_context=True), leaf(20, 5))
+        assert (bool(verdict.fault), verdict.note) == (factor == 2, ""), verdict
+
+
+def test_the_new_style_of_functions():
+    class New(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.tanh()
+
+        @staticmethod
+        def setup_context(context, inputs, output):
+            context.save_for_backward(output)
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient * (1 - context.saved_tensors[0])
+
+    assert "it is not the derivative" in judged(New, leaf(8, 5)).fault
+
+
+def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
+    monkeypatch.setattr(window_again, "LARGEST", 39)
+    assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note

@@ -125,8 +125,18 @@ def compare_all(calls: Sequence[Call]) -> None:
         _assert_agree(call, prepared[i], results, gradients)
 
 
+def _as_exported(op: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments as an exported graph has them: by position, but for those that the schema has by name."""
+    args, named = list(args), dict(kwargs)
+    for argument in op._schema.arguments[len(args) :]:
+        if argument.kwarg_only or not named:
+            break
+        args.append(named.pop(argument.name, argument.default_value))
+    return args, named
+
+
 def _in_torch(call: Call) -> _InTorch:
-    op, args, kwargs = call[:3]
+    op, args, kwargs = call.op, *_as_exported(call.op, call.args, call.kwargs)
     lowering = lowering_of(op)
     assert lowering is not None, f"{op} is not in the table"
     leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))

@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):
 
 def recorded(name: str, through: str, count: int) -> Iterator[Sample]:
     """Yield the calls of `aten.<name>` that a function of torch makes, all floating inputs requiring gradients."""
-    for info in op_infos()[through]:
+    for info in op_infos().get(through, []):
         for sample in _inputs(info, requires_grad=False, count=count):
             recorder = _Recorder(name)
             with recorder, torch.no_grad():

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from properties.helpers import scaled
+from tests.bridge.agreeing import assert_exported_agrees
 from tests.bridge.comparing import compare
 from tests.bridge.samples import tensor
 
@@ -119,12 +120,13 @@ def test_sampling_by_a_grid(mode, padding, corners, scale):
     grouped=st.booleans(),
 )
 def test_attention(causal, mask, scale, grouped):
+    """Torch decomposes it, or chooses its operation for CPUs: where no mask has a gradient and the widths are equal."""
     assume(not (causal and mask))
     heads = 1 if grouped else 2
-    query, key, value = tensor(2, 2, 3, 4), tensor(2, heads, 5, 4, seed=1), tensor(2, heads, 5, 3, seed=2)
+    query, key, value = tensor(2, 2, 3, 4), tensor(2, heads, 5, 4, seed=1), tensor(2, heads, 5, 4, seed=2)
     masks = {None: None, "boolean": tensor(3, 5, seed=4).detach() > -0.5, "additive": tensor(2, 1, 3, 5, seed=4)}
     args = (query, key, value, masks[mask], 0.0, causal)
-    compare(aten.scaled_dot_product_attention.default, args, {"scale": scale, "enable_gqa": grouped})
+    assert_exported_agrees(aten.scaled_dot_product_attention.default, args, {"scale": scale, "enable_gqa": grouped})
 
 
 @few

@@ -28,9 +28,9 @@ def corners(values: Any = CORNERS) -> torch.Tensor:
 UNARY = [
     "abs", "acos", "acosh", "asin", "asinh", "atan", "ceil", "cosh", "deg2rad", "digamma", "elu", "celu", "erf",
     "erfinv", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardswish", "hardtanh", "i0", "leaky_relu",
-    "lgamma", "log", "log1p", "log_sigmoid", "logit", "mish", "nan_to_num", "reciprocal", "relu", "relu6", "round",
-    "rsqrt", "selu", "sgn", "sigmoid", "sign", "silu", "sinc", "softplus", "softshrink", "special_entr",
-    "special_i0e", "special_i1", "special_log_ndtr", "sqrt", "square", "tan", "tanh", "trunc",
+    "lgamma", "log", "log1p", "logit", "mish", "nan_to_num", "reciprocal", "relu", "round",
+    "rsqrt", "sgn", "sigmoid", "sign", "silu", "sinc", "softplus", "softshrink", "special_entr",
+    "special_i0e", "special_i1", "special_log_ndtr", "sqrt", "tan", "tanh", "trunc",
 ]  # fmt: skip
 
 
@@ -141,6 +141,8 @@ def test_dtypes_promote_as_in_torch(op):
             expected = overload(*args)
         except RuntimeError:
             continue  # torch has no such operation: no minus for booleans, no maximum of a tensor and a number
+        if lowering_of(overload) is None:
+            continue  # torch makes tensors of the numbers
         arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in args]
         got = jax.eval_shape(partial(lowering_of(overload), *arrays))
         assert (got.dtype, got.shape) == (jax_dtype(expected.dtype), tuple(expected.shape)), (overload, args)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradcheck_suite.bridge.op_table import to_array
-from gradcheck_suite.bridge.ops.linear_algebra import grouped_mm, grouped_mm_fallback
+from gradcheck_suite.bridge.ops.linear_algebra import grouped_mm
 from tests.bridge.samples import tensor
 
 ROWS, WEIGHTS = tensor(7, 3), tensor(4, 3, 5, seed=1)
@@ -34,7 +34,7 @@ def _error(function, ends) -> float:
 
 @pytest.mark.parametrize("ends", [[2, 2, 5, 7], [0, 3, 3, 6], [7, 7, 7, 7], [0, 0, 0, 0]])
 def test_a_product_in_groups_is_one_product_for_each_group(ends):
-    assert _error(grouped_mm_fallback, ends) < 1e-14
+    assert _error(grouped_mm, ends) < 1e-14
 
 
 def test_a_product_of_shifted_groups_is_not_one_product_for_each_group():

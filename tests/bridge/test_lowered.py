@@ -239,19 +239,13 @@ LOSSES = {
     ),
     "cross entropy of probabilities": lambda z: F.cross_entropy(z, UNIT),
     "cross entropy in two dimensions": lambda z: F.cross_entropy(z.reshape(1, 4, 2, 3), CLASSES.reshape(1, 2, 3)),
-    "binary": lambda z: F.binary_cross_entropy(torch.sigmoid(z), UNIT),
-    "binary with logits": lambda z: F.binary_cross_entropy_with_logits(z, UNIT, pos_weight=UNIT[0]),
     "kl": lambda z: F.kl_div(F.log_softmax(z, 1), torch.softmax(UNIT, 1), reduction="batchmean"),
-    "smooth l1": lambda z: F.smooth_l1_loss(z, UNIT, beta=0.3),
-    "huber": lambda z: F.huber_loss(z, UNIT, delta=0.3),
     "poisson": lambda z: F.poisson_nll_loss(z, UNIT, full=True),
     "cosine": lambda z: F.cosine_embedding_loss(z, UNIT, SIGNS[:, 0], margin=0.1),
     "hinge": lambda z: F.hinge_embedding_loss(z, SIGNS),
     "ranking": lambda z: F.margin_ranking_loss(z[:, 0], z[:, 1], SIGNS[:, 0], margin=0.2),
     "triplet": lambda z: F.triplet_margin_loss(z, UNIT, SIGNS),
-    "margin": lambda z: F.multi_margin_loss(z, CLASSES.abs() % 4, p=2),
     "labels": lambda z: F.multilabel_soft_margin_loss(z, (SIGNS > 0).double()),
-    "soft margin": lambda z: F.soft_margin_loss(z, SIGNS),
     "eigenvectors": lambda z: (torch.linalg.eigh(z.T @ z + 0.1 * UNIT.T @ UNIT)[1] ** 4 * UNIT[:4]).sum(),
     "singular vectors": lambda z: (torch.linalg.svd(z + torch.eye(6, 4))[0][:, :4] ** 2 * UNIT).sum(),
     "spectrum": lambda z: (torch.fft.rfft(z).abs() ** 2 * torch.fft.fft(UNIT).real[:, :3]).sum(),
@@ -261,26 +255,6 @@ LOSSES = {
         + torch.linalg.inv(z.T @ z + torch.eye(4)).sum()
     ),
     "einsum": lambda z: torch.einsum("bi,bj,ij->b", z, UNIT, z.T @ UNIT).sin().sum(),
-    "cumulative": lambda z: (z.cumsum(0) * z.cumprod(1) + z.logcumsumexp(1) + z.cummax(0)[0]).sum(),
-    "sorted": lambda z: (z.sort(1)[0] * UNIT).sum() + z.topk(2)[0].sum() + z.median(0)[0].sum() + z.quantile(0.3),
-    "scattered": lambda z: (
-        torch.zeros(6, 9, dtype=z.dtype)
-        .scatter_reduce(1, torch.arange(24).reshape(6, 4) % 3, z, "amax", include_self=False)
-        .sum()
-        + z.new_zeros(3, 4).index_add(0, torch.tensor([0, 2, 1, 0, 0, 2]), z).pow(2).sum()
-    ),
-    "grouped query attention": lambda z: (
-        F.scaled_dot_product_attention(
-            z.reshape(1, 4, 3, 2),
-            z.reshape(1, 4, 3, 2)[:, :2],
-            z.reshape(1, 4, 3, 2)[:, 2:],
-            is_causal=True,
-            enable_gqa=True,
-            scale=0.7,
-        )
-        .pow(2)
-        .sum()
-    ),
     "rows that see nothing": lambda z: (
         F.scaled_dot_product_attention(
             z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), attn_mask=LOGITS @ LOGITS.T > 1
@@ -288,19 +262,7 @@ LOSSES = {
         .pow(2)
         .sum()
     ),
-    "bag": lambda z: (
-        F.embedding_bag(torch.tensor([0, 1, 3, 3]), z, torch.tensor([0, 2]), mode="mean", padding_idx=1).pow(2).sum()
-    ),
     "instance norm": lambda z: F.instance_norm(z.reshape(2, 3, 4)).pow(3).sum(),
-    "group norm": lambda z: (F.group_norm(z, 2, UNIT[0]) ** 3).sum() + (F.rms_norm(z, (4,), UNIT[1]) ** 3).sum(),
-    "sampled": lambda z: (
-        F.grid_sample(
-            z.reshape(1, 2, 3, 4), torch.stack([UNIT, SIGNS * 0.4], -1).reshape(1, 4, 6, 2), align_corners=False
-        )
-        .pow(2)
-        .sum()
-    ),
-    "folded": lambda z: F.fold(F.unfold(z.reshape(1, 1, 4, 6), 2), (4, 6), 2).pow(2).sum(),
 }
 
 

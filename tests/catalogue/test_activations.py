@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue.activations import KINDS
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.tables import LAYERS
+from gradcheck_suite.catalogue.rows import KINDS
+
+jax.config.update("jax_enable_x64", True)
 
 # 0.5 is both a shrinkage's edge and where softplus(beta=2, threshold=1) turns linear
 KINKS = (-6.0, -3.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 3.0, 6.0, 10.0, 20.0)
@@ -18,7 +19,10 @@ FAR = (-800.0, -50.0, 50.0, 800.0)
 POINTS = np.array(KINKS + FAR)
 SIGNAL = Signal("vector", (1,))
 CASES = [
-    pytest.param(kind, options, id=f"{kind.name}{dict(options)}") for kind in KINDS for options in kind.variants(SIGNAL)
+    pytest.param(kind, options, id=f"{kind.name}{dict(options)}")
+    for kind in KINDS
+    if kind.axes == 0
+    for options in kind.variants(SIGNAL)
 ]
 
 
@@ -71,13 +75,6 @@ def test_derivative_at_a_kink_is_a_subgradient(kind, options):
 )
 def test_fault_at_a_kink_or_far_out_is_found(module, fault, found):
     assert disagreements(module, fault) == found
-
-
-def test_softplus_is_linear_beyond_its_threshold():
-    kind, options = LAYERS["softplus"], {"beta": 2.0, "threshold": 1.0}
-    value, slope = jax_side(lambda x: kind.jax_apply(options, {}, x, {}), np.array([0.5, 0.5000001]))
-    assert slope[0] == pytest.approx(1 / (1 + np.exp(-1.0)), rel=1e-14)
-    assert (value[1], slope[1]) == (0.5000001, 1.0)
 
 
 @pytest.mark.xfail(reason="torch multiplies by a float32 1/6, also in float64", strict=False)

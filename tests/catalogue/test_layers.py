@@ -1,11 +1,20 @@
 """Every layer alone: torch against JAX, against finite differences, and against its own shape rule.
 
 Generic over the catalogue: a new kind is tested by being registered.
+
+Two tensors agree when no element differs by more than 1e-12 times the larger of 1 and the largest entry of either.
+Inputs, parameters and cotangents are drawn at a size of about 1, and so are the terms that a gradient sums: a gradient
+that nearly cancels, as through the normalization of two numbers, is as inexact as its terms.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +22,199 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite.catalogue.definitions import Signal, no_extras
-from gradcheck_suite.catalogue.tables import LAYERS, extra_keys, out_signal
+from gradcheck_suite.catalogue.definitions import LayerDefinition, Signal, no_extras
+from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, Chain, extra_keys, fill, out_signal
 from gradcheck_suite.core.case import Layer
 from gradcheck_suite.errors import UsageError
-from tests.catalogue.one_layer import (
-    KINDS,
-    PLAIN_ITEMS,
-    about,
-    assert_frameworks_agree,
-    assert_same,
-    cases_of,
-    draw,
-    reachable_signals,
-    torch_model,
-    torch_run,
-)
+from gradcheck_suite.reference.programs import Programs
+
+RELATIVE = 1e-12
+PLAIN_ITEMS = 3
+KINDS = {name: kind for name, kind in LAYERS.items() if kind.wraps is None}
+
+
+# Which signals, which variants
+
+
+def _simplest(signal: Signal):
+    return len(signal.size), int(np.prod(signal.size)), signal.size, signal.padded, signal.vocabulary
+
+
+@cache
+def reachable_signals() -> tuple[Signal, ...]:
+    """Return what the first two layers of a drawn model can receive, simplest first."""
+    first = {kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants}
+    second = {out_signal(Layer(k.name, **o), s) for k in KINDS.values() for s in first for o in k.variants(s)}
+    return tuple(sorted(first | second, key=_simplest))
+
+
+@cache
+def cases_of(name: str) -> tuple[tuple[Layer, Signal], ...]:
+    """Return a kind's layers, each with a signal: every variant with the largest signal of each form that admits it.
+
+    The first variant meets each form's smallest signal and a padded one too; a kind that reads the mask meets a padded
+    signal in every variant.
+    """
+    if name == "readout":  # takes the index of an item, which no drawn input gives
+        return ((Layer("readout"), Signal("tokens", (1,), vocabulary=4)),)
+    kind, cases = KINDS[name], {}
+    for form in ("vector", "tokens", "sequence", "image"):
+        admitting: dict[Layer, list[Signal]] = {}
+        for signal in reachable_signals():
+            for options in kind.variants(signal) if signal.form == form else ():
+                admitting.setdefault(Layer(name, **options), []).append(signal)
+        for i, (layer, signals) in enumerate(admitting.items()):
+            plain = [s for s in signals if not s.padded]
+            padded = [s for s in signals if s.padded]
+            chosen = [*plain[-1:], *(plain[:1] if i == 0 else ()), *(padded[-1:] if i == 0 or kind.uses_mask else ())]
+            cases |= {(layer, signal): None for signal in chosen or signals[-1:]}
+    return tuple(cases)
+
+
+def identifier(case: tuple[Layer, Signal]) -> str:
+    layer, signal = case
+    size = "x".join(map(str, signal.size))
+    return f"{layer!r}-{signal.form}-{size}{'-padded' * signal.padded}".replace(" ", "")
+
+
+@contextmanager
+def about(layer: Layer, signal: Signal) -> Iterator[None]:
+    """Name the layer and its signal where an assertion fails."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"with {identifier((layer, signal))}")
+        raise
+
+
+# Running one layer in both frameworks
+
+
+def draw(layer: Layer, signal: Signal, items: int) -> dict[str, np.ndarray]:
+    """Draw a batch: `x`, `mask` for a padded signal, and the layer's extras under the names its place gives them.
+
+    After the first `PLAIN_ITEMS`, items hold what earlier layers leave behind: zeros, ties, values cut at 1.
+    """
+    rng = np.random.default_rng(crc32(identifier((layer, signal)).encode()))
+    batch = {}
+    if signal.form == "tokens":
+        batch["x"] = rng.integers(0, signal.vocabulary, (items, *signal.size))
+    else:
+        batch["x"] = rng.standard_normal((items, *signal.size))
+        special = batch["x"][PLAIN_ITEMS:]
+        special[0:1] = np.maximum(special[0:1], 0.0)
+        special[1:2] = 0.0
+        special[2:3] = np.clip(5 * special[2:3], -1.0, 1.0)
+    if signal.padded:
+        lengths = 1 + np.arange(items) % signal.size[0]
+        batch["mask"] = np.arange(signal.size[0]) < lengths[:, None]
+        if signal.form == "tokens":
+            batch["x"] = np.where(batch["mask"], np.maximum(batch["x"], 1), 0)
+    extras = KINDS[layer.kind].extras(signal, layer.o, rng, items)
+    return batch | {f"0.{name}": array for name, array in extras.items()}
+
+
+def torch_model(layer: Layer, signal: Signal) -> Chain:
+    model = Chain((layer,), signal)
+    fill(model, seed=crc32(identifier((layer, signal)).encode()))
+    return model.to(torch.float64)
+
+
+def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray | None = None):
+    """Return the output, and by name the gradient of every trainable parameter and of a floating input `x`."""
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    x = tensors["x"]
+    inputs = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if x.is_floating_point():
+        inputs["x"] = x.requires_grad_()
+    y = model(x, tensors)
+    gradients = {}
+    if cotangent is not None and inputs and y.requires_grad:
+        found = torch.autograd.grad(y, list(inputs.values()), torch.from_numpy(cotangent), allow_unused=True)
+        for (name, tensor), gradient in zip(inputs.items(), found, strict=True):
+            gradient = torch.zeros_like(tensor) if gradient is None else gradient
+            gradients[name] = (gradient.to_dense() if gradient.is_sparse else gradient).numpy()
+    return y.detach().numpy(), gradients
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One layer's batch, what torch computes of it, and the function and arguments with which JAX computes the same."""
+
+    layer: Layer
+    signal: Signal
+    value: np.ndarray
+    gradients: dict[str, np.ndarray]
+    inputs: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def named(self, result: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return JAX's output, and its gradients by name, in the shapes of torch's."""
+        y, into_params, *into_x = result
+        gradients = {f"0.{name}": gradient for name, gradient in into_params.items()}
+        if into_x:
+            gradients["x"] = into_x[0].reshape(-1)[: self.inputs].reshape(self.gradients["x"].shape)
+        return y.reshape(-1)[: self.value.size].reshape(self.value.shape), gradients
+
+
+def prepare(kind: LayerDefinition, layer: Layer, signal: Signal) -> Prepared:
+    """Run a layer in torch; JAX's meaning is folded over the axes that the kind does not mix."""
+    batch = draw(layer, signal, PLAIN_ITEMS + 3)
+    model = torch_model(layer, signal)
+    size = out_signal(layer, signal).size
+    cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *size))
+    shape = torch_run(model, batch)[0].shape
+    assert shape == cotangent.shape, f"out() says {size}, torch gives {shape[1:]}"
+    value, gradients = torch_run(model, batch, cotangent)
+    named = (*model.named_parameters(), *model.named_buffers())
+    values = {n.removeprefix("0."): t.detach().numpy() for n, t in named if t.is_floating_point()}
+    extras = {name: batch[key] for name, key in extra_keys(layer, signal, "0").items()}
+    x = batch["x"]
+    if kind.axes is not None:
+        x = x.reshape(-1, *x.shape[x.ndim - kind.axes :])
+        cotangent = cotangent.reshape(-1, *shape[len(shape) - kind.axes :])
+
+    def both(params, x, extras, cotangent):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            y, pullback = jax.vjp(lambda p: kind.jax_apply(layer.o, p, x, extras), params)
+            return y, *pullback(cotangent)
+        y, pullback = jax.vjp(lambda p, x: kind.jax_apply(layer.o, p, x, extras), params, x)
+        return y, *pullback(cotangent)
+
+    return Prepared(layer, signal, value, gradients, batch["x"].size, both, (values, x, extras, cotangent))
+
+
+def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
+    __tracebackhide__ = True
+    assert observed.shape == expected.shape, f"{what}: shape {observed.shape}, but should be {expected.shape}"
+    assert np.isfinite(expected).all(), f"{what}: not finite"
+    largest = max(1.0, np.abs(expected).max(initial=0.0), np.abs(observed).max(initial=0.0))
+    error = np.abs(observed - expected)
+    worst = np.unravel_index(np.argmax(error), error.shape) if error.size else ()
+    assert (error <= RELATIVE * largest).all(), (
+        f"{what}: {float(observed[worst])}, but should be {float(expected[worst])} at {tuple(map(int, worst))}; "
+        f"{np.count_nonzero(~(error <= RELATIVE * largest))} of {error.size} elements differ"
+    )
+
+
+def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal]) -> None:
+    """Compare value and gradients of a kind's two meanings, in one compiled program for all cases."""
+    __tracebackhide__ = True
+    prepared = [prepare(kind, layer, signal) for layer, signal in cases]
+
+    def run(*arguments):
+        return tuple(each.function(*given) for each, given in zip(prepared, arguments, strict=True))
+
+    # compiled without optimisation, since it is called once
+    results = Programs().call(("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False)
+    for each, result in zip(prepared, results, strict=True):
+        value, gradients = each.named(result)
+        with about(each.layer, each.signal):
+            assert_same("value", value, each.value)
+            for name, gradient in each.gradients.items():
+                assert_same(f"gradient of {name}", gradients[name], gradient)
+
 
 EACH_KIND = pytest.mark.parametrize("name", KINDS)
 EVERY_THIRD_KIND = pytest.mark.parametrize(

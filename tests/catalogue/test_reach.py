@@ -1,4 +1,4 @@
-"""Parameters that items do not reach: torch's gradient is None exactly there, JAX's is exactly 0."""
+"""Parameters that items do not reach (torch's gradient is None exactly there, JAX's is 0), frozen and tied ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.linear import THRESHOLD
-from gradcheck_suite.catalogue.tables import LAYERS, build_model
+from gradcheck_suite.catalogue.rows import THRESHOLD
+from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
 from gradcheck_suite.reference.jax_gradients import large_batch_gradient
 
@@ -136,23 +136,6 @@ def test_the_first_of_equal_tokens_of_a_bag_gets_the_gradient_in_both_frameworks
     assert in_torch.tolist() == np.asarray(jax.grad(total)(jnp.asarray(weight))).tolist() == expected
 
 
-def test_the_pattern_of_none_differs_for_a_dense_mixture():
-    """A mixture that weights all its experts by 0 or 1 has zeros in place of None."""
-    problem = problem_of(SOURCES[0], ROUTED[2])
-    model = build_model(problem, 0, torch.float64)
-    mixture = model[0]
-
-    def dense(rows, chosen):
-        return sum((chosen == way)[:, None] * layer(rows) for way, layer in enumerate(mixture.ways))
-
-    mixture.send = dense
-    x = np.array([[0.5, -1.0]])
-    model({"x": torch.from_numpy(x)}).square().sum().backward()
-    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
-    assert len(unreached(ROUTED[2], x, values)) == 2
-    assert all(p.grad is not None for p in model.parameters())
-
-
 @pytest.mark.parametrize(("first", "routed"), list(product(("relu", "hardtanh"), ROUTED[1:3])))
 def test_rows_of_zeros_and_ones_take_the_same_route_in_both_frameworks(first, routed):
     """Clamped values stay away from the thresholds of routing, so both frameworks take the same route."""
@@ -163,3 +146,46 @@ def test_rows_of_zeros_and_ones_take_the_same_route_in_both_frameworks(first, ro
     for name, gradient in in_torch.items():
         scale = max(1.0, np.abs(in_jax[name]).max())
         np.testing.assert_allclose(gradient.numpy(), in_jax[name], rtol=0, atol=1e-12 * scale)
+
+
+def _embedding_gradients(sparse: bool, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    kind = LAYERS["tied_embedding"]
+    module = kind.torch_module(Signal("tokens", (3,), vocabulary=5), {"features": 2, "sparse": sparse})
+    fill(module, 0)
+    module.to(dtype)(torch.tensor([[1, 2, 1], [0, 4, 2]])).square().sum().backward()
+    return module.weight.grad
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradient_of_a_tied_embedding_is_dense_and_reaches_unread_words(sparse):
+    """Word 3 is never an input but has a score at every position. The sparse and the dense part have a dense sum."""
+    gradient = _embedding_gradients(sparse)
+    assert not gradient.is_sparse
+    assert gradient[3].abs().max() > 0
+    torch.testing.assert_close(gradient, _embedding_gradients(not sparse), rtol=1e-13, atol=1e-13)
+
+
+def test_sparse_tied_embedding_works_in_bfloat16():
+    assert _embedding_gradients(True, torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "trained"),
+    [
+        ("part_frozen_linear", {"features": 2, "frozen": "weight"}, {"bias"}),
+        ("part_frozen_linear", {"features": 2, "frozen": "bias"}, {"weight"}),
+        ("frozen_linear", {"features": 2}, set()),
+    ],
+)
+def test_frozen_parameters_have_no_gradient(name, options, trained):
+    kind = LAYERS[name]
+    module = kind.torch_module(Signal("vector", (3,)), options).double()
+    assert {n for n, p in module.named_parameters() if p.requires_grad} == trained
+    assert kind.trainable == bool(trained)
+    values = {n: p.detach().numpy() for n, p in module.named_parameters()}
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    in_jax = jax.grad(lambda params: (kind.jax_apply(options, params, x, {}) ** 2).sum())(values)
+    assert {n for n, g in in_jax.items() if np.any(g)} == trained
+    # layers below a frozen one still get a gradient
+    into_x = jax.grad(lambda x: (kind.jax_apply(options, values, x, {}) ** 2).sum())(x)
+    assert np.abs(into_x).max() > 0

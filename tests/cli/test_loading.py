@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
+from gradcheck_suite.cli.loading import libraries_of, resolve_loop, resolve_problem
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops import reset_modes
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 
 
 @pytest.fixture(autouse=True)
@@ -34,27 +35,28 @@ def test_a_built_in_loop():
     assert resolve_loop("zero_") is reset_modes.BUILT_IN["zero_"]
 
 
-def test_a_function_in_a_file(folder):
-    write(folder, "a.py", "def f(run):\n    return 7\n")
-    assert resolve_loop("a.py:f")(None) == 7
-    assert resolve_loop(f"{folder}/a.py:f")(None) == 7
+METHOD = "class T:\n    def fit(self, run):\n        return 7\ntrainer = T()\n"
+SEVEN = "def f(run):\n    return 7\n"
+DATACLASS = (
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass T:\n    x: int = 7\n"
+)
 
 
-def test_a_method_of_an_object_in_a_file(folder):
-    write(folder, "a.py", "class T:\n    def fit(self, run):\n        return 7\ntrainer = T()\n")
-    assert resolve_loop("a.py:trainer.fit")(None) == 7
-
-
-def test_a_module_in_a_package_of_the_working_directory(folder):
-    write(folder, "my_package/__init__.py", "")
-    write(folder, "my_package/deep.py", "def f(run):\n    return 7\n")
-    assert resolve_loop("my_package.deep:f")(None) == 7
-
-
-def test_a_file_imports_its_neighbours(folder):
-    write(folder, "sub/neighbour.py", "SEVEN = 7\n")
-    write(folder, "sub/a.py", "from neighbour import SEVEN\ndef f(run):\n    return SEVEN\n")
-    assert resolve_loop("sub/a.py:f")(None) == 7
+@pytest.mark.parametrize(
+    ("files", "loop"),
+    [
+        ({"a.py": SEVEN}, "a.py:f"),
+        ({"a.py": SEVEN}, "{folder}/a.py:f"),
+        ({"a.py": METHOD}, "a.py:trainer.fit"),
+        ({"a.py": DATACLASS + "def f(run):\n    return T().x\n"}, "a.py:f"),
+        ({"my_package/__init__.py": "", "my_package/deep.py": SEVEN}, "my_package.deep:f"),
+        ({"sub/neighbour.py": SEVEN, "sub/a.py": "from neighbour import f\n"}, "sub/a.py:f"),
+    ],
+)
+def test_a_loop_in_a_file_or_a_module(folder, files, loop):
+    for name, text in files.items():
+        write(folder, name, text)
+    assert resolve_loop(loop.format(folder=folder))(None) == 7
 
 
 def test_a_file_may_bear_the_name_of_a_module_that_is_already_there(folder):
@@ -63,12 +65,6 @@ def test_a_file_may_bear_the_name_of_a_module_that_is_already_there(folder):
     write(folder, "json.py", "def f(run):\n    return 7\n")
     assert resolve_loop("json.py:f")(None) == 7
     assert sys.modules["json"] is json
-
-
-def test_a_file_with_a_dataclass_in_it(folder):
-    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    write(folder, "a.py", text + "@dataclass\nclass T:\n    x: int = 7\ndef f(run):\n    return T().x\n")
-    assert resolve_loop("a.py:f")(None) == 7
 
 
 def test_two_loops_of_one_file_share_its_state_and_an_edit_is_seen(folder):
@@ -205,10 +201,7 @@ def test_a_problem_and_a_function_that_returns_one(folder):
     [
         ("p.py", "--problem must be FILE.py:NAME or package.module:NAME, got 'p.py'"),
         ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
-        (
-            "p.py:NUMBER",
-            "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument ",
-        ),
+        ("p.py:NUMBER", "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument"),
         ("p.py:NUMBER", "; it defines PROBLEM"),
         ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
         ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),
@@ -221,3 +214,26 @@ def test_what_goes_wrong_with_a_problem_is_one_line(folder, text, said):
         resolve_problem(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# The libraries that a loop imports, by the files that it comes from.
+
+
+def test_libraries_are_found_in_the_file_and_in_those_beside_it(folder):
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("from . import inner\n")
+    (folder / "package" / "inner.py").write_text("def later():\n    import rich.console\n")
+    (folder / "mine.py").write_text(
+        "import os, torch, gradcheck_suite\nfrom package import inner\n"
+        "def loop(run):\n    import hypothesis, nowhere_to_be_found\n"
+        "class Trainer:\n    def __call__(self, run): ...\ntrainer = Trainer()\n"
+    )
+    for name in ("loop", "trainer"):
+        assert sorted(libraries_of(resolve_loop(f"mine.py:{name}"))) == ["hypothesis", "rich"]
+    (folder / "alone.py").write_text("def loop(run): ...\n")
+    assert libraries_of(resolve_loop("alone.py:loop")) == ()
+
+
+@pytest.mark.parametrize("loop", [BUILT_IN["plain"], print, len])
+def test_what_is_no_users_file_imports_nothing(loop):
+    assert libraries_of(loop) == ()

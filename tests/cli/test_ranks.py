@@ -55,20 +55,8 @@ def test_a_users_loop_and_problem_run_in_every_rank(run, project):
 @pytest.mark.full
 def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
     (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
-    outcome = run(
-        *[
-            "verify",
-            "own.py:train",
-            "--problem",
-            "own.py:problem",
-            "--ranks",
-            "2",
-            "--examples",
-            "1",
-            "--assume",
-            "busy-ranks",
-        ]
-    )
+    options = "--ranks 2 --examples 1 --assume busy-ranks"
+    outcome = run(*f"verify own.py:train --problem own.py:problem {options}".split())
     assert outcome.status == exit_status.VIOLATED
     assert "local-count" in outcome.out
     assert "script" not in outcome.out

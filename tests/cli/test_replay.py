@@ -121,10 +121,7 @@ def test_a_layer_that_does_not_exist(run, project):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["none.json"], "none.json: no such file"),
-        (["."], ". is a folder: expected the JSON file of one case"),
-    ],
+    [(["none.json"], "none.json: no such file"), (["."], ". is a folder: expected the JSON file of one case")],
 )
 def test_wrong_paths(run, arguments, said):
     outcome = run("replay", *arguments)

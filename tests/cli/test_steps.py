@@ -59,5 +59,5 @@ def test_bad_arguments_are_one_line(run, arguments, says):
 def test_without_optax_the_extra_is_named_and_verify_still_runs(run, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "optax" else find(name, *rest))
-    monkeypatch.setattr("gradcheck_suite.studies.commands.steps.find_spec", importlib.util.find_spec)
+    monkeypatch.setattr("gradcheck_suite.studies.commands.plain.find_spec", importlib.util.find_spec)
     assert_one_line(run("steps", "sgd", "--reports", tmp_path), "needs optax: pip install 'gradcheck-suite[steps]'")

@@ -9,7 +9,6 @@ from importlib.metadata import version
 import pytest
 
 from gradcheck_suite import case_from_json
-from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.records import read_records
 from gradcheck_suite.core.results import Result, Verdict, Violation
@@ -199,20 +198,6 @@ def test_a_loop_that_hangs_on_a_users_problem_was_found_before_any_case_was_draw
     (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
     outcome = run("verify", "slow.py:loop", "--problem", "loops.py:PROBLEM", "--time-limit", 0.2)
     assert "found on the case that is tried first, two whole windows, before any case was drawn" in outcome.out
-
-
-def test_the_bar_says_what_comes_after_the_last_case(monkeypatch, a_case):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with Progress(examples=2, then="asking JAX") as progress:
-        progress.start("mine")
-        shown = []
-        for _ in range(2):
-            progress.advance(Verdict(a_case))
-            shown.append(progress._bar.tasks[0].description)
-        progress.start("other")
-        progress.advance(Verdict(a_case))
-        shown.append(progress._bar.tasks[0].description)
-    assert shown == ["mine", "mine: asking JAX", "other"]
 
 
 def test_autocast_is_declared_or_a_violation(run, project):

@@ -15,17 +15,13 @@ from scipy import stats
 
 from gradcheck_suite.core.comparison import (
     DRAWS,
-    FALSE_ALARM,
     FEW_DRAWS,
     QUICK,
-    UNIT_ROUNDOFF,
     Comparison,
     Difference,
     Layout,
     accumulation_bound,
     coarse_bound,
-    elementwise_error,
-    growth,
     likely_bound,
     noise_bound,
     quick_bound,
@@ -98,12 +94,8 @@ def test_an_error_of_exactly_what_is_allowed_is_allowed():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
 def test_the_same_special_value_at_the_same_place_differs_by_nothing(value):
-    vector = np.array([1.0, value])
-    assert worst_difference(vector, vector.copy(), np.zeros(2)).ratio == 0
-
-
-def test_minus_zero_is_zero():
-    assert worst_difference(np.array([-0.0]), np.array([0.0]), np.zeros(1)).ratio == 0
+    vector = np.array([1.0, value, -0.0])
+    assert worst_difference(vector, np.array([1.0, value, 0.0]), np.zeros(3)).ratio == 0
 
 
 @pytest.mark.parametrize(
@@ -153,15 +145,6 @@ def test_layouts_and_differences_are_frozen():
         COMPARISON_LAYOUT.names = ()
     with pytest.raises(FrozenInstanceError):
         worst_difference(np.zeros(0), np.zeros(0), np.zeros(0)).count = 1
-
-
-def test_the_error_of_numbers_that_are_not_finite():
-    observed, expected = (
-        np.array([np.inf, np.nan, np.nan, 1.0, np.inf]),
-        np.array([np.inf, np.nan, 1.0, np.nan, -np.inf]),
-    )
-    with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(elementwise_error(observed, expected), [0.0, 0.0, np.inf, np.inf, np.inf])
 
 
 def test_a_comparison_keeps_its_evidence():
@@ -217,22 +200,7 @@ def _ratio(observed, expected, bound) -> float:
     return worst_difference(observed, expected, bound).ratio
 
 
-def test_unit_roundoffs_are_half_of_eps():
-    for name, unit in UNIT_ROUNDOFF.items():
-        assert unit == torch.finfo(getattr(torch, name)).eps / 2
-
-
 # The factors
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_growth_of_long_products_is_as_the_square_root_where_errors_are_random(dtype):
-    """By Higham and Mary's theorem 2.4, with l so that 2 exp(-l**2 / 2) is `FALSE_ALARM`."""
-    width = stats.norm.isf(FALSE_ALARM / 2)
-    for factors in (1_000, 100_000):
-        in_units = growth(factors, dtype) / UNIT_ROUNDOFF[dtype] / math.sqrt(factors)
-        # the theorem's tail bound is wider than a normal's own tail, and not by much
-        assert width < in_units < 1.15 * width
 
 
 def test_the_noise_of_normal_errors_exceeds_its_bound_as_seldom_as_stated():
@@ -287,12 +255,6 @@ def test_the_quick_bound_is_far_below_any_fault():
         assert _ratio(fault * expected, expected, quick_bound(expected, 24)) > 1e3
 
 
-def test_the_quick_bound_ignores_what_is_not_finite():
-    expected = np.array([1.0, np.inf, np.nan])
-    assert quick_bound(expected, 1).tolist() == [257 * 2**-53] * 3
-    assert quick_bound(np.array([np.nan]), 1).tolist() == [0.0]
-
-
 @given(seeds, st.integers(2, 64))
 def test_sums_in_any_order_are_within_the_bound_of_summation(seed, items):
     rng = np.random.default_rng(seed)
@@ -336,17 +298,6 @@ def test_a_sound_low_precision_sum_that_is_divided_at_the_end_is_within_its_boun
 def test_an_error_just_above_the_low_precision_bound_exceeds_it(name, seed, count):
     expected, bound = _low(_contributions(seed, count), name)
     assert _ratio(expected + 1.01 * bound + 2 * np.spacing(np.abs(expected)), expected, bound) > 1
-
-
-@pytest.mark.parametrize("name", LOW)
-@given(seed=seeds, count=terms)
-def test_the_low_precision_bound_is_a_few_roundings_of_what_was_added(name, seed, count):
-    parts = _contributions(seed, count)
-    _, bound = _low(parts, name)
-    sizes = np.abs(parts).sum(axis=0)
-    smallest = torch.finfo(getattr(torch, name)).smallest_normal
-    # (1 + u)**n - 1 is less than 1.12 n u for the largest n u here, 28 * 2**-8
-    assert (bound <= 1.12 * (count + 6) * UNIT_ROUNDOFF[name] * sizes + smallest).all()
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -72,13 +72,51 @@ def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_pa
     assert {record.judge for record in records} == {code_digest("claim")}
 
 
-def test_the_digest_of_the_judge_is_that_of_its_statements(monkeypatch):
-    digests, read = [], Path.read_text
-    for extra in ("", "# a comment\n", "import math\n", "X = 1\n", "X = 2\n"):
-        monkeypatch.setattr(Path, "read_text", lambda self, extra=extra: read(self) + extra)
-        digests.append(sources_digest(("core",)))
-    assert digests[0] == digests[1] == digests[2]
-    assert len(set(digests)) == 3
+SOURCES = {
+    "a.py": "import math\n\ndef f(x):\n    import os\n    return x + 1\n\ndef g(x):\n    return x\n",
+    "room/b.py": "if True:\n    Y = 1\nX = 1\n",
+}
+
+
+def _digest_of(folder, sources):
+    for name, text in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return sources_digest(sources, folder)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"a.py": SOURCES["a.py"].replace("def g(x):\n    return x\n", ""),
+         "room/b.py": SOURCES["room/b.py"] + "def g(x):\n    return x\n"},
+        {"c.py": SOURCES["a.py"], "b.py": SOURCES["room/b.py"]},
+        dict(reversed(SOURCES.items())),
+        {"one.py": "X = 1\n\n" + SOURCES["a.py"] + "if True:\n    Y = 1\n"},
+        SOURCES | {"a.py": '"""Text."""\n# a comment\nfrom typing import Any\n'
+                           + SOURCES["a.py"].replace("(x):\n", '(x: Any) -> int:\n    """Text."""\n')},
+        SOURCES | {"a.py": SOURCES["a.py"].replace("import os", "from os import path")},
+        SOURCES | {"a.py": "if TYPE_CHECKING:\n    from typing import Any\n" + SOURCES["a.py"]},
+    ],
+    ids=["a definition", "files", "the order of files", "into one file", "text", "a lazy import", "a type's import"],
+)  # fmt: skip
+def test_a_move_or_a_comment_leaves_the_digest(tmp_path, moved):
+    assert _digest_of(tmp_path / "after", moved) == _digest_of(tmp_path / "before", SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return x + 1", "return x + 2"),
+        ("def g(x)", "def h(x)"),
+        ("X = 1", "X = 2"),
+        ("Y = 1", "Y = 2"),
+        ("X = 1\n", ""),
+    ],
+)
+def test_a_changed_statement_changes_the_digest(tmp_path, old, new):
+    changed = {name: text.replace(old, new) for name, text in SOURCES.items()}
+    assert _digest_of(tmp_path / "after", changed) != _digest_of(tmp_path / "before", SOURCES)
 
 
 @pytest.mark.parametrize(

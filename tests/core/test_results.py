@@ -25,18 +25,7 @@ VIOLATION = Violation(
     allowed=1e-12,
     details=("a line",),
 )
-FIELDS = {
-    "kind",
-    "diagnosis",
-    "explanation",
-    "parameter",
-    "epoch",
-    "window",
-    "error",
-    "allowed",
-    "found_after",
-    "case",
-}
+FIELDS = {"kind", "diagnosis", "explanation", "parameter", "epoch", "window", "error", "allowed", "found_after", "case"}
 
 
 def _strict(document):

@@ -22,8 +22,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "cpu" if name == "JAX_PLATFORMS" else str(tmp_path.parent / name))
     monkeypatch.setenv("COLUMNS", "100")
     operations = import_module("gradcheck_suite.bridge.op_table")
-    for name in ("_TABLE", "_FAMILY"):
-        monkeypatch.setattr(operations, name, dict(getattr(operations, name)))
+    monkeypatch.setattr(operations, "_TABLE", dict(operations._TABLE))
     # few draws of the rounding errors, whose bound is 30 times as wide: each page's fault is thousands of times larger
     for name in ("DRAWS", "MANY_DRAWS"):
         monkeypatch.setattr(import_module("gradcheck_suite.reference.noise"), name, FEW_DRAWS)

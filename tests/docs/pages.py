@@ -19,6 +19,8 @@ import doctest
 import io
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +31,6 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.script.processes import run_script
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -149,9 +150,10 @@ class Page:
             return printed
         assert program == "python", f"{self.name}: no rule for $ {command}"
         (script,) = arguments
-        done = run_script(self.folder / script, timeout_s=300)
-        self.status = done.status
-        return done.output + done.errors
+        interpreter = [sys.executable, str(self.folder / script)]
+        done = subprocess.run(interpreter, capture_output=True, text=True, timeout=300, check=False)
+        self.status = done.returncode
+        return done.stdout + done.stderr
 
     def _fewer(self, command: str) -> list[str]:
         if not self.few or not command.startswith("gradcheck-suite verify") or re.search(r"--(list|help)", command):

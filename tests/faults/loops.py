@@ -11,7 +11,7 @@ import torch
 
 from gradcheck_suite import TrainingRun
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.studies.zoo.bug import train_with_weights
+from gradcheck_suite.studies.zoo.bug import gradients_of, train_with_weights, window_losses
 
 WANTED: dict[Any, frozenset[str]] = {}
 """Loop -> the diagnoses it may get, `kind/diagnosis`: several where a small window shows two faults alike."""
@@ -58,11 +58,6 @@ def reset_once_per_epoch(run: TrainingRun) -> None:
 # Denominators
 
 
-@_shows("gradient/mean-of-means", "gradient/wrong-scale")
-def mean_divided_by_steps(run: TrainingRun) -> None:
-    train_with_weights(run, lambda window, batch: 1 / run.accumulation_steps)
-
-
 @_shows("gradient/wrong-scale")
 def sum_divided_by_count(run: TrainingRun) -> None:
     for window in windows(run):
@@ -104,9 +99,8 @@ def weights_in_float32(run: TrainingRun) -> None:
 def counter_runs_over_epochs(run: TrainingRun) -> None:
     seen = 0
     for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
+        for loss in window_losses(run, window):
+            loss.backward()
             seen += 1
             if seen % run.accumulation_steps == 0:
                 run.optimizer.step()
@@ -116,9 +110,8 @@ def counter_runs_over_epochs(run: TrainingRun) -> None:
 @_shows("step-count/step-per-micro-batch")
 def step_per_micro_batch(run: TrainingRun) -> None:
     for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
+        for loss in window_losses(run, window):
+            loss.backward()
             run.optimizer.step()
         run.optimizer.zero_grad()
 
@@ -137,59 +130,21 @@ def updates_by_hand_as_well(run: TrainingRun) -> None:
     for window in windows(run):
         run.optimizer.zero_grad()
         backward_window(run, window)
-        gradients = [p.grad for p in run.model.parameters()]
+        gradients = gradients_of(run)
         run.optimizer.step()
     with torch.no_grad():
-        for p, gradient in zip(run.model.parameters(), gradients, strict=True):
-            if gradient is not None:
-                p.sub_(0.1 * gradient.to_dense())
-
-
-# The accumulator
-
-
-@_shows("gradient/dropped-micro-batch")
-def middle_dropped(run: TrainingRun) -> None:
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for j, batch in enumerate(window):
-            if j != 1 or len(window) < 3:
-                part_of_window(run, batch, total).backward()
-        run.optimizer.step()
-
-
-@_shows("gradient/repeated-micro-batch")
-def last_repeated(run: TrainingRun) -> None:
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in [*window, window[-1]] if len(window) > 1 else window:
-            part_of_window(run, batch, total).backward()
-        run.optimizer.step()
+        for p, gradient in gradients.items():
+            p.sub_(0.1 * gradient.to_dense())
 
 
 # What is not linear
-
-
-@_shows("gradient/clipped")
-def clip_values_per_micro_batch(run: TrainingRun) -> None:
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
-            torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.1)
-        run.optimizer.step()
 
 
 @_shows("non-finite/not-linear")
 def nan_in_the_accumulator(run: TrainingRun) -> None:
     for window in windows(run):
         backward_window(run, window)
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.div_(len(window) - 1)
-                p.grad.mul_(len(window) - 1)
+        for gradient in gradients_of(run).values():
+            gradient.div_(len(window) - 1).mul_(len(window) - 1)
         run.optimizer.step()
         run.optimizer.zero_grad()

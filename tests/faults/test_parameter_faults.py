@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, cases, check
+from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.strategies.drawing import draw_cases
 
 EXAMPLES = 200
@@ -24,102 +25,73 @@ def _every(model):
     return list(model.parameters())
 
 
-def _once_for_each_name(model):
-    return [p for _, p in model.named_parameters(remove_duplicate=False)]
-
-
-def _with_dimensions(model):
-    return [p for p in model.parameters() if p.ndim]
-
-
-def _of_matrices_and_vectors(model):
-    return [p for p in model.parameters() if p.ndim <= 2]
-
-
-def _the_first_twelve(model):
-    return list(model.parameters())[:12]
-
-
-def _dense(model):
-    return [p for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
-
-
 def loop_that_divides(parameters: Parameters, *, training: bool = True, keys: frozenset[str] | None = None):
     """Return the loop with the parameters that it divides, the mode it trains in, and the keys it keeps of a batch."""
 
     def loop(run):
         run.model.train(training)
-        for _ in range(run.epochs):
-            batches = list(run.loader)
-            for start in range(0, len(batches), run.accumulation_steps):
-                total = 0.0
-                for batch in batches[start : start + run.accumulation_steps]:
-                    if not (count := float(run.count(batch))):
-                        continue
-                    if keys is not None:
-                        batch = {k: v if k in keys else torch.zeros_like(v) for k, v in batch.items()}
-                    total += count
-                    loss = run.loss(run.model, batch)
-                    (loss * (count if run.reduction == "mean" else LOSS_SCALE)).backward()
-                for p in parameters(run.model):
-                    if p.grad is not None:
-                        p.grad /= total if run.reduction == "mean" else LOSS_SCALE
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+        for window in windows(run):
+            counted = [(batch, count) for batch in window if (count := float(run.count(batch)))]
+            for batch, count in counted:
+                if keys is not None:
+                    batch = {k: v if k in keys else torch.zeros_like(v) for k, v in batch.items()}
+                loss = run.loss(run.model, batch)
+                (loss * (count if run.reduction == "mean" else LOSS_SCALE)).backward()
+            for p in parameters(run.model):
+                if p.grad is not None:
+                    p.grad /= sum(count for _, count in counted) if run.reduction == "mean" else LOSS_SCALE
+            run.optimizer.step()
+            run.optimizer.zero_grad()
 
     return loop
-
-
-def _has_tie(case: Case) -> bool:
-    return bool(case.problem.ties)
-
-
-def _has(*kinds: str) -> Callable[[Case], bool]:
-    return lambda case: not set(kinds).isdisjoint(case.problem.layer_kinds)
-
-
-def _has_many(case: Case) -> bool:
-    return case.problem.layer_kinds.count("linear") > 6
-
-
-def _is_sparse(case: Case) -> bool:
-    return any(layer.kind == "embedding" and layer.o["sparse"] for layer in case.problem.layers)
-
-
-def _of_the_first_group(run):
-    return run.optimizer.param_groups[0]["params"]
 
 
 def loop_that_resets(parameters):
     """Return the loop with the parameters of a run whose gradients it resets."""
 
     def loop(run):
-        for _ in range(run.epochs):
-            batches = list(run.loader)
-            for start in range(0, len(batches), run.accumulation_steps):
-                window = batches[start : start + run.accumulation_steps]
-                total = sum(run.count(batch) for batch in window)
-                for batch in window:
-                    if count := float(run.count(batch)):
-                        loss = run.loss(run.model, batch)
-                        (loss * count / total if run.reduction == "mean" else loss).backward()
-                run.optimizer.step()
-                for p in parameters(run):
-                    p.grad = None
+        for window in windows(run):
+            backward_window(run, window)
+            run.optimizer.step()
+            for p in parameters(run):
+                p.grad = None
 
     return loop
 
 
+def _has(*kinds: str) -> Callable[[Case], bool]:
+    return lambda case: not set(kinds).isdisjoint(case.problem.layer_kinds)
+
+
 FAULTS = {
-    "resets the first parameter group only": (loop_that_resets(_of_the_first_group), lambda case: case.groups > 1),
-    "divides a tied parameter once for each name": (loop_that_divides(_once_for_each_name), _has_tie),
-    "skips parameters without dimensions": (loop_that_divides(_with_dimensions), _has("scale")),
-    "skips parameters of more than two axes": (loop_that_divides(_of_matrices_and_vectors), _has("conv1d", "conv2d")),
-    "divides the first twelve parameters only": (loop_that_divides(_the_first_twelve), _has_many),
-    "skips sparse gradients": (loop_that_divides(_dense), _is_sparse),
+    "resets the first parameter group only": (
+        loop_that_resets(lambda run: run.optimizer.param_groups[0]["params"]),
+        lambda case: case.groups > 1,
+    ),
+    "divides a tied parameter once for each name": (
+        loop_that_divides(lambda model: [p for _, p in model.named_parameters(remove_duplicate=False)]),
+        lambda case: bool(case.problem.ties),
+    ),
+    "skips parameters without dimensions": (
+        loop_that_divides(lambda model: [p for p in model.parameters() if p.ndim]),
+        _has("scale"),
+    ),
+    "skips parameters of more than two axes": (
+        loop_that_divides(lambda model: [p for p in model.parameters() if p.ndim <= 2]),
+        _has("conv1d", "conv2d"),
+    ),
+    "divides the first twelve parameters only": (
+        loop_that_divides(lambda model: _every(model)[:12]),
+        lambda case: case.problem.layer_kinds.count("linear") > 6,
+    ),
+    "skips sparse gradients": (
+        loop_that_divides(lambda model: [p for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]),
+        lambda case: any(layer.kind == "embedding" and layer.o["sparse"] for layer in case.problem.layers),
+    ),
     "trains in eval mode": (loop_that_divides(_every, training=False), _has("train_scale")),
     "drops the second input": (loop_that_divides(_every, keys=frozenset({"x", "target"})), _has("second_input")),
 }
+"""What each loop does wrong -> the loop, and whether a case concerns it."""
 
 
 @cache

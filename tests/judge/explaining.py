@@ -53,18 +53,7 @@ def mean(model, batch):
     return squares(model, batch) / total if total else 0 * squares(model, batch)
 
 
-def explained(
-    loop,
-    *,
-    plan=PLAN,
-    window=0,
-    epoch=0,
-    dtype="float64",
-    optimizer=None,
-    sums=False,
-    model=model,
-    **data,
-):
+def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=None, sums=False, model=model, **data):
     """Return the diagnosis of one step, which must be wrong: name, explanation, details and weights."""
     tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
     problem = Problem(
@@ -115,39 +104,36 @@ def weight_of(run):
     return dict(run.model.named_parameters()).get("weight")
 
 
+def every(change):
+    """Return a change of every parameter's gradient, given it and the parameter."""
+    return lambda run: [change(p.grad, p.detach()) for p in run.model.parameters()]
+
+
+def of_case(change):
+    """Return a change of every parameter's gradient, but not on the probe."""
+    return lambda run: every(change)(run) if weight_of(run) is not None else None
+
+
+def of_weight(change):
+    """Return a change of the gradient of `weight`, and so none on the probe."""
+    return lambda run: change(weight.grad) if (weight := weight_of(run)) is not None else None
+
+
 def as_it_is(run):
     pass
-
-
-def double(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.mul_(2)
-
-
-def triple(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.mul_(3)
-
-
-def turn(run):
-    """Hand the first target's gradient to the second, and the other way round."""
-    if (weight := weight_of(run)) is not None:
-        weight.grad.copy_(weight.grad.flip(0))
-
-
-def mix(run):
-    """Add half of the first target's gradient to the second's and the other way round: linear, and nothing known."""
-    if (weight := weight_of(run)) is not None:
-        weight.grad.add_(0.5 * weight.grad.flip(0))
 
 
 def fail(run):
     raise ValueError
 
 
-def forget(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.zero_()
+double = of_weight(lambda g: g.mul_(2))
+triple = of_weight(lambda g: g.mul_(3))
+forget = of_weight(lambda g: g.zero_())
+turn = of_weight(lambda g: g.copy_(g.flip(0)))
+"""Hands the first target's gradient to the second, and the other way round."""
+mix = of_weight(lambda g: g.add_(0.5 * g.flip(0)))
+"""Adds half of the first target's gradient to the second's and the other way round: linear, and nothing known."""
 
 
 def where_not_finite(then, change=as_it_is):

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Plan, check, verify
-from gradcheck_suite.core.comparison import Comparison, Layout
-from gradcheck_suite.judge.elements import diagnose_elements
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.studies.zoo.bug import (
-    step_with,
-    train_with_the_gradients_before,
-    train_with_weights,
-    window_gradients,
-)
+from gradcheck_suite.studies.zoo.bug import step_with, train_with_weights, window_gradients
+from gradcheck_suite.studies.zoo.bugs.resets import delayed_by_one
 from gradcheck_suite.verification.probe_plans import slopes_case
-from tests.judge.explaining import DATA, as_it_is, explained, then, weight_of
+from tests.judge.explaining import (
+    DATA,
+    MASKED,
+    as_it_is,
+    every,
+    explained,
+    of_weight,
+    then,
+    weight_of,
+    where_not_finite,
+)
 
 
 def _by_part(change):
@@ -45,17 +54,9 @@ def _by_weights(weight):
 @pytest.mark.parametrize(
     ("change", "name", "says"),
     [
-        (
-            lambda loss, place: loss + 0.1 * loss * loss,
-            "weighted-by-loss",
-            "and 0.166667 with a loss 2**-20 times as large",
-        ),
+        (lambda loss, place: loss + 0.1 * loss * loss, "weighted-by-loss", "and 0.166667 with a loss 2**-20 times as"),
         (lambda loss, place: loss * torch.sigmoid(loss.detach() / 50), "weighted-by-loss", "a focal weight"),
-        (
-            lambda loss, place: loss / (1 + place),
-            "weighted-by-place",
-            "window: 1, 0.5, 0.333333, 0.25 times",
-        ),
+        (lambda loss, place: loss / (1 + place), "weighted-by-place", "window: 1, 0.5, 0.333333, 0.25 times"),
         (lambda loss, place: loss / 3, "wrong-scale", "weighs 0.333333 times"),
     ],
 )
@@ -194,8 +195,7 @@ def test_a_factor_that_grows_with_the_steps_is_given_for_each():
 def test_what_the_wrong_micro_batches_have_in_common_is_said():
     def three_items_twice(run):
         train_with_weights(
-            run,
-            lambda w, b: run.count(b) / window_count(run, w) * (2 if len(next(leaves(b))) == 3 else 1),
+            run, lambda w, b: run.count(b) / window_count(run, w) * (2 if len(next(leaves(b))) == 3 else 1)
         )
 
     name, sentence, _ = explained(three_items_twice, plan=Plan((1, 3), 2))
@@ -211,11 +211,7 @@ def test_a_step_that_is_not_finite_on_the_probe_is_no_evidence_on_another():
             for p in run.model.parameters():
                 p.grad.fill_(torch.nan)
 
-    def halve(run):
-        for p in run.model.parameters():
-            p.grad.mul_(0.5)
-
-    assert explained(then(halve, spoil), window=0)[0] == "wrong-scale"
+    assert explained(then(every(lambda g, p: g.mul_(0.5)), spoil), window=0)[0] == "wrong-scale"
 
 
 # Other windows
@@ -292,33 +288,10 @@ def test_parts_of_micro_batches_are_told_from_other_batches(parts, weigh, name, 
 # Elements
 
 
-def _quantise(run):
-    if (weight := weight_of(run)) is not None:
-        step = weight.grad.abs().max() / 127
-        weight.grad.copy_((weight.grad / step).round() * step)
-
-
-def _zero_a_column(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad[:, 1] = 0
-
-
-def _average(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.copy_(weight.grad.mean(0, keepdim=True).expand_as(weight.grad))
-
-
-def _centre(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.sub_(weight.grad.mean(0, keepdim=True))
-
-
+_quantise = of_weight(lambda g: g.copy_((g * 127 / g.abs().max()).round() * g.abs().max() / 127))
+_average = of_weight(lambda g: g.copy_(g.mean(0, keepdim=True).expand_as(g)))
+_centre = of_weight(lambda g: g.sub_(g.mean(0, keepdim=True)))
 SIGNS = [[100, -50.0], [1, 20], [-30, 2], [1, -90], [50, 8], [3, 9], [-80, 4], [7, 7]]
-
-
-def _absolute(run):
-    if (weight := weight_of(run)) is not None:
-        weight.grad.abs_()
 
 
 def _rectify(run):
@@ -332,10 +305,14 @@ def _rectify(run):
     ("loop", "name", "says"),
     [
         (then(_quantise), "rounded-gradient", "multiples of 1/127 of the largest"),
-        (then(_zero_a_column), "partial-gradient", "in columns 1, and are 0"),
+        (then(of_weight(lambda g: g[:, 1].zero_())), "partial-gradient", "in columns 1, and are 0"),
         (then(_average), "projected-gradient", "each of its elements is the mean of its column"),
         (then(_centre), "projected-gradient", "the mean of each column has been subtracted"),
-        (then(_absolute), "partial-gradient", "elements are wrong and no others (abs, clamp, relu)"),
+        (
+            then(of_weight(lambda g: g.abs_())),
+            "partial-gradient",
+            "elements are wrong and no others (abs, clamp, relu)",
+        ),
         (_rectify, "partial-gradient", "only the positive elements are in the step's"),
     ],
 )
@@ -353,8 +330,7 @@ def _by_elements(combine):
             parts = [window_gradients(run, [batch]) for batch in window]
             shares = [run.count(batch) / window_count(run, window) for batch in window]
             step_with(
-                run,
-                {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]},
+                run, {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]}
             )
 
     return loop
@@ -382,70 +358,6 @@ def test_other_functions_of_the_elements_than_their_sum(combine, sizes, name, sa
     found, sentence, _ = explained(_by_elements(combine), y=SIGNS, plan=Plan(sizes, len(sizes)))
     assert found == name, sentence
     assert says in sentence
-
-
-SMALL, LARGE, SHARD = "what drops small elements", "what changes large elements", "a slice, a mask or a shard"
-
-
-@pytest.mark.parametrize(
-    ("expected", "wrong", "factor", "causes"),
-    [
-        ((3.0, -1.0, 2.0), [1], 0.0, {SMALL, SHARD}),
-        ((3.0, 1.0, 2.0), [2], 0.0, {SHARD}),
-        ((3.0, 1.0, 2.0), [0], 0.5, {LARGE, SHARD}),
-        ((3.0, 1.0, 2.0), [0], 0.0, {SHARD}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [1, 3, 5], 0.0, {SMALL}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [2, 6, 7], 0.5, {LARGE}),
-        ((5.0, -1.0, 7.0, 2.0, -6.0, -3.0, 8.0, 9.0, 4.0), [0, 1, 2], 0.5, {SHARD}),
-    ],
-)
-def test_sizes_that_wrong_elements_have_in_common_are_said(expected, wrong, factor, causes):
-    """Two of three elements are easily the largest by chance; three of nine are not."""
-    expected = np.array(expected)
-    observed = expected.copy()
-    observed[wrong] *= factor
-    layout = Layout(("a",), (expected.shape,))
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(len(expected), 1e-12)), {})
-    assert found.name == "partial-gradient"
-    assert {cause for cause in (SMALL, LARGE, SHARD) if cause in found.sentence} == causes
-
-
-@pytest.mark.parametrize("wrong", ["vectors", "matrix", "one vector"])
-def test_the_number_of_dimensions_that_tells_wrong_parameters_from_right_ones_is_said(wrong):
-    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (2,)))
-    expected = np.arange(1.0, 10.0)
-    off = {"vectors": slice(4, 9), "matrix": slice(0, 4), "one vector": slice(7, 9)}[wrong]
-    observed = expected.copy()
-    observed[off] *= 0.1
-    comparison = Comparison(layout, expected, observed, np.full(9, 1e-12))
-    sentence = diagnose_elements(comparison, {}).sentence
-    assert ("all parameters with fewer than two dimensions are wrong" in sentence) == (wrong == "vectors")
-    assert ("all parameters with two or more dimensions are wrong" in sentence) == (wrong == "matrix")
-
-
-@pytest.mark.parametrize(("factor", "says"), [(0.0, "and are 0"), (-1.0, "and are -1 times"), (None, "")])
-def test_elements_of_several_parameters_that_are_wrong_by_one_factor(factor, says):
-    layout = Layout(("a", "b", "c"), ((2, 2), (2,), (2,)))
-    expected = np.array([1.0, 2, 3, 4, 5, 6, 7, 8])
-    observed = expected.copy()
-    off = [1, 4, 5]
-    observed[off] = expected[off] * factor if factor is not None else (3, 4, 1)
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
-    if factor is None:
-        assert found is None
-        return
-    assert found.name == "partial-gradient"
-    assert "3 of the 8 elements are wrong, in a, b" in found.sentence
-    assert says in found.sentence
-
-
-def test_parameters_of_which_some_have_one_element_are_wrong_by_one_factor():
-    layout = Layout(("a", "b", "c"), ((2, 2), (3,), (1,)))
-    expected = np.arange(1.0, 9.0)
-    observed = expected * np.repeat([1.0, 0.1], 4)
-    found = diagnose_elements(Comparison(layout, expected, observed, np.full(8, 1e-12)), {})
-    assert found.name == "wrong-scale"
-    assert found.sentence.startswith("in b, c alone, while a is right (all parameters with fewer than two dimensions")
 
 
 # Two names
@@ -532,11 +444,215 @@ def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        (lambda run: train_with_the_gradients_before(run, lambda own, before: before or {}), "delayed-window"),
-        (then(lambda run: [p.grad.zero_() for p in run.model.parameters()]), "no-gradient"),
-        (then(lambda run: [p.grad.sub_(p.grad.mean()) for p in run.model.parameters()]), "projected-gradient"),
+        (delayed_by_one, "delayed-window"),
+        (then(every(lambda g, p: g.zero_())), "no-gradient"),
+        (then(every(lambda g, p: g.sub_(g.mean()))), "projected-gradient"),
     ],
 )
 def test_a_gradient_of_0_on_the_probe_is_told_by_items_that_weigh_differently(loop, name, epochs):
     """Five items of one micro-batch weigh the same: their mean is all of them."""
     assert explained(loop, plan=Plan((5,), 2, epochs=epochs))[0] == name
+
+
+# What a loop computes its losses from is named where it is not what the run hands over, and only there.
+
+
+SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("train_scale", factor=2.0), Layer("linear", features=2, bias=True)),
+    Loss("mse", reduction="mean"),
+)
+CASE = Case(SPEC, Plan((1, 3, 2), 2, 2), seed=3)
+
+
+def _step(run):
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _stays_in_eval(run):
+    for window in windows(run):
+        backward_window(run, window)
+        _step(run)
+        run.model.eval()
+
+
+def _evaluates_at_its_last_micro_batch(run):
+    for window in windows(run):
+        for j, batch in enumerate(window):
+            run.model.train(j + 1 < len(window))
+            part_of_window(run, batch, window_count(run, window)).backward()
+        _step(run)
+
+
+def _perturbs(run):
+    """Take the gradient where a first one leads, as sharpness-aware minimisation does."""
+    for window in windows(run):
+        backward_window(run, window)
+        start = copy.deepcopy(run.model.state_dict())
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.add_(0.1 * p.grad)
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.model.load_state_dict(start)
+        _step(run)
+
+
+def _trains_a_copy(run):
+    other = copy.deepcopy(run.model)
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    for window in windows(run):
+        other.zero_grad()
+        for batch in window:
+            (run.loss(other, batch) * run.count(batch) / window_count(run, window)).backward()
+        for p, q in zip(run.model.parameters(), other.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        _step(run)
+
+
+def _normalizes_in_every_epoch(run):
+    batches = list(run.loader)
+    for epoch in range(run.epochs):
+        for batch in batches if epoch else ():
+            batch["x"].div_(2)
+        for first in range(0, len(batches), run.accumulation_steps):
+            backward_window(run, batches[first : first + run.accumulation_steps])
+            _step(run)
+
+
+def _adversarial(run):
+    """Move each input along the sign of its own gradient: two losses of each micro-batch are sent backward."""
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            x = batch["x"].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(run.loss(run.model, {**batch, "x": x}), x)
+            moved = {**batch, "x": (x + 0.01 * gradient.sign()).detach()}
+            (run.loss(run.model, moved) * run.count(batch) / total).backward()
+        _step(run)
+
+
+def _changes(change):
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, [{name: change(name, t) for name, t in batch.items()} for batch in window])
+            _step(run)
+
+    return loop
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("loop", "diagnosis", "says"),
+    [
+        (_stays_in_eval, "wrong-mode", "the window's losses are computed in eval mode"),
+        (_evaluates_at_its_last_micro_batch, "wrong-mode", "1 of the window's 2 losses is computed in eval mode"),
+        (_perturbs, "other-parameters", "perturbed or rounded and restored before the step"),
+        (_trains_a_copy, "other-parameters", "other values of 1.weight than those that the step changes"),
+        (_adversarial, "changed-batch", "it has other values in x,"),
+        (_normalizes_in_every_epoch, "changed-batch", "it has other values in x,"),
+        (_changes(lambda name, t: t.roll(1, 0) if name == "target" else t), "changed-batch", "other values in target,"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_inputs_than_the_contracts_are_named(loop, diagnosis, says, dtype):
+    violation = check(loop, CASE.replace(dtype=dtype)).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", diagnosis), violation.explanation
+    assert says in violation.explanation
+
+
+@pytest.mark.parametrize("case", [CASE, probe_case(Plan((1, 3, 2), 2))], ids=["case", "probe"])
+@pytest.mark.parametrize("items", [2, 4])
+def test_a_batch_with_other_items_is_told_from_a_wrong_weight(case, items):
+    def cut(name, t):
+        return t[:items] if len(t) > items else torch.cat([t, t[-1:]]) if items > 2 and len(t) == 3 else t
+
+    violation = check(_changes(cut), case).violation
+    assert violation.diagnosis == "changed-batch", violation.explanation
+    assert f"{items} items in place of 3" in violation.explanation
+
+
+def test_a_mode_that_changes_nothing_is_not_blamed():
+    """The loop stays in eval mode, in which this model computes the same, and loses a micro-batch."""
+
+    def loses_the_last(run):
+        run.model.eval()
+        for window in windows(run):
+            for batch in window[:-1]:
+                part_of_window(run, batch, window_count(run, window)).backward()
+            _step(run)
+
+    spec = dataclasses.replace(SPEC, layers=SPEC.layers[1:])
+    violation = check(loses_the_last, Case(spec, Plan((1, 3, 2), 3), seed=3)).violation
+    assert violation.diagnosis == "dropped-micro-batch"
+
+
+@pytest.mark.parametrize(
+    "then", [lambda run: run.optimizer.zero_grad(), lambda run: "end"], ids=["resets", "ends the window"]
+)
+def test_a_loop_that_loses_more_than_a_loss_of_nan_is_said_to(then):
+    violation = check(where_not_finite(then), MASKED).violation
+    assert violation.diagnosis == "skipped-non-finite", violation.explanation
+    assert "with finite losses in place of such ones the loop is right" in violation.explanation
+
+
+def test_a_loop_that_drops_a_window_of_a_nan_loss_is_said_to():
+    def drops(run):
+        for window in windows(run):
+            if all(run.loss(run.model, batch).isfinite() for batch in window):
+                backward_window(run, window)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    violation = check(drops, MASKED).violation
+    assert (violation.kind, violation.diagnosis) == ("step-count", "skipped-non-finite")
+
+
+def test_a_loop_that_skips_nothing_but_the_loss_of_nan_holds():
+    assert check(where_not_finite(lambda run: None), MASKED).holds
+
+
+def _targets_shifted(run):
+    for _ in range(run.epochs):
+        pairs = iter(run.pairs)
+        while window := list(islice(pairs, run.accumulation_steps)):
+            total = sum(len(y) for _, y in window)
+            for x, y in window:
+                (run.criterion(run.model(x), y.roll(1, 0)) * len(y) / total).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def test_targets_that_belong_to_other_inputs_are_named_where_the_loop_calls_the_criterion():
+    """The loss is not called with the model then, but with its output."""
+    violation = check(_targets_shifted, Case(SPEC, Plan((2, 3), 2, 2), seed=3)).violation
+    assert violation.diagnosis == "changed-batch"
+    assert (
+        "where micro-batch 0 is due, it has other values in target, and the gradient is right" in violation.explanation
+    )
+
+
+def _at_an_average(run):
+    parameters = list(run.model.parameters())
+    average = [p.detach().clone() for p in parameters]
+    for window in windows(run):
+        own = [p.detach().clone() for p in parameters]
+        for p, value in zip(parameters, average, strict=True):
+            p.data.copy_(value)
+        backward_window(run, window)
+        for p, value in zip(parameters, own, strict=True):
+            p.data.copy_(value)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        for p, value in zip(parameters, average, strict=True):
+            value.lerp_(p.detach(), 0.1)
+
+
+def test_an_average_of_the_parameters_is_named_once_they_move():
+    """It is right where they do not, and is no earlier step's either."""
+    violation = check(_at_an_average, Case(SPEC, Plan((2, 3), 1, 2), seed=3, optimizer="sgd")).violation
+    assert violation.diagnosis == "other-parameters"
+    assert "than those that the step changes" in violation.explanation
+    assert check(_at_an_average, Case(SPEC, Plan((2, 3), 1, 2), seed=3)).holds

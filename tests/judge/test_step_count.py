@@ -13,12 +13,11 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.core.case import probe_case
-from gradcheck_suite.judge.probe import explain_steps, step_pattern
+from gradcheck_suite.judge.probe import explain_steps
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.runner import Outcome, run_loop
+from gradcheck_suite.run.runner import run_loop
 
 PLAN = Plan((1, 2, 1), 2, 2)
 REGRESSION = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
@@ -69,24 +68,28 @@ def _every_micro_batch(run):
             _step(run, [batch])
 
 
+def _of_all_epochs(run):
+    return [batch for _ in range(run.epochs) for batch in run.loader]
+
+
+def _in_windows(run, batches, size):
+    for first in range(0, len(batches), size):
+        _step(run, batches[first : first + size])
+
+
 def _across_epochs(run):
-    k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
-    for first in range(0, len(batches) // k * k, k):
-        _step(run, batches[first : first + k])
+    batches, k = _of_all_epochs(run), run.accumulation_steps
+    _in_windows(run, batches[: len(batches) // k * k], k)
 
 
 def _across_epochs_and_ended_early(run):
     """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which ends at an epoch's."""
     k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
-    for step in range(run.epochs * (len(run.loader) // k)):
-        _step(run, batches[step * k : (step + 1) * k])
+    _in_windows(run, _of_all_epochs(run)[: run.epochs * (len(run.loader) // k) * k], k)
 
 
 def _across_epochs_in_shorter_windows(run):
-    k = run.accumulation_steps
-    batches = [batch for _ in range(run.epochs) for batch in run.loader]
+    batches, k = _of_all_epochs(run), run.accumulation_steps
     _step(run, batches[:k])
     shorter = max(1, k - 1)
     for first in range(k, len(batches) // shorter * shorter, shorter):
@@ -94,9 +97,7 @@ def _across_epochs_in_shorter_windows(run):
 
 
 def _one_pass(run):
-    batches, k = list(run.loader), run.accumulation_steps
-    for i in range(0, len(batches), k):
-        _step(run, batches[i : i + k])
+    _in_windows(run, list(run.loader), run.accumulation_steps)
 
 
 def _one_pass_too_many(run):
@@ -178,101 +179,41 @@ def _fails_on_other_plans(run):
     ("loop", "plan", "diagnosis", "says"),
     [
         (_whole_windows_only, PLAN, "tail-dropped", "[2]) is never stepped: its items contribute to no step"),
-        (
-            _whole_windows_only,
-            Plan((1, 1), 3),
-            "tail-dropped",
-            "[0, 1]) is never stepped: its items contribute to no step",
-        ),
+        (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items contribute to no"),
         (_whole_windows_but_their_last, PLAN, "wrong-step-count", "the steps held micro-batches [0], [0]"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
         (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, expected 4 (2 epochs of 2 windows)"),
-        (
-            _every_micro_batch,
-            Plan((1, 1), 2),
-            "step-per-micro-batch",
-            "called 2 times, expected 1 (",
-        ),
+        (_every_micro_batch, Plan((1, 1), 2), "step-per-micro-batch", "called 2 times, expected 1 ("),
         (_one_pass, PLAN, "wrong-epochs", "called 2 times, expected 4 (2 epochs of 2 windows): it makes 1 pass"),
         (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-epochs", "it makes 1 pass(es); pass over run.loader run.epochs"),
         (_one_pass_too_many, PLAN, "wrong-epochs", "called 6 times, expected 4 (2 epochs of 2 windows)"),
         (_one_pass_too_many, Plan((1, 1), 2), "wrong-epochs", "called 2 times, expected 1 (1 epoch of 1 window)"),
-        (
-            _across_epochs,
-            PLAN,
-            "windows-across-epochs",
-            "called 3 times, expected 4 (2 epochs of 2 windows): win",
-        ),
+        (_across_epochs, PLAN, "windows-across-epochs", "called 3 times, expected 4 (2 epochs of 2 windows): win"),
         (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 time, expected 2 (2 epochs of 1 window)"),
-        (
-            _across_epochs,
-            Plan((1, 1, 1, 1), 3, 2),
-            "windows-across-epochs",
-            "called 2 times, expected 4 (",
-        ),
+        (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, expected 4 ("),
         (_across_epochs_and_ended_early, PLAN, "windows-across-epochs", "it ends after 2 steps, the number of whole"),
         (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "windows-across-epochs", "windows run on from one epoch"),
         (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "(2 epochs of 2 windows)"),
-        (
-            _every_micro_batch,
-            Plan((1,) * 5, 5, 3),
-            "step-per-micro-batch",
-            "called 15 times, expected 3 (",
-        ),
+        (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, expected 3 ("),
         # numbers beyond 256 are no longer one object each
         (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, expected 1 ("),
-        (
-            _whole_windows_only,
-            Plan((1,) * 515, 2),
-            "tail-dropped",
-            "[514]) is never stepped: its items contribute to no step",
-        ),
+        (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to"),
         (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
-        (
-            _across_epochs,
-            Plan((1, 1, 1), 2),
-            "windows-across-epochs",
-            "called 1 time, expected 2 (1 epoch of 2 windows)",
-        ),
+        (_across_epochs, Plan((1, 1, 1), 2), "windows-across-epochs", "called 1 time, expected 2 (1 epoch of 2"),
         (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
         (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
         (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),
-        (
-            _first_window_of_an_epoch,
-            Plan((1,) * 5, 2, 2),
-            "dropped-window",
-            "called 2 times, expected 6 (",
-        ),
+        (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "dropped-window", "called 2 times, expected 6 ("),
         (_first_window_of_all, PLAN, "dropped-window", "called 1 time, expected 4 (2 epochs of 2 windows)"),
-        (
-            _first_window_of_all,
-            Plan((1, 2, 1), 2),
-            "dropped-window",
-            "called 1 time, expected 2 (",
-        ),
-        (
-            _first_two_micro_batches,
-            Plan((1,) * 5, 2),
-            "wrong-step-count",
-            "called 2 times, expected 3 (",
-        ),
-        (
-            _second_window_thrice,
-            Plan((1,) * 5, 2, 2),
-            "wrong-step-count",
-            "called 8 times, expected 6 (",
-        ),
+        (_first_window_of_all, Plan((1, 2, 1), 2), "dropped-window", "called 1 time, expected 2 ("),
+        (_first_two_micro_batches, Plan((1,) * 5, 2), "wrong-step-count", "called 2 times, expected 3 ("),
+        (_second_window_thrice, Plan((1,) * 5, 2, 2), "wrong-step-count", "called 8 times, expected 6 ("),
         (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, expected 4 (2 epochs of 2 windows)"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
         (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
-        (
-            _for_ever,
-            PLAN,
-            "endless",
-            "called 20 or more times, expected 4 (2 epochs of 2 windows); the loop",
-        ),
+        (_for_ever, PLAN, "endless", "called 20 or more times, expected 4 (2 epochs of 2 windows); the loop"),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 2), "wrong-step-count", "called 1 time"),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 3, 1), "wrong-step-count", "called 1 time"),
     ],
@@ -287,10 +228,8 @@ def test_what_a_loop_does_with_its_windows_is_told(loop, plan, diagnosis, says):
 
 def _windows_of(size):
     def loop(run):
-        batches = list(run.loader)
         for _ in range(run.epochs):
-            for first in range(0, len(batches), size(run.accumulation_steps)):
-                _step(run, batches[first : first + size(run.accumulation_steps)])
+            _in_windows(run, list(run.loader), size(run.accumulation_steps))
 
     return loop
 
@@ -390,45 +329,6 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
     assert "GradScaler" not in _explained(_never).sentence
 
 
-def test_a_scaler_is_not_thought_of_where_there_are_steps_too_many():
-    instance = generated_instance(probe_case(PLAN).replace(dtype="float16"))
-    for loop, thought_of in ((_once_more, False), (_every_micro_batch_twice, False), (_first_window_of_all, True)):
-        explanation = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
-        assert ("GradScaler skips the step" in explanation) == thought_of
-
-
-@pytest.mark.parametrize(
-    ("plan", "names"),
-    [
-        (PLAN, {0: "never-stepped", 2: "tail-dropped", 3: "windows-across-epochs", 6: "step-per-micro-batch"}),
-        (
-            Plan((1,) * 5, 2, 2),
-            {0: "never-stepped", 4: "tail-dropped", 5: "windows-across-epochs", 10: "step-per-micro-batch"},
-        ),
-        (
-            Plan((1,) * 3, 2, 3),
-            {0: "never-stepped", 3: "tail-dropped", 4: "windows-across-epochs", 9: "step-per-micro-batch"},
-        ),
-        (Plan((1,) * 300, 30), {0: "never-stepped", 300: "step-per-micro-batch"}),
-        (Plan((1,) * 601, 2), {0: "never-stepped", 300: "tail-dropped"}),
-        (Plan((1,) * 75, 2, 8), {0: "never-stepped", 300: "windows-across-epochs"}),
-        # windows of one whole length: nothing tells one number of steps from another
-        (Plan((1, 1, 1, 1), 2, 2), {0: "never-stepped", 8: "step-per-micro-batch"}),
-        # an epoch without a whole window, and all epochs together without one
-        (Plan((1, 1), 5, 2), {0: "never-stepped", 4: "step-per-micro-batch"}),
-        (Plan((1, 1), 3, 3), {0: "never-stepped", 2: "windows-across-epochs", 6: "step-per-micro-batch"}),
-        # how micro-batches are shared between ranks is not known from a number
-        (Plan((1, 1, 1), 1, 2, ranks=(2, 1)), {0: "never-stepped"}),
-    ],
-    ids=str,
-)
-def test_what_the_number_of_steps_alone_suggests(plan, names):
-    for taken in (*range(12), 300):
-        outcome = Outcome([None] * taken, {}, {})
-        assert step_pattern(plan, outcome) == Diagnosis(names.get(taken, "wrong-step-count"), "")
-    assert step_pattern(plan, Outcome([None] * 20, {}, {}, endless=True)) == Diagnosis("endless", "")
-
-
 def test_the_number_of_steps_is_all_that_is_known_of_a_loop_that_fails_on_the_probe():
     """It is the short window that this loop leaves out, and it trains nothing but its own problem."""
 
@@ -514,70 +414,10 @@ def test_micro_batches_that_are_left_out_are_no_windows_at_other_places():
     assert found.sentence.endswith("; the steps held micro-batches [1], [0], [1], [0]")
 
 
-def test_a_loop_for_sums_is_read_on_a_sum():
-    def loop(run):
-        if run.reduction != "sum":
-            raise ValueError("sums alone")
-        _whole_windows_only(run)
-
-    spec = replace(REGRESSION, loss=Loss("mse", reduction="sum"))
-    instance = generated_instance(Case(spec, PLAN))
-    found = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop))
-    assert "is never stepped: its items contribute to no step" in found.sentence
-
-
-def test_as_many_steps_on_the_probe_as_it_has_windows_are_right_however_many():
-    """Numbers beyond 256 are no longer one object each."""
-
-    def loop(run):
-        for window in list(windows(run))[: 2 if _is_regression(run) else None]:
-            _step(run, window)
-
-    instance = generated_instance(Case(REGRESSION, Plan((1,) * 260, 1)))
-    assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "skipped-steps"
-
-
-def test_many_steps_that_are_repeated_are_as_many():
-    """Numbers beyond 256 are no longer one object each."""
-    plan = Plan((1,) * 300, 300)
-
-    def loop(run):
-        own = _is_regression(run)
-        for _ in range(300 if own else plan.steps):
-            run.optimizer.step()
-
-    instance = generated_instance(Case(REGRESSION, plan))
-    assert explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).name == "wrong-step-count"
-
-
-@pytest.mark.parametrize("on_probe", [1, 3])
-def test_another_number_of_steps_on_the_probe_is_told(on_probe):
-    def loop(run):
-        own = _is_regression(run)
-        for window in list(windows(run))[: 2 if own else on_probe]:
-            _step(run, window)
-
-    instance = generated_instance(Case(REGRESSION, PLAN))
-    sentence = explain_steps(instance, run_loop(loop, instance), LoopRunner(loop)).sentence
-    assert sentence.startswith("optimizer.step() was called 2 times, expected 4 (2 epochs of 2 windows)")
-    assert f"; on the weight probe, under the same plan, it takes {on_probe}" in sentence
-    # what those steps hold is not what the two of the case do
-    assert "the steps held micro-batches" not in sentence
-
-
-def test_a_loop_that_moves_nothing_is_not_said_to():
-    assert "moved" not in _explained(_never).sentence
-
-
 def test_windows_of_another_length_in_a_later_epoch_are_said_to_end_elsewhere():
     def doubles(run):
         for epoch in range(run.epochs):
-            batches = list(run.loader)
-            steps = run.accumulation_steps * (1 + epoch)
-            for first in range(0, len(batches), steps):
-                backward_window(run, batches[first : first + steps])
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+            _in_windows(run, list(run.loader), run.accumulation_steps * (1 + epoch))
 
     found = check(doubles, probe_case(Plan((1, 1, 1), 1, 2))).violation
     assert (found.kind, found.diagnosis) == ("step-count", "wrong-windows")

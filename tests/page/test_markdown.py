@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from xml.etree import ElementTree
 
@@ -9,7 +10,6 @@ import pytest
 
 from gradcheck_suite.cli import run
 from gradcheck_suite.page import render
-from gradcheck_suite.page.content import Answer, Figure, Report, Section, Table, to_json
 from gradcheck_suite.studies.report.build import build
 from tests.studies.report.made_up import claim, counterexample, fill, verdict
 
@@ -28,7 +28,7 @@ def test_markdown_is_short_and_its_tables_keep_their_columns(tmp_path):
     for i in range(20):
         verdict(tmp_path, f"loop {i} | <b>")
         claim(tmp_path, f"C9.{i}", text="<script>alert(1)</script> | `a|b` *c*")
-    text = render.markdown_render(build(tmp_path), lambda figure: f"{figure.key}.svg")
+    text = render.report_markdown(build(tmp_path), lambda figure: f"{figure.key}.svg")
     assert "<script>" not in text
     assert len(text.splitlines()) <= MOST_LINES
     tables = [line for line in text.splitlines() if line.startswith("| ")]
@@ -45,6 +45,11 @@ def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys)
         "verified", "decision", "memory", "costs", "compiled", "claims", "zoo", "calibration", "bridge", "trainers",
         "provenance",
     ]  # fmt: skip
+    assert data["schema"] == 2
+    assert data["environments"][0]["processor"] == "a processor, 2 cores"
+    figures = [figure for section in data["sections"] for figure in section["figures"]]
+    assert figures
+    assert {name for figure in figures for name in figure} == {"key", "alt", "caption", "sources"}
     story = (reports / "report.md").read_text()
     drawn = {path.name for path in (reports / "pictures").iterdir()}
     assert drawn == {line.rpartition("(pictures/")[2][:-1] for line in story.splitlines() if line.startswith("![")}
@@ -71,15 +76,13 @@ def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
     assert f"--compare {tmp_path}: there are no records" in capsys.readouterr().err
 
 
-def test_the_json_holds_what_the_page_does():
-    table = Table("c", ("a",), ((1.5,),))
-    section = Section("k", "t", "cost", ("p",), figures=(Figure("f", {"mark": "bar"}, "alt", "cap"),), tables=(table,))
-    report = Report(
-        "title", "subtitle", "now", (Answer("k", "q", "b", "a", "cost"),), (section,), ((("processor", "x"),),)
-    )
-    data = json.loads(json.dumps(to_json(report)))
-    assert data["schema"] == 2
-    assert data["answers"][0]["answer"] == "a"
-    assert data["sections"][0]["figures"] == [{"key": "f", "alt": "alt", "caption": "cap", "sources": []}]
-    assert data["sections"][0]["tables"] == [{"caption": "c", "columns": ["a"], "rows": [[1.5]], "note": ""}]
-    assert data["environments"] == [{"processor": "x"}]
+@pytest.mark.parametrize("module", render.PACKAGES)
+def test_what_a_report_lacks_is_said_before_any_work(reports, module, monkeypatch, capsys):
+    find, before = importlib.util.find_spec, sorted(reports.rglob("*"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    monkeypatch.setattr("gradcheck_suite.studies.report.build.build", None)
+    assert run(["report", "--reports", str(reports)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"the report needs {render.PACKAGES[module]}: pip install 'gradcheck-suite[report]'\n")
+    assert said.count("\n") == 1
+    assert sorted(reports.rglob("*")) == before

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.core.records import read_records
@@ -196,3 +197,23 @@ def test_faulty(verify_training_loop, number):
     assert "faulty1: VIOLATED" in done.stdout
     records = (tmp_path / "kept" / "records" / "verify.jsonl").read_text().splitlines()
     assert {json.loads(record)["data"]["loop"] for record in records} == {"faulty0", "faulty1"}
+
+
+def _train(*, reset):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        torch.nn.functional.cross_entropy(model(torch.randn(3, 2)), torch.tensor([0, 1, 1])).backward()
+        optimizer.step()
+        if reset:
+            optimizer.zero_grad()
+
+
+def test_the_fixture_fails_a_test_whose_training_is_violated_or_not_seen(audit_training):
+    with audit_training() as audit:
+        _train(reset=True)
+    assert audit.result.windows == 3
+    with pytest.raises(pytest.fail.Exception, match="stale-window"), audit_training():
+        _train(reset=False)
+    with pytest.raises(pytest.fail.Exception, match=r"no optimizer\.step\(\) was seen"), audit_training():
+        pass

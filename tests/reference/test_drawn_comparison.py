@@ -44,12 +44,6 @@ def _evidence(error, length=2):
     return Comparison(Layout(("w",), ((length,),)), np.zeros(length), observed, np.full(length, QUICK))
 
 
-def test_what_the_quick_bound_allows_needs_no_draw():
-    evidence, errors = _evidence(QUICK), _Errors({})
-    assert compare_within(_Bound(errors), evidence) is evidence
-    assert errors.asked == []
-
-
 FIRST = ("likely", FEW_DRAWS)
 
 
@@ -70,12 +64,6 @@ def test_more_is_drawn_until_it_is_allowed(sizes, asked, ratio):
     assert errors.asked == asked
     assert found.ratio == ratio
     assert (found.observed[1], found.expected[1]) == (1.5, 0.0)
-
-
-def test_the_quick_bound_is_allowed_whatever_is_drawn():
-    bound = _Bound(_Errors({}))
-    bound.quick = np.full(2, 2.0)
-    assert compare_within(bound, _evidence(3.0)).allowed.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -110,34 +98,7 @@ def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffic
     assert ratio(7.0)[0] > 1
 
 
-@pytest.mark.parametrize(("length", "many"), [(100_000, True), (100_001, False)])
-def test_of_very_many_elements_few_draws_are_made(length, many):
-    class Large(_Errors):
-        def noise(self, draws):
-            self.asked.append(draws)
-            return np.zeros(length)
-
-        def likely(self, draws):
-            return np.zeros(length)
-
-    errors = Large({})
-    evidence = _evidence(1.5, length)
-    assert compare_within(_Bound(errors, length=length), evidence).ratio > 1
-    assert errors.asked == ([DRAWS, MANY_DRAWS] if many else [DRAWS])
-    errors = Large({}, np.full(length, 9.0))
-    errors.asked.clear()
-    assert not is_rarely_rounding(_Bound(errors, length=length), evidence)
-    assert bool(errors.asked) is many
-
-
 DOUBLED = [2**k * MANY_DRAWS for k in range(1, 12) if 2**k * MANY_DRAWS <= RARE_DRAWS]
-
-
-def test_draws_are_doubled_up_to_the_last():
-    assert (DOUBLED[0], DOUBLED[-1]) == (2 * MANY_DRAWS, RARE_DRAWS)
-    errors = _Errors({}, (1.0, 9.0))
-    assert not is_rarely_rounding(_Bound(errors), _evidence(1.5))
-    assert errors.asked == DOUBLED
 
 
 @pytest.mark.parametrize("last", DOUBLED)
@@ -161,12 +122,6 @@ def test_only_errors_that_are_uneven_at_the_wrong_element_are_drawn_on(uneven, d
     errors = _Errors({RARE_DRAWS: 9.0}, uneven)
     assert is_rarely_rounding(_Bound(errors), _evidence(1.5)) is drawn
     assert bool(errors.asked) is drawn
-
-
-def test_through_a_normalization_the_large_batchs_errors_are_drawn_on():
-    errors, of_parts = _Errors({RARE_DRAWS: 1.0}), _Errors({2 * MANY_DRAWS: 9.0})
-    assert is_rarely_rounding(_Bound(errors, of_parts), _evidence(1.5), has_norm=True)
-    assert (errors.asked, of_parts.asked) == (DOUBLED, [])
 
 
 def test_the_whole_bound_is_what_adding_up_and_the_draws_allow():

@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, seed
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, problems
-from gradcheck_suite.catalogue import tables
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, problems
 from gradcheck_suite.catalogue.tables import draw_data
-from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.reference import jax_gradients, programs
+from gradcheck_suite.reference import jax_gradients
 from gradcheck_suite.reference.jax_gradients import (
     accumulated_gradient,
     large_batch_gradient,
     large_batch_gradients,
-    padded_rows,
     whole_gradient,
 )
-from gradcheck_suite.reference.large_batch import Reference, blame
+from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
 from properties.helpers import scaled
 
@@ -75,29 +72,3 @@ def test_padding_rows_change_nothing(monkeypatch):
             monkeypatch.setitem(jax_gradients.ROWS, axes, smallest)
         for (_, one), (_, other) in zip(padded, large_batch_gradients(spec, values, data, windows), strict=True):
             _close(one, other)
-
-
-@pytest.mark.parametrize(("rows", "axes", "size"), [(1, None, 48), (49, None, 192), (144, 1, 144), (257, 0, 1024)])
-def test_rows_grow_by_fours(rows, axes, size):
-    assert padded_rows(rows, axes) == size
-
-
-def test_a_wrong_jax_meaning_is_a_finding_and_no_loops_fault(monkeypatch):
-    kind = tables.LAYERS["tanh"]
-    wrong = dataclasses.replace(kind, name="tanh", jax_apply=lambda o, p, x, e: 0.9 * kind.jax_apply(o, p, x, e))
-    monkeypatch.setitem(tables.LAYERS, "tanh", wrong)
-    monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
-    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
-    jax_gradients._walk.cache_clear()
-    spec = dataclasses.replace(LINEAR, layers=(Layer("tanh"), *LINEAR.layers))
-    verdict = check(MODES["zero_"], Case(spec, Plan((1, 2), 2), seed=77))
-    jax_gradients._walk.cache_clear()
-    assert verdict.violation is None
-    assert "no loop is to blame" in verdict.finding
-    assert "JAX large batch in one piece" in verdict.finding
-
-
-def test_blame_names_who_stands_alone():
-    ones, off = np.ones(3), np.array([1.0, 1.0, 1.1])
-    said = blame({"a": ones, "b": off, "c": ones.copy()}, np.full(3, 1e-9))
-    assert said == "a = c against b"

@@ -22,13 +22,7 @@ REGRESSION = Case(ProblemSpec(Input("vector", size=2), (LINEAR,), Loss("mse", re
 CONTRACTING = Case(
     ProblemSpec(
         Input("sequence", length=3, padded=True, size=2),
-        (
-            Layer("softmax"),
-            Layer("max_over_time", shared=False),
-            Layer("tanhshrink"),
-            Layer("tanhshrink"),
-            LINEAR,
-        ),
+        (Layer("softmax"), Layer("max_over_time", shared=False), Layer("tanhshrink"), Layer("tanhshrink"), LINEAR),
         Loss("l1", reduction="mean"),
     ),
     Plan((1,), 1),

@@ -12,12 +12,13 @@ from gradcheck_suite.run.optimizers import (
     FOR_ANY_LOOP,
     OPTIMIZERS,
     at_start,
+    fault_before,
+    fault_between,
     fault_of_step,
     optimizer_of,
     rounding,
     stepped,
 )
-from gradcheck_suite.script.runtime import first_fault
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Names of the optimizers that train a linear layer with a bias, and need no closure."""
@@ -38,6 +39,15 @@ def _trained(make, dtype, steps=4, closure=False):
             model.bias.grad = None
         optimizer.step((lambda: torch.zeros(())) if closure else None)
     return observer
+
+
+def first_fault(make_optimizer, start, observations, end):
+    """Return the first fault of the parameters in a run, or None; `start` is `at_start` of the run."""
+    for previous, observation in zip([start, *observations], observations, strict=False):
+        fault = fault_before(previous, observation, start.after)
+        if fault := fault or fault_of_step(make_optimizer, previous, observation):
+            return fault
+    return fault_between([start, *observations][-1], end, start.after)
 
 
 def _start(observer):

@@ -1,4 +1,4 @@
-"""Small problems with a given layer or loss in them, and scripts brought to life in this process."""
+"""Small problems with a given layer or loss in them, and scripts as modules of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import ModuleType
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.tables import INPUTS, LAYERS, LOSSES, out_signal
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.loops.reset_modes import plain
 
 
 def load(text: str) -> ModuleType:
@@ -19,12 +18,6 @@ def load(text: str) -> ModuleType:
     module = sys.modules["script"] = ModuleType("script")
     exec(compile(text, "script", "exec"), vars(module))
     return module
-
-
-def status(module: ModuleType, loop=plain) -> int:
-    """Return a script's exit status with another loop in it."""
-    module.load_loop = lambda: loop
-    return module.main()
 
 
 @cache

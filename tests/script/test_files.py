@@ -1,23 +1,22 @@
-"""Scripts as files: what a user's own loop is imported from, real processes, words for what is missing."""
+"""Scripts as files: what of a user's own module is copied or imported, and the run before a script is announced."""
 
 from __future__ import annotations
 
-import subprocess
+import ast
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite.cli.loading import resolve_loop
-from gradcheck_suite.core.case import Case, Plan
-from gradcheck_suite.core.records import write_text
+from gradcheck_suite.core.case import Case, Input, Layer, Plan, ProblemSpec
 from gradcheck_suite.core.results import Violation
-from gradcheck_suite.script import script_text
-from tests.script.problems import load
+from gradcheck_suite.script import script_text, unrepeatable
+from gradcheck_suite.script.writer import CannotCopyError, Sources
+from tests.script.alone import run_alone
 from tests.script.test_violations import LINEAR, violation_of
 
-# the suite cannot be imported where the script runs
-ALONE = "import sys, runpy; sys.modules.update(dict.fromkeys(['gradcheck_suite', 'jax', 'hypothesis'])); "
-RUN = ALONE + "runpy.run_path(sys.argv[1], run_name='__main__')"
 LOOP = """
 def train(run):
     for _ in range(run.epochs):
@@ -26,26 +25,9 @@ def train(run):
 """
 FAULTY = LOOP.format(body="run.loss(run.model, batch).backward(); run.optimizer.step()")
 SOUND = FAULTY + "            run.optimizer.zero_grad()\n"
+# a file that does something when it is imported is not copied
+IMPORTED = "NAMES = list()\n"
 CASE = Case(LINEAR, Plan((1, 2), 1))
-
-
-def run(path, cwd):
-    command = [sys.executable, "-c", RUN, str(path)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture
-def elsewhere(tmp_path):
-    """A folder that is neither the loop's nor the script's."""
-    (tmp_path / "elsewhere").mkdir()
-    return tmp_path / "elsewhere"
-
-
-def written(name, folder):
-    """Write the script of a loop's violation; return where."""
-    loop = resolve_loop(name)
-    write_text(folder / "found.py", script_text(loop, name, violation_of(loop, CASE)))
-    return folder / "found.py"
 
 
 @pytest.fixture(autouse=True)
@@ -53,23 +35,88 @@ def unchanged_imports(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name, module in list(sys.modules.items()):
-        if str(tmp_path) in str(getattr(module, "__file__", "")) or name == "travelling":
+        if str(tmp_path) in str(getattr(module, "__file__", "")) or name == "mine":
             del sys.modules[name]
 
 
-@pytest.mark.full
-def test_a_users_loop_is_imported_from_its_file(tmp_path, elsewhere, monkeypatch):
-    """In a process of its own, where neither the suite nor JAX can be imported; then mended."""
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("import helper\n" + FAULTY)
+    return tmp_path / "mine.py"
+
+
+def script_of(name, violation=None):
+    loop = resolve_loop(name)
+    return script_text(loop, name, violation or violation_of(loop, CASE), time_limit_s=0.5)
+
+
+def test_the_script_of_the_readmes_example_is_short(mine):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    mine.write_text(re.search(r"```python\n# my_loop.py\n(.*?)```", readme, re.S)[1])
+    spec = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), LINEAR.loss)
+    violation = violation_of(resolve_loop("mine.py:train"), Case(spec, Plan((1, 2), 2)))
+    assert violation.diagnosis == "mean-of-means"
+    script = script_of("mine.py:train", violation)
+    assert len(script.splitlines()) <= 200
+    assert run_alone(script).status == 1
+
+
+NEEDS_MORE = """
+import torch as pt
+from collections import deque
+from gradcheck_suite import TrainingRun, training_loop
+LIMIT: int = 3
+def unused(): ...
+def helper(run: TrainingRun, batch) -> pt.Tensor:
+    return run.loss(run.model, batch)
+@training_loop(assumes=("sum-reduction",))
+@pt.enable_grad()
+def train(run: TrainingRun) -> None:
+    for _ in range(run.epochs):  # a comment
+        for batch in deque(run.loader, LIMIT):
+            helper(run, batch).backward()
+            run.optimizer.step()
+if __name__ == "__main__":
+    print("not run")
+"""
+
+
+def test_a_users_loop_is_copied_as_it_is(mine):
+    for text, lacks in ((FAULTY, ["from __future__"]), (NEEDS_MORE, ["training_loop", "unused", "not run"])):
+        mine.write_text(text)
+        script = script_of("mine.py:train")
+        mine.unlink()
+        assert run_alone(script).status == 1
+        assert text[text.index("def train") :].partition("if __name__")[0] in script
+        assert not [part for part in [*lacks, "def load"] if part in script]
+        assert "It needs Python and torch alone." in script
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import helper\n" + FAULTY,
+        IMPORTED + FAULTY,
+        FAULTY.replace("train", "model") + "train = model\n",
+        FAULTY.replace("train", "count") + "def train(run):\n    count(run)\n",
+        "import torch\n" + FAULTY + "torch.hidden = 1\n",
+    ],
+)
+def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
+    """In another working directory, where neither the suite nor JAX can be imported; then mended."""
+    mine.write_text(text)
     (tmp_path / "helper.py").write_text("")
-    script = written("mine.py:train", tmp_path / "reports")
-    assert script == tmp_path / "reports" / "found.py"
-    done = run(script, elsewhere)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "the fault is there" in done.stdout
-    (tmp_path / "mine.py").write_text("import helper\n" + SOUND)
-    assert load(script.read_text()).main() == 0
+    script = script_of("mine.py:train")
+    assert f'loop = load("mine.py", "train", folder="{tmp_path}")' in script
+    done = run_alone(script)
+    assert (done.status, done.errors) == (1, "")
+    mine.write_text("import helper\n" + SOUND)
+    assert run_alone(script).status == 0
+
+
+def test_a_users_loop_is_imported_from_its_module(mine):
+    mine.write_text(IMPORTED + FAULTY)
+    assert run_alone(script_of("mine:train")).status == 1
 
 
 IMPORT_FAULTS = {
@@ -80,35 +127,25 @@ IMPORT_FAULTS = {
 }
 
 
-def test_where_the_loop_cannot_be_imported_the_status_is_2(tmp_path, capsys):
-    path = tmp_path / "mine.py"
-    path.write_text(FAULTY)
-    script = load(written(f"{path}:train", tmp_path).read_text())
+def test_where_the_loop_cannot_be_imported_the_status_is_2(mine, tmp_path):
+    mine.write_text(IMPORTED + FAULTY)
+    script = script_of("mine.py:train")
     for text, told in IMPORT_FAULTS.items():
-        path.write_text(text) if text else path.unlink()
-        with pytest.raises(SystemExit, match="2"):
-            script.main()
-        error = capsys.readouterr().err
-        assert error.startswith(f"cannot import train from mine.py in {tmp_path} (")
-        assert told in error
+        mine.write_text(text) if text else mine.unlink()
+        done = run_alone(script)
+        assert done.status == 2
+        assert done.errors.startswith(f"cannot import train from mine.py in {tmp_path} (")
+        assert told in done.errors
 
 
-def test_a_users_loop_is_imported_from_its_module(tmp_path, elsewhere, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "travelling").mkdir()
-    (tmp_path / "travelling" / "loops.py").write_text(FAULTY)
-    script = load(written("travelling.loops:train", tmp_path).read_text())
-    monkeypatch.chdir(elsewhere)
-    assert script.main() == 1
-
-
-def test_a_loop_that_steps_without_end_is_stopped(tmp_path, capfd):
-    (tmp_path / "mine.py").write_text(LOOP.format(body="while True: run.optimizer.step()"))
-    script = load(written(f"{tmp_path / 'mine.py'}:train", tmp_path).read_text())
-    assert script.main() == 1
-    assert "calls optimizer.step() 12 times and does not stop there" in capfd.readouterr().out
-    (tmp_path / "mine.py").write_text(SOUND)
-    assert script.main() == 0
+@pytest.mark.parametrize("body", ["raise SystemExit(0)", "raise GeneratorExit"])
+def test_another_failure_than_the_fault_has_status_2(mine, body):
+    mine.write_text(IMPORTED + FAULTY)
+    script = script_of("mine.py:train")
+    mine.write_text(LOOP.format(body=body))
+    done = run_alone(script)
+    assert done.status == 2
+    assert done.errors.endswith("This is another failure than the fault that the script shows.\n")
 
 
 CATCHES = """while True:
@@ -116,26 +153,87 @@ CATCHES = """while True:
                 except BaseException: pass"""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("body", "diagnosis"), [(CATCHES, "endless"), ("while True: pass", "timed-out")])
-def test_a_loop_that_cannot_be_stopped_ends_its_process_with_status_1(body, diagnosis, tmp_path, elsewhere):
-    (tmp_path / "mine.py").write_text(LOOP.format(body=body))
-    name = f"{tmp_path / 'mine.py'}:train"
-    loop = resolve_loop(name)
-    violation = Violation("step-count" if diagnosis == "endless" else "raised", diagnosis, "planted", CASE)
-    script = tmp_path / "found.py"
-    write_text(script, script_text(loop, name, violation, time_limit_s=0.5))
-    done = run(script, elsewhere)
-    assert done.returncode == 1
-    assert "mine.py" in done.stderr
+@pytest.mark.parametrize("body", ["while True: run.optimizer.step()", CATCHES])
+def test_a_loop_that_steps_without_end_is_stopped(mine, body):
+    mine.write_text(LOOP.format(body=body))
+    violation = Violation("step-count", "endless", "planted", CASE)
+    done = run_alone(script_of("mine.py:train", violation))
+    told = "the loop calls optimizer.step() 12 times and does not stop there\nthe fault is there\n"
+    assert (done.status, done.output) == (1, told)
+    mine.write_text(SOUND)
+    assert run_alone(script_of("mine.py:train", violation)).status == 0
 
 
-def test_words_that_python_would_read_do_no_harm(tmp_path):
-    words = 'a """ quote, a \\ backslash, \\N{} and {braces}'
-    name = f"{tmp_path / 'mine.py'}:train"
-    (tmp_path / "mine.py").write_text(FAULTY)
+def test_a_loop_that_hangs_ends_its_process_with_status_1(mine):
+    mine.write_text(IMPORTED + LOOP.format(body="while True: pass"))
+    done = run_alone(script_of("mine.py:train", Violation("raised", "timed-out", "planted", CASE)))
+    assert done.status == 1
+    assert "mine.py" in done.errors
+
+
+def test_words_that_python_would_read_do_no_harm(mine):
+    words = 'a """ quote, a \\ backslash, $dollar, \\N{} and {braces}'
+    mine.write_text(FAULTY)
     violation = Violation("step-count", "planted", words, CASE, details=("  " + words, "", "x " * 99))
-    text = script_text(resolve_loop(name), name, violation)
-    namespace: dict = {"__name__": "read"}
-    exec(compile(text.split("\nfrom __future__")[0], "script", "exec"), namespace)
-    assert words in namespace["__doc__"]
+    assert words in ast.get_docstring(ast.parse(script_of("mine.py:train", violation)))
+
+
+# Definitions copied from modules.
+
+
+def test_a_global_whose_name_is_only_local_in_a_function_is_not_copied(mine):
+    mine.write_text(
+        "def batch(): ...\ndef total(): ...\ndef i(): ...\ndef inner(): ...\ndef wanted(): ...\n"
+        "def train(run, batch=None):\n    total = [i for i in (run, batch)]\n"
+        "    def inner(total): return total, wanted\n    return inner(total)\n"
+    )
+    sources = Sources()
+    sources.add(resolve_loop("mine.py:train").__module__, "train")
+    assert [line for line in sources.take().splitlines() if line.startswith("def ")] == [
+        "def wanted(): ...",
+        "def train(run, batch=None):",
+    ]
+
+
+def test_a_definition_comes_after_what_it_needs_and_without_the_suites_decorators():
+    sources = Sources()
+    sources.add("gradcheck_suite.errors", "CannotRunHere")
+    sources.add("gradcheck_suite.loops.reset_modes", "summed")
+    sources.add("gradcheck_suite.run.observer", "Evaluation")
+    text = sources.take()
+    assert text.index("class UsageError(") < text.index("class CannotRunHere(UsageError)")
+    assert "training_loop" not in text
+    assert "@dataclass(frozen=True)\nclass Evaluation" in text
+    assert "from dataclasses import dataclass, field\n" in sources.import_text()
+
+
+def test_one_name_cannot_stand_for_two_things(mine):
+    sources = Sources()
+    mine.write_text(FAULTY)
+    sources.add(resolve_loop("mine.py:train").__module__, "train")
+    mine.write_text(SOUND)
+    with pytest.raises(CannotCopyError, match=r"train of \w+ and of another module"):
+        sources.add(resolve_loop("mine.py:train").__module__, "train")
+
+
+# A script is run before it is announced, and the announcement says so where it does not repeat the fault.
+
+SCRIPTS = [
+    ("print('the fault is there'); raise SystemExit(1)", "never-stepped", None),
+    ("raise SystemExit(1)", "timed-out", None),
+    ("print('the fault is gone')", "raised", "in a process of its own the loop does not show the fault (status 0)"),
+    ("raise TypeError('own mistake')", "raised", "it ends with status 1: TypeError: own mistake"),
+    ("import sys; sys.exit('cannot import x')", "raised", "it ends with status 1: cannot import x"),
+    ("import time; time.sleep(60)", "raised", "it did not end within 5.2 s"),
+    (None, "raised", "it ends with status 2: "),
+]
+
+
+@pytest.mark.parametrize(("text", "diagnosis", "said"), SCRIPTS)
+def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, diagnosis, said, monkeypatch):
+    monkeypatch.setattr("gradcheck_suite.script.START_S", 5.0)
+    script = tmp_path / "script.py"
+    if text:
+        script.write_text(text)
+    found = unrepeatable(script, Violation("raised", diagnosis, "planted", CASE), 0.2)
+    assert found == said or (text is None and found.startswith(said))

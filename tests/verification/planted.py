@@ -137,10 +137,7 @@ SIZES = {
         _each(lambda g: torch.where(g.abs() < 1e-4 * g.abs().max(), 0.0, g)),
         "not-linear",
     ),
-    "halve above 100": (
-        _each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g),
-        "not-linear",
-    ),
+    "halve above 100": (_each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g), "not-linear"),
 }
 
 

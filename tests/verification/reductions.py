@@ -1,4 +1,4 @@
-"""Ways to make one gradient of those of all ranks, sound and faulty: the ranks of `test_reductions.py` import them."""
+"""Ways to make one gradient of those of all ranks, sound and faulty: the ranks of `test_ranks.py` import them."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from gradcheck_suite.core.contract import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.verification.judge_run import DIVERGED
 
-PARAMETERS_SPEC = ProblemSpec(
+SPEC = ProblemSpec(
     Input("vector", size=2),
     (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
     Loss("mse", reduction="mean"),
 )
-PARAMETERS_CASE = Case(PARAMETERS_SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
+CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
 EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 
@@ -139,7 +139,7 @@ FAULTS = {
 def test_a_fault_of_parameters_or_state_is_found_and_named(name, dtype):
     loop, diagnosis, said = FAULTS[name]
     for optimizer in ("normalized", "momentum"):
-        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert violation is not None, optimizer
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis)
         assert said in violation.explanation
@@ -150,23 +150,21 @@ def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault
     for name, (loop, diagnosis, _) in FAULTS.items():
         if diagnosis != "parameter-drift" or name in ("undone", "weight decay by hand", "initial values"):
             continue
-        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype)).violation
+        violation = check(loop, CASE.replace(dtype=dtype)).violation
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
 
 
 def test_a_loss_of_nan_in_the_state_of_l_bfgs_is_no_change():
     # the loss of a micro-batch without valid targets is NaN, and its gradient is zero
     layers = (Layer("linear", bias=True, features=2),)
-    spec = ProblemSpec(
-        PARAMETERS_SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean")
-    )
+    spec = ProblemSpec(SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean"))
     case = Case(spec, Plan((1, 1, 1), 2, masked=(1,)), optimizer="lbfgs")
     assert check(BUILT_IN["closure"], case).holds
 
 
 def test_a_frozen_parameter_may_not_change_either():
     layers = (Layer("frozen_linear", features=2), Layer("linear", bias=True, features=2))
-    case = PARAMETERS_CASE.replace(problem=ProblemSpec(PARAMETERS_SPEC.input, layers, PARAMETERS_SPEC.loss))
+    case = CASE.replace(problem=ProblemSpec(SPEC.input, layers, SPEC.loss))
 
     def change_frozen(run, step):
         with torch.no_grad():
@@ -199,34 +197,30 @@ def test_steps_that_were_not_judged_are_counted_over_all_cases():
 
 @pytest.mark.parametrize(("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)])
 def test_the_window_after_the_change_is_named(name, step):
-    violation = check(FAULTS[name][0], PARAMETERS_CASE.replace(optimizer="normalized")).violation
+    violation = check(FAULTS[name][0], CASE.replace(optimizer="normalized")).violation
     assert (violation.epoch, violation.window) == divmod(step, 3)
     assert violation.parameter == "0.weight"
     assert violation.error > violation.allowed == 0
 
 
-def _edited_by_a_later_pre_hook(run):
-    def hook(optimizer, args, kwargs):
-        for p in run.model.parameters():
-            p.grad.mul_(2)
+def _double(run):
+    for p in run.model.parameters():
+        p.grad.mul_(2)
 
-    run.optimizer.register_step_pre_hook(hook)
+
+def _edited_by_a_later_pre_hook(run):
+    run.optimizer.register_step_pre_hook(lambda *_: _double(run))
 
 
 def _edited_by_a_global_hook(run):
-    def hook(optimizer, args, kwargs):
-        for p in run.model.parameters():
-            p.grad.mul_(2)
-
-    handle = register_optimizer_step_pre_hook(hook)
+    handle = register_optimizer_step_pre_hook(lambda *_: _double(run))
     _around_steps()(run)
     handle.remove()
 
 
 def _edited_in_a_hook_that_drops_the_closure(run):
     def hook(optimizer, args, kwargs):
-        for p in run.model.parameters():
-            p.grad.mul_(2)
+        _double(run)
         return args, {}
 
     run.optimizer.register_step_pre_hook(hook)
@@ -244,7 +238,7 @@ def _edited_in_a_hook_that_drops_the_closure(run):
 @EACH_DTYPE
 def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, dtype):
     for optimizer in (None, "normalized", "momentum"):
-        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer)).violation
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer)).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
@@ -264,10 +258,10 @@ def _closure_without_reset(run):
 
 @EACH_DTYPE
 def test_every_call_of_a_closure_is_judged(dtype):
-    case = PARAMETERS_CASE.replace(dtype=dtype, optimizer="lbfgs")
+    case = CASE.replace(dtype=dtype, optimizer="lbfgs")
     verdict = check(BUILT_IN["closure"], case)
     assert verdict.holds
-    assert verdict.windows > 2 * PARAMETERS_CASE.plan.steps
+    assert verdict.windows > 2 * CASE.plan.steps
     # the first call is right, later ones add to it
     violation = check(_closure_without_reset, case).violation
     assert (violation.kind, violation.epoch, violation.window) == ("gradient", 0, 0)
@@ -290,7 +284,7 @@ def _closure_of_doubled_losses(run):
 
 
 def test_a_closure_that_resets_is_not_blamed_for_its_calls():
-    violation = check(_closure_of_doubled_losses, PARAMETERS_CASE.replace(optimizer="lbfgs")).violation
+    violation = check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
 
 
@@ -332,9 +326,9 @@ def _perturbed_while_accumulating(run):
 
 @pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
 def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
-    assert check(loop, PARAMETERS_CASE).holds
+    assert check(loop, CASE).holds
     for dtype in ("float64", "float32"):
-        violation = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer="normalized")).violation
+        violation = check(loop, CASE.replace(dtype=dtype, optimizer="normalized")).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
         assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
 
@@ -351,9 +345,7 @@ def test_gradients_of_earlier_parameters_are_found_by_default(loop):
 
 @pytest.mark.parametrize("optimizer", [None, "normalized"])
 def test_gradients_at_parameters_that_are_put_back_are_found(optimizer):
-    assert (
-        check(_perturbed_while_accumulating, PARAMETERS_CASE.replace(optimizer=optimizer)).violation.kind == "gradient"
-    )
+    assert check(_perturbed_while_accumulating, CASE.replace(optimizer=optimizer)).violation.kind == "gradient"
 
 
 # loops that are sound
@@ -453,20 +445,14 @@ SOUND = (_scheduled, _averaged, _functional, _reloaded, _regrouped, _with_closur
 def test_a_loop_that_leaves_parameters_to_the_optimizer_holds(loop):
     for dtype in DTYPES:
         for optimizer in (None, "normalized", "momentum", "adamw"):
-            verdict = check(loop, PARAMETERS_CASE.replace(dtype=dtype, optimizer=optimizer))
+            verdict = check(loop, CASE.replace(dtype=dtype, optimizer=optimizer))
             assert verdict.holds, (dtype, optimizer, verdict.violation)
-            assert verdict.windows == PARAMETERS_CASE.plan.steps
+            assert verdict.windows == CASE.plan.steps
 
 
 # Loops that edit parameters on purpose: sound ones hold where they say so, and wrong gradients in them are named.
 
 
-EDITED_PARAMETERS_SPEC = ProblemSpec(
-    Input("vector", size=2),
-    (Layer("linear", bias=True, features=2), Layer("tanh"), Layer("linear", bias=True, features=2)),
-    Loss("mse", reduction="mean"),
-)
-EDITED_PARAMETERS_CASE = Case(EDITED_PARAMETERS_SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 EDITS = ("edits-parameters",)
 
 
@@ -523,20 +509,20 @@ def _twice_after_the_first(run, step):
 @pytest.mark.parametrize("edit", EDITED.values(), ids=EDITED)
 @pytest.mark.parametrize("optimizer", [None, "momentum"])
 def test_an_edit_on_purpose_is_a_drift_unless_the_loop_says_so(edit, optimizer):
-    case = EDITED_PARAMETERS_CASE.replace(dtype="bfloat16", optimizer=optimizer)
+    case = CASE.replace(dtype="bfloat16", optimizer=optimizer)
     violation = check(_loop(edit), case).violation
     if optimizer or edit in (_clip_weights, _shrink):
         assert violation.diagnosis == "parameter-drift"
         assert "assume edits-parameters" in violation.explanation
     verdict = check(_loop(edit), case, assumes=EDITS)
     assert verdict.holds
-    assert verdict.windows == EDITED_PARAMETERS_CASE.plan.steps
+    assert verdict.windows == CASE.plan.steps
 
 
 @pytest.mark.parametrize("edit", EDITED.values(), ids=EDITED)
 @pytest.mark.parametrize("optimizer", [pytest.param(None, marks=pytest.mark.full), "momentum"])
 def test_a_wrong_gradient_between_edits_is_found_and_named(edit, optimizer):
-    case = EDITED_PARAMETERS_CASE.replace(optimizer=optimizer)
+    case = CASE.replace(optimizer=optimizer)
     twice = check(_loop(edit, _twice_after_the_first), case, assumes=EDITS).violation
     assert (twice.kind, twice.window) == ("gradient", 1)
     assert twice.diagnosis == "wrong-scale"
@@ -557,7 +543,7 @@ def test_a_gradient_of_other_parameters_than_the_edited_ones_is_found():
             with torch.no_grad():
                 _shrink(run, 0, [])
 
-    violation = check(loop, EDITED_PARAMETERS_CASE, assumes=EDITS).violation
+    violation = check(loop, CASE, assumes=EDITS).violation
     assert (violation.kind, violation.diagnosis, violation.window) == ("gradient", "stale-parameters", 1)
 
 
@@ -566,7 +552,7 @@ def test_the_optimizers_step_and_state_are_judged_all_the_same():
         if step == 2:
             run.optimizer.state.clear()
 
-    case = EDITED_PARAMETERS_CASE.replace(optimizer="momentum")
+    case = CASE.replace(optimizer="momentum")
     assert check(_loop(_shrink, forget), case, assumes=EDITS).violation.diagnosis == "optimizer-state-lost"
 
 

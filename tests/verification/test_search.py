@@ -12,16 +12,7 @@ from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import verify as module
-from gradcheck_suite.verification.probe_plans import slopes_case
-from gradcheck_suite.verification.verify import (
-    OUTSIDE,
-    Battery,
-    EnoughError,
-    Search,
-    StopError,
-    ViolatedError,
-    run_search,
-)
+from gradcheck_suite.verification.verify import EnoughError, Search, StopError, ViolatedError
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)
@@ -102,16 +93,6 @@ def test_what_verdicts_say_is_added_up():
     assert not search.found
 
 
-def test_nothing_is_counted_before_the_first_case(search):
-    assert (search.cases, search.judged, search.windows, search.ratio) == (0, 0, 0, 0.0)
-
-
-def test_generated_cases_are_not_kept_for_a_second_opinion(search):
-    assert not search.takes(case())
-    assert search.users_cases == []
-    assert search.judged == 1
-
-
 def test_the_case_that_shows_a_fault_is_counted_and_those_of_shrinking_are_not(search):
     assert not search.takes(case(9))
     search.begun(case(8))
@@ -147,13 +128,6 @@ def test_a_violation_with_one_name_on_its_own_and_another_in_further_runs_is_not
     assert search.found_after == 1
 
 
-@pytest.mark.parametrize("alone", ["", "wrong-scale"])
-def test_a_violation_without_a_name_of_its_own_is_the_one(search, alone):
-    answers = iter(["wrong-scale", alone])
-    search.script = lambda case: violation(case, next(answers))
-    assert search.takes(case())
-
-
 def test_a_fault_that_moved_parameters_hide_is_searched_for_where_they_stay():
     search = Scripted(moves_by_chance=True)
     search.begun(case(optimizer="sgd"))
@@ -171,13 +145,6 @@ def test_a_fault_that_moved_parameters_hide_is_searched_for_where_they_stay():
     assert search.violation.case.optimizer == "sgd"
 
 
-def test_while_shrinking_parameters_stay_too():
-    search = Scripted(moves_by_chance=True).begun(case(9))
-    search.checks.clear()
-    assert search.shows(case(8, optimizer="sgd"))
-    assert search.checks == [(case(8, optimizer="sgd"), True), (case(8), True)]
-
-
 # Shrinking
 
 
@@ -189,22 +156,6 @@ def test_a_smaller_case_shows_the_fault_where_it_has_its_kind_and_its_name(searc
     assert not search.shows(case(7), "first-only")
     assert not search.shows(case(7), kind="none-pattern")
     assert not search.shows(case(7), kind="step-count")
-
-
-def test_the_kind_is_that_of_the_first_whichever_comes_first_in_the_alphabet():
-    search = Scripted().begun(case(9), kind="none-pattern")
-    assert not search.shows(case(8), kind="gradient")
-    # from another process a kind comes as an object of its own
-    assert search.shows(case(8), kind="".join(["none", "-", "pattern"]))
-
-
-def test_names_of_the_violation_on_its_own_fit_as_well():
-    search = Scripted()
-    answers = iter(["mean-of-means", ""])
-    search.script = lambda case: violation(case, next(answers))
-    assert search.takes(case(9))
-    assert search.shows(case(8), "mean-of-means")
-    assert not search.shows(case(8), "first-only")
 
 
 def test_of_a_violation_without_a_name_all_are_the_same_but_what_a_large_case_would_show():
@@ -275,17 +226,6 @@ def test_the_smallest_case_that_still_shows_the_fault_is_bisected(search, other)
     assert search.search_small() is (other > 2)
 
 
-def test_a_long_trail_is_bisected_in_few_checks(search):
-    search.begun(case(34))
-    for size in range(33, 1, -1):
-        assert search.shows(case(size), "")
-    search.checks.clear()
-    search.script = lambda at: violation(at, "dropped-micro-batch" if size_is(at, 33) else "first-only")
-    search.settle()
-    assert search.violation.case == case(33)
-    assert len(search.checks) <= 7
-
-
 def size_is(at, least):
     return len(at.plan.micro_batches) >= least
 
@@ -298,31 +238,6 @@ def test_a_case_that_shows_nothing_when_it_is_diagnosed_is_not_the_smallest(sear
     assert search.violation.case == case(9)
 
 
-def test_a_single_violation_is_not_checked_again(search):
-    search.begun(case(9))
-    search.checks.clear()
-    search.settle()
-    assert search.checks == []
-    assert search.violation.case == case(9)
-
-
-def test_there_is_nothing_to_settle_without_a_violation(search):
-    search.settle()
-    search.settle_interrupted()
-    assert search.violation is None
-    assert search.stopped is None
-    assert not search.search_small()
-    assert search.checks == []
-
-
-def test_an_interrupt_is_said(search):
-    search.begun(case(9))
-    assert search.shows(case(5))
-    search.settle_interrupted()
-    assert search.violation.case == case(5)
-    assert search.stopped == "shrinking was interrupted, so a smaller case may exist"
-
-
 @pytest.mark.parametrize(("seconds", "stops"), [(30.0, False), (30.001, True)])
 @pytest.mark.parametrize("settled", [False, True])
 def test_shrinking_has_thirty_seconds(search, monkeypatch, seconds, stops, settled):
@@ -332,27 +247,6 @@ def test_shrinking_has_thirty_seconds(search, monkeypatch, seconds, stops, settl
         search.settle()
     assert search.shows(case(8)) is not stops
     assert search.stopped == ("shrinking stopped after 30 s, so a smaller case may exist" if stops else None)
-
-
-def test_the_thirty_seconds_begin_with_the_first_violation_and_again_with_small_cases(search, monkeypatch):
-    made = []
-    monkeypatch.setattr(module, "Stopwatch", lambda: made.append(True) or Clock())
-
-    class Clock:
-        def passed(self):
-            return 0.0
-
-    search.takes(case(10))
-    assert len(made) == 0
-    search.begun(case(9))
-    assert len(made) == 1
-    search.shows(case(8))
-    search.settle()
-    assert len(made) == 1
-    search.search_small()
-    assert len(made) == 2
-    assert search.shows(case(7))
-    assert len(made) == 2
 
 
 # Gradients that the loop assumes to be finite
@@ -375,58 +269,6 @@ def test_a_case_outside_what_the_loop_assumes_is_drawn_anew_up_to_eight_times(mo
         with pytest.raises(RedrawError):
             search.judge(case(size))
     search.judge(case(9))
-
-
-def test_with_that_assumption_no_loop_runs_before_its_turn():
-    assert Scripted().ahead._runs
-    assert not Scripted(assumes=frozenset({"finite-gradients"})).ahead._runs
-
-
-def test_without_that_assumption_none_is_drawn_anew(search, monkeypatch):
-    monkeypatch.setattr(module, "starts_finite", lambda case, problem: pytest.fail("it was asked"))
-    search.judge(case(2))
-    assert search.judged == 1
-
-
-@pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("violated", [False, True])
-@pytest.mark.parametrize("probe", [False, True])
-def test_what_is_not_finite_is_not_judged_and_no_violation(monkeypatch, starts, stays, violated, probe):
-    at = probe_case(Plan((1, 1), 2)) if probe else case()
-    verdict = Verdict(at, violation(at) if violated else None)
-    asked = []
-    monkeypatch.setattr(module, "starts_finite", lambda case, problem: asked.append(problem) or starts)
-    monkeypatch.setattr(module, "stays_finite", lambda case, problem: asked.append(problem) or stays)
-    monkeypatch.setattr(module, "check", lambda loop, case, **options: verdict)
-    outside = not probe and (not starts or (violated and not stays))
-    search = Search(lambda run: None, OWN, 5.0, None, assumes=frozenset({"finite-gradients"}))
-    assert search._check(at) == (Verdict(at, skipped=OUTSIDE) if outside else verdict)
-    assert all(problem is OWN for problem in asked)
-    search = Search(lambda run: None, OWN, 5.0, None)
-    assert search._check(at) is verdict
-
-
-def test_a_loop_is_checked_on_the_terms_of_the_search(monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "check", lambda *args, **options: seen.append((*args, options)) or Verdict(args[1]))
-
-    def loop(run):
-        pass
-
-    search = Search(loop, OWN, 5.0, None, "bfloat16", frozenset({"plain-counts"}))
-    search._check(case(), shrinking=True)
-    search._check(Case(SPEC, Plan((1,), 1)))
-    terms = {"time_limit_s": 5.0, "autocast": "bfloat16", "assumes": frozenset({"plain-counts"}), "outcome": None}
-    assert seen == [
-        (loop, case(), {"problem": OWN, "shrinking": True, **terms}),
-        (loop, Case(SPEC, Plan((1,), 1)), {"problem": None, "shrinking": False, **terms}),
-    ]
-    # what is known from the second process is not computed again
-    verdict = Verdict(case())
-    monkeypatch.setattr(search.ahead, "result", lambda case: (verdict, None))
-    assert search._check(case()) is verdict
-    assert len(seen) == 2
 
 
 # Small cases
@@ -473,19 +315,6 @@ def test_a_small_case_that_names_the_fault_replaces_one_that_does_not(name):
     assert not search.shows(case(6), "not-linear")
 
 
-def test_small_cases_are_not_counted_and_other_faults_are_not_taken(search):
-    search.begun(case(5))
-    search.settle()
-    assert not search.shows(case(2), "first-only")
-    assert not search.takes(case(2))
-    assert search.cases == 1
-    assert search.violation.case == case(5)
-    # names may differ there without further runs
-    answers = iter(["dropped-micro-batch", "first-only"])
-    search.script = lambda case: violation(case, next(answers))
-    assert search.takes(case(2))
-
-
 def test_after_wandering_the_shape_of_the_window_is_kept():
     """In the second of two windows; a case of one window that shows the fault may show the other one."""
     search = Scripted().begun(case(9), window=1)
@@ -501,119 +330,7 @@ def test_after_wandering_the_shape_of_the_window_is_kept():
     assert search.shows(case(4), "", window=1)
 
 
-def test_after_wandering_from_a_first_window_later_ones_are_not_taken():
-    search = Scripted().begun(case(9), window=0)
-    assert search.shows(case(8), "", window=1)
-    search.script = lambda at: violation(at, "first-only", window=1)
-    search.settle()
-    assert search.shows(case(7), window=0)
-    assert not search.shows(case(6), "", window=1)
-
-
 # The probes' faults
-
-
-def _battery(search, found, final, monkeypatch, skipped=()):
-    battery = Battery(found, final, skipped)
-    monkeypatch.setattr(module, "run_battery", lambda *args, **options: battery)
-
-
-@pytest.mark.parametrize("final", [False, True])
-def test_a_probes_violation_is_the_verdict_where_no_case_shows_one(search, monkeypatch, final):
-    probed = violation(probe_case(Plan((1, 1), 2)))
-    _battery(search, probed, final, monkeypatch, ("a probe: too slow", "a probe: too slow"))
-    search.run_battery(frozenset(), "float64", "cpu")
-    assert search.violation == probed
-    assert dict(search.skipped) == {"a probe: too slow": 2}
-    assert not search.found
-    assert search.is_over is final
-
-
-@pytest.mark.parametrize(
-    ("name", "slopes", "over"),
-    [
-        ("dropped-micro-batch", False, True),
-        ("dropped-micro-batch", True, False),
-        ("no-gradient", False, False),
-        ("unequal-items", True, False),
-        ("flushed-to-zero", True, True),
-        ("flushed-to-zero", False, True),
-    ],
-)
-def test_after_a_probe_that_no_case_can_show_cases_are_drawn_where_elements_may_be_wrong(
-    search, monkeypatch, name, slopes, over
-):
-    at = probe_case(Plan((1, 1), 2))
-    if slopes:
-        at = slopes_case(frozenset(), "float64", "cpu", 1)
-    _battery(search, violation(at, name), True, monkeypatch)
-    search.run_battery(frozenset(), "float64", "cpu")
-    assert search.is_over is over
-    _battery(search, violation(at, name), False, monkeypatch)
-    search.run_battery(frozenset(), "float64", "cpu")
-    assert not search.is_over
-
-
-def test_a_loop_that_does_not_return_from_a_probe_runs_on_nothing_else(search, monkeypatch):
-    assert not search.is_over
-    _battery(search, violation(probe_case(Plan((1, 1), 2)), "timed-out", "raised"), False, monkeypatch)
-    search.run_battery(frozenset(), "float64", "cpu")
-    assert search.is_over
-
-
-def test_fixed_cases_end_at_the_first_that_shows_a_fault(search):
-    search.script = lambda at: violation(at) if len(at.plan.micro_batches) > 1 else Verdict(at)
-    search.probe([case(1), case(2), case(3)])
-    assert [at for at, _ in search.checks] == [case(1), case(2)]
-    assert search.violation.case == case(2)
-    search = Scripted()
-    search.probe([case(1), case(2)])
-    assert len(search.checks) == 2
-    assert search.violation is None
-
-
-@pytest.mark.parametrize(
-    ("problem", "reduction"),
-    [(OWN, "mean-reduction"), (Problem(OWN.model, OWN.batch, OWN.loss, reduction="sum"), "sum-reduction")],
-)
-def test_beside_a_problem_probes_count_where_the_first_of_them_is_passed(monkeypatch, problem, reduction):
-    asked = []
-
-    def battery(*args, assumes, **options):
-        asked.append((assumes, options["dtype"], options["device"], options["time_limit_s"], options["ranks"]))
-        return found
-
-    monkeypatch.setattr(module, "run_battery", battery)
-    probed = violation(probe_case(Plan((1, 1), 2)), "no-gradient")
-    found = Battery(probed, True, ("slow",))
-    search = Scripted(problem)
-    search.run_battery_beside_problem(frozenset({"plain-counts"}), "float32", "cpu")
-    assert asked == [(frozenset({"plain-counts", reduction}), "float32", "cpu", 5.0, 1)]
-    assert search.violation == probed
-    assert search.is_over  # elements of a probe's parameter are none of the problem's
-    assert dict(search.skipped) == {"slow": 1}
-
-    found = Battery(probed, False)
-    search = Scripted(problem)
-    search.run_battery_beside_problem(frozenset(), "float64", "cpu")
-    assert search.violation is None
-    assert dict(search.skipped) == {
-        "the weight probes: the loop fails on them (no-gradient), so its own problem alone was tried": 1
-    }
-    assert not search.is_over
-
-    found = Battery()
-    search = Scripted(problem)
-    search.run_battery_beside_problem(frozenset(), "float64", "cpu")
-    assert search.violation is None
-    assert not search.skipped
-
-    asked.clear()
-    search.shows(case(2))
-    search.probe([case(3)])
-    search.run_battery_beside_problem(frozenset(), "float64", "cpu")
-    Scripted().run_battery_beside_problem(frozenset(), "float64", "cpu")
-    assert asked == []
 
 
 def _probed(name="dropped-micro-batch", final=False, **options):
@@ -653,68 +370,4 @@ def test_twenty_more_are_searched_where_another_fault_is_found_first(first):
     assert search.cases == first + 20
 
 
-def test_of_several_other_faults_the_first_is_turned_to():
-    search = _probed()
-    assert not search.shows(case(3), "first-only")
-    assert not search.shows(case(4), "mean-of-means")
-    assert search.turn_to_other_fault()
-    assert not search.shows(case(4), "mean-of-means")
-    assert search.shows(case(5), "first-only")
-
-
-def test_there_is_no_other_fault_to_turn_to_where_the_probes_is_found():
-    search = _probed()
-    assert not search.turn_to_other_fault()
-    assert search.shows(case(3))
-    assert search.violation.case == case(3)
-    assert not search.turn_to_other_fault()
-
-
-def test_a_probes_fault_that_cases_show_is_shrunk():
-    search = _probed().begun(case(9))
-    assert search.shows(case(8))
-    search.settle()
-    assert search.violation.case == case(8)
-    search._first_pass = True
-    search.takes(case(7))  # EnoughError is for faults that were not found
-
-
-def test_after_turning_to_the_other_fault_cases_are_not_counted_to_an_end():
-    search = _probed()
-    assert not search.shows(case(3), "first-only")
-    assert search.turn_to_other_fault()
-    search.script = Verdict
-    assert _until_enough(search, 80) is None
-
-
-def test_beside_a_probe_that_no_case_can_show_a_fault_of_elements_is_searched_for():
-    search = _probed(final=True)
-    assert _until_enough(search) == 20
-    assert search.found_after is None
-    search = _probed(final=True)
-    assert not search.shows(case(1), "first-only")
-    search.script = lambda at: violation(at, "permuted-gradient" if len(at.plan.micro_batches) == 4 else "first-only")
-    ended = _until_enough(search)
-    assert ended == 4
-    assert search.found_after == 5
-    assert search.violation.diagnosis == "permuted-gradient"
-    assert search.turn_to_other_fault()
-    assert search.shows(case(3), "permuted-gradient")
-
-
 # The run
-
-
-def test_run_search_ends_quietly_at_a_violation_and_at_enough_cases(monkeypatch):
-    for end in (ViolatedError, EnoughError):
-        search, forgotten = Scripted(), []
-
-        def run_on_cases(judge, drawn, *, examples, seed_value, prepare, end=end, search=search):
-            assert (judge, drawn, examples, seed_value) == (search.judge, "drawn", 7, 3)
-            assert prepare == search.ahead.prepare
-            raise end
-
-        monkeypatch.setattr(module, "run_on_cases", run_on_cases)
-        monkeypatch.setattr(search.ahead, "forget", lambda forgotten=forgotten: forgotten.append(True))
-        run_search(search, "drawn", 7, 3)
-        assert forgotten == [True]

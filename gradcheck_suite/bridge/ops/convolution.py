@@ -1,9 +1,10 @@
-"""Convolution in one to three dimensions with all of torch's arguments, im2col and col2im."""
+"""Convolution, pooling, interpolation, sampling and padding over the last axes, with all of torch's arguments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from gradcheck_suite.bridge.op_table import Array, is_inexact, register_op
+from gradcheck_suite.bridge.op_table import Array, is_inexact, register_op, register_table
 
 _LAYOUTS = {1: ("NCH", "OIH", "NCH"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", "OIDHW", "NCDHW")}
 
@@ -120,9 +121,6 @@ def col2im(
     return out if self.ndim == 3 else out[0]
 
 
-# Pooling. Windows are gathered, so one rule serves all arguments and one entry gets a maximum's gradient.
-
-
 Places = npt.NDArray[np.int64]
 
 
@@ -171,30 +169,37 @@ def _max(x: Array, places: Sequence[Places]) -> tuple[Array, Array]:
     return jnp.take_along_axis(taken, best, axis=-1)[..., 0], index.astype(jnp.int64)
 
 
-def _max_pool(n: int) -> None:
-    def pool(
-        self: Array, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+def _all_windows(
+    x: Array, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> list[Places]:
+    arguments = [per_axis(value, n) for value in (kernel, stride or kernel, padding, dilation)]
+    return [_windows(size, k, s, p, d, ceil_mode) for size, k, s, p, d in zip(x.shape[-n:], *arguments, strict=True)]
+
+
+def _all_adaptive(x: Array, n: int, output_size: Any) -> list[Places]:
+    sizes = zip(x.shape[-n:], per_axis(output_size, n), strict=True)
+    return [_adaptive(size, size if out is None else out) for size, out in sizes]
+
+
+def _mean(x: Array, places: Sequence[Places], margins: Sequence[int], divisor: Any = None) -> Array:
+    """Return the mean of each window, of which positions count up to a margin around x."""
+    if divisor is None:
+        each = zip(places, x.shape[-len(places) :], margins, strict=True)
+        counts = [np.sum((where >= -margin) & (where < size + margin), axis=1) for where, size, margin in each]
+        divisor = jnp.asarray(reduce(np.multiply.outer, counts), x.dtype)
+    return jnp.sum(_gathered(x, places, 0)[0], axis=-1) / divisor
+
+
+def _register_pooling(n: int) -> None:
+    def maximum(
+        self: Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> tuple[Array, Array]:
         """Return the maximum of each window and its index; the first of equal maxima wins."""
-        kernel = per_axis(kernel_size, n)
-        stride = per_axis(stride, n) if stride not in ((), []) else kernel
-        arguments = zip(self.shape[-n:], kernel, stride, per_axis(padding, n), per_axis(dilation, n), strict=True)
-        return _max(self, [_windows(*each, ceil_mode) for each in arguments])
+        return _max(self, _all_windows(self, n, kernel, stride, padding, dilation, ceil_mode))
 
-    def adaptive(self: Array, output_size: Any) -> tuple[Array, Array]:
-        """Return the maximum of each adaptive window and its index."""
-        sizes = zip(self.shape[-n:], per_axis(output_size, n), strict=True)
-        return _max(self, [_adaptive(size, size if out is None else out) for size, out in sizes])
-
-    if n > 1:  # torch builds one dimension from two
-        register_op(f"aten.max_pool{n}d_with_indices")(pool)
-        register_op(f"aten.adaptive_max_pool{n}d")(adaptive)
-
-
-def _avg_pool(n: int) -> None:
-    def pool(
+    def mean(
         self: Array,
-        kernel_size: Any,
+        kernel: Any,
         stride: Any = (),
         padding: Any = 0,
         ceil_mode: bool = False,
@@ -202,46 +207,26 @@ def _avg_pool(n: int) -> None:
         divisor_override: int | None = None,
     ) -> Array:
         """Return the mean of each window; the divisor includes padding, excludes it, or is given."""
-        kernel, pads = per_axis(kernel_size, n), per_axis(padding, n)
-        stride = per_axis(stride, n) if stride not in ((), []) else kernel
-        sizes = self.shape[-n:]
-        places = [_windows(s, k, t, p, 1, ceil_mode) for s, k, t, p in zip(sizes, kernel, stride, pads, strict=True)]
-        total = jnp.sum(_gathered(self, places, 0)[0], axis=-1)
-        if divisor_override is not None:
-            return total / divisor_override
-        count: Any = np.ones((1,) * n)
-        for axis, (where, size, pad) in enumerate(zip(places, sizes, pads, strict=True)):
-            margin = pad if count_include_pad else 0
-            each = np.sum((where >= -margin) & (where < size + margin), axis=1)
-            count = count * each.reshape([-1 if a == axis else 1 for a in range(n)])
-        return total / jnp.asarray(count, self.dtype)
+        margins = per_axis(padding if count_include_pad else 0, n)
+        return _mean(self, _all_windows(self, n, kernel, stride, padding, 1, ceil_mode), margins, divisor_override)
 
-    def adaptive(self: Array, output_size: Any) -> Array:
-        """Return the mean of each adaptive window."""
-        sizes = self.shape[-n:]
-        outs = [s if o is None else o for s, o in zip(sizes, per_axis(output_size, n), strict=True)]
-        places = [_adaptive(s, o) for s, o in zip(sizes, outs, strict=True)]
-        count: Any = np.ones((1,) * n)
-        for axis, where in enumerate(places):
-            count = count * np.sum(where >= 0, axis=1).reshape([-1 if a == axis else 1 for a in range(n)])
-        return jnp.sum(_gathered(self, places, 0)[0], axis=-1) / jnp.asarray(count, self.dtype)
-
-    register_op(f"aten.avg_pool{n}d")(pool)
-    if n > 1:
-        register_op(f"aten._adaptive_avg_pool{n}d")(adaptive)
+    register_table(
+        {
+            f"aten._adaptive_avg_pool{n}d": lambda self, size: _mean(self, _all_adaptive(self, n, size), [0] * n),
+            f"aten.adaptive_max_pool{n}d": lambda self, size: _max(self, _all_adaptive(self, n, size)),
+            f"aten.avg_pool{n}d": mean,
+            f"aten.max_pool{n}d_with_indices": maximum,
+        }
+    )
 
 
-for _pooling_n in (1, 2, 3):
-    _max_pool(_pooling_n)
-    _avg_pool(_pooling_n)
+_register_pooling(2)  # torch builds one dimension from two
+_register_pooling(3)
 
 
 @register_op("aten.max_unpool2d", "aten.max_unpool3d")
-def max_unpool(
-    self: Array, indices: Array, output_size: Sequence[int], stride: Any = None, padding: Any = None
-) -> Array:
+def max_unpool(self: Array, indices: Array, output_size: Sequence[int], *_: Any) -> Array:
     """Return zeros with each entry written at its index of the flattened output."""
-    del stride, padding
     n = len(output_size)
     lead = self.shape[: self.ndim - n]
     flat = self.reshape(int(np.prod(lead, dtype=int)), -1)
@@ -251,9 +236,6 @@ def max_unpool(
     # torch hands an overwritten entry the gradient of its index, too
     linear = out.at[jnp.arange(flat.shape[0])[:, None], where].add(flat)
     return (written + (linear - lax.stop_gradient(linear))).reshape(*lead, *output_size)
-
-
-# Interpolation. Every mode is one product per axis with a constant (out, in) matrix of weights.
 
 
 CUBIC = -0.75
@@ -308,12 +290,6 @@ def cubic(size: int, out: int, align_corners: bool, scale: float | None) -> Weig
     return _spread(places, (-1, 0, 1, 2), cubic_weights(places - np.floor(places)), size)
 
 
-def _nearest_places(size: int, out: int, scale: float | None, exact: bool) -> Any:
-    step = np.float32(1 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(out)
-    places = (np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)) * step
-    return np.minimum(np.floor(places).astype(np.int64), size - 1)
-
-
 def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., Weights]:
     def weights(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
         step = _scale(size, out, align_corners, scale)
@@ -330,80 +306,73 @@ def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., 
     return weights
 
 
-def _triangle(x: Any) -> Any:
-    return np.where(x < 1, 1 - x, 0.0)
-
-
 def _cubic(x: Any) -> Any:
     return np.where(x < 1, _cubic_near(x, -0.5), np.where(x < 2, _cubic_far(x, -0.5), 0.0))
 
 
-def _applied(x: Array, matrices: Sequence[Weights]) -> Array:
-    for i, matrix in enumerate(matrices):
-        axis = x.ndim - len(matrices) + i
-        moved = jnp.tensordot(x, jnp.asarray(matrix, x.dtype), axes=((axis,), (1,)), precision=lax.Precision.HIGHEST)
-        x = jnp.moveaxis(moved, -1, axis)
-    return x
+Resized = Callable[[Array, int, int, bool, float | None], Array]
 
 
-def _outs(x: Array, n: int, output_size: Any, scales: Sequence[float | None]) -> list[int]:
-    if output_size is not None:
-        return list(output_size)
-    return [math.floor(s * f) for s, f in zip(x.shape[-n:], scales, strict=True) if f is not None]
+def _weighted(weights: Callable[..., Weights]) -> Resized:
+    """Return the product of one axis with a constant (out, in) matrix of weights."""
+
+    def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
+        matrix = jnp.asarray(weights(x.shape[axis], out, align_corners, factor), x.dtype)
+        return jnp.moveaxis(jnp.tensordot(x, matrix, ((axis,), (1,)), precision=lax.Precision.HIGHEST), -1, axis)
+
+    return resized
 
 
-def _register(name: str, n: int, resized: Callable[..., Array], *, aligns: bool) -> None:
+def _nearest(offset: float) -> Resized:
+    """Return the nearest entries along one axis, in torch's float32 arithmetic."""
+
+    def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
+        size = x.shape[axis]
+        step = np.float32(1 / factor) if factor is not None and factor > 0 else np.float32(size) / np.float32(out)
+        places = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * step).astype(np.int64)
+        return jnp.take(x, np.minimum(places, size - 1), axis=axis)
+
+    return resized
+
+
+def _register_upsampling(name: str, n: int, resized: Resized, *, aligns: bool = True) -> None:
     """Register both overloads of an upsampling operation over the last n axes.
 
     Args:
         name: the operation's name.
         n: number of resized axes.
-        resized: (x, output sizes, scale factors or None, align_corners) -> the resized tensor.
+        resized: (x, axis, output size, align_corners, scale factor or None) -> x with one axis resized.
         aligns: whether the operation's schema has `align_corners` after `output_size`.
     """
 
-    def default(self: Array, output_size: Any, *arguments: Any, **named: Any) -> Array:
-        corners, scales = (arguments[0], arguments[1:]) if aligns else (False, arguments)
-        factors = [*scales, *named.values()]
-        factors += [None] * (n - len(factors))
-        return resized(self, _outs(self, n, output_size, factors), factors, corners)
-
-    def vec(input: Array, output_size: Any, *arguments: Any) -> Array:
-        *corners, scale_factors = arguments
-        factors = [None] * n if scale_factors is None else list(scale_factors)
-        return resized(input, _outs(input, n, output_size, factors), factors, *(corners or (False,)))
-
-    register_op(f"aten.{name}.default")(default)
-    register_op(f"aten.{name}.vec")(vec)
-
-
-def _register_weighted(name: str, n: int, weights: Callable[..., Weights]) -> None:
-    def resized(x: Array, outs: Sequence[int], factors: Sequence[float | None], align_corners: bool) -> Array:
-        sizes = zip(x.shape[-n:], outs, factors, strict=True)
-        return _applied(x, [weights(size, out, align_corners, factor) for size, out, factor in sizes])
-
-    _register(name, n, resized, aligns=True)
-
-
-def _register_nearest(name: str, n: int, exact: bool) -> None:
-    def resized(x: Array, outs: Sequence[int], factors: Sequence[float | None], align_corners: bool) -> Array:
-        for i, (out, factor) in enumerate(zip(outs, factors, strict=True)):
+    def over_axes(x: Array, output_size: Any, align_corners: bool, factors: Sequence[float | None]) -> Array:
+        for i, factor in enumerate(factors):
             axis = x.ndim - n + i
-            x = jnp.take(x, _nearest_places(x.shape[axis], out, factor, exact), axis=axis)
+            out = output_size[i] if output_size is not None else math.floor(x.shape[axis] * (factor or 1))
+            x = resized(x, axis, out, align_corners, factor)
         return x
 
-    _register(name, n, resized, aligns=False)
+    def default(self: Array, output_size: Any, *arguments: Any) -> Array:
+        corners, scales = (arguments[0], arguments[1:]) if aligns else (False, arguments)
+        return over_axes(self, output_size, corners, [*scales, *[None] * (n - len(scales))])
+
+    # torch decomposes some of these, into several times as many operations
+    def vec(input: Array, output_size: Any, *arguments: Any) -> Array:
+        *corners, factors = arguments
+        return over_axes(input, output_size, bool(corners and corners[0]), factors or [None] * n)
+
+    register_table({f"aten.{name}.default": default, f"aten.{name}.vec": vec})
 
 
-_register_weighted("upsample_linear1d", 1, linear)
-_register_weighted("upsample_bilinear2d", 2, linear)
-_register_weighted("upsample_trilinear3d", 3, linear)
-_register_weighted("upsample_bicubic2d", 2, cubic)
-_register_weighted("_upsample_bilinear2d_aa", 2, _antialiased(_triangle, 1.0))
-_register_weighted("_upsample_bicubic2d_aa", 2, _antialiased(_cubic, 2.0))
-for _interpolation_n in (1, 2, 3):
-    _register_nearest(f"upsample_nearest{_interpolation_n}d", _interpolation_n, exact=False)
-    _register_nearest(f"_upsample_nearest_exact{_interpolation_n}d", _interpolation_n, exact=True)
+_register_upsampling("upsample_linear1d", 1, _weighted(linear))
+_register_upsampling("upsample_bilinear2d", 2, _weighted(linear))
+_register_upsampling("upsample_trilinear3d", 3, _weighted(linear))
+_register_upsampling("upsample_bicubic2d", 2, _weighted(cubic))
+_register_upsampling("_upsample_bilinear2d_aa", 2, _weighted(_antialiased(lambda x: np.where(x < 1, 1 - x, 0.0), 1.0)))
+_register_upsampling("_upsample_bicubic2d_aa", 2, _weighted(_antialiased(_cubic, 2.0)))
+for _axes in (1, 2, 3):
+    _register_upsampling(f"upsample_nearest{_axes}d", _axes, _nearest(0), aligns=False)
+    _register_upsampling(f"_upsample_nearest_exact{_axes}d", _axes, _nearest(0.5), aligns=False)
 
 
 def _reflect(x: Array, low2: int, high2: int) -> Array:
@@ -482,9 +451,6 @@ def _bicubic_sampled(image: Array, columns: Sequence[Array], padding_mode: int, 
         ]
         total = total + (weights[0][i] * weights[1][j])[:, None] * _looked_up(image, at)
     return total
-
-
-# Constant, reflection and replication padding. Export decomposes circular padding into slices.
 
 
 @register_op("aten.constant_pad_nd")

@@ -1,4 +1,4 @@
-"""Elementwise functions of one operand."""
+"""Elementwise functions: arithmetic, activations and comparisons, with torch's type promotion and subgradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.scipy import special
 
 from gradcheck_suite.bridge.op_table import (
     Array,
+    Lowering,
     RandomnessError,
     absolute,
     default_float,
@@ -20,6 +21,7 @@ from gradcheck_suite.bridge.op_table import (
     is_inexact,
     promote,
     register_op,
+    register_table,
     result_dtype,
     with_derivatives,
 )
@@ -52,23 +54,45 @@ def _digamma(x: Array) -> Array:
     return with_derivatives(value, (x, _reflected_polygamma(1, x)))
 
 
-def _lgamma(x: Array) -> Array:
-    return with_derivatives(special.gammaln(x), (x, _digamma(x)))
-
-
 def _sinc(x: Array) -> Array:
     at_zero = x == 0
     scaled = jnp.where(at_zero, 1, x * jnp.pi)
     return jnp.where(at_zero, 1, jnp.sin(scaled) / scaled)
 
 
-FLOATING: dict[str, Callable[[Array], Array]] = {
+def _atan2(y: Array, x: Array) -> Array:
+    """Return the angle of the point (x, y); the gradient at the origin is 0."""
+    origin = (y == 0) & (x == 0)
+    safe = jnp.arctan2(jnp.where(origin, 0.0, y), jnp.where(origin, 1.0, x))
+    return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), safe)
+
+
+def _copysign(x: Array, y: Array) -> Array:
+    """Return |x| with the sign of y; the gradient at x = 0 is 0."""
+    flipped = jnp.where(jnp.signbit(x) == jnp.signbit(y), x, -x)
+    return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
+
+
+def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
+    """Return x * log(y + shift), which is 0 where x is 0 and y is not NaN."""
+
+    def lowering(x: Array, y: Array) -> Array:
+        shifted = y + shift if shift else y
+        value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * log(y))
+        return with_derivatives(value, (x, jnp.where((x == 0) & (shifted <= 0), 0, log(y))), (y, x / shifted))
+
+    return lowering
+
+
+FLOATING: dict[str, Lowering] = {
     "aten.acos": jnp.arccos,
     "aten.acosh": jnp.arccosh,
     "aten.asin": jnp.arcsin,
     "aten.asinh": jnp.arcsinh,
     "aten.atan": jnp.arctan,
+    "aten.atan2": _atan2,
     "aten.atanh": jnp.arctanh,
+    "aten.copysign": _copysign,
     "aten.cos": jnp.cos,
     "aten.cosh": jnp.cosh,
     "aten.deg2rad": jnp.deg2rad,
@@ -80,7 +104,8 @@ FLOATING: dict[str, Callable[[Array], Array]] = {
     "aten.exp2": jnp.exp2,
     "aten.expm1": jnp.expm1,
     "aten.i0": lambda x: jnp.exp(absolute(x)) * special.i0e(x),
-    "aten.lgamma": _lgamma,
+    "aten.ldexp": lambda x, y: x * jnp.exp2(y),
+    "aten.lgamma": lambda x: with_derivatives(special.gammaln(x), (x, _digamma(x))),
     "aten.log": jnp.log,
     "aten.log10": jnp.log10,
     "aten.log1p": jnp.log1p,
@@ -98,14 +123,16 @@ FLOATING: dict[str, Callable[[Array], Array]] = {
     "aten.special_i1e": special.i1e,
     "aten.special_log_ndtr": special.log_ndtr,
     "aten.special_ndtri": special.ndtri,
+    "aten.special_xlog1py": _times_log(jnp.log1p, 1),
     "aten.sqrt": jnp.sqrt,
     "aten.tan": jnp.tan,
     "aten.tanh": jnp.tanh,
+    "aten.xlogy": _times_log(jnp.log, 0),
 }
 """Functions that convert integers to torch's default floating dtype."""
 
 
-def _keeping_integers(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def _keeping_integers(function: Callable[[Array], Array]) -> Lowering:
     return lambda x: function(x) if is_inexact(x) else x
 
 
@@ -116,33 +143,78 @@ def _sgn(x: Array) -> Array:
     return jnp.where(x == 0, 0, x / size)
 
 
-KEEPING: dict[str, Callable[[Array], Array]] = {
+def _hypot(x: Array, y: Array) -> Array:
+    """Return sqrt(x^2 + y^2); the gradient is operand / result, which is NaN at the origin as in torch."""
+    value = jnp.hypot(x, y)
+    return with_derivatives(value, (x, x / value), (y, y / value))
+
+
+def _remainder(function: Callable[[Array, Array], Array]) -> Lowering:
+    """Return x - n * y, as `function` computes it, with its derivative for constant n."""
+
+    def lowering(x: Array, y: Array) -> Array:
+        rounded = function(lax.stop_gradient(x), lax.stop_gradient(y))
+        if not is_float(x):
+            return rounded
+        linear = x - lax.stop_gradient(jnp.round((x - rounded) / y)) * y
+        return rounded + (linear - lax.stop_gradient(linear))
+
+    return lowering
+
+
+PROMOTING: dict[str, Lowering] = {
+    "aten._conj": jnp.conj,
+    "aten._conj_physical": jnp.conj,
     "aten.abs": absolute,
+    "aten.bitwise_and": jnp.bitwise_and,
+    "aten.bitwise_left_shift": jnp.left_shift,
+    "aten.bitwise_not": jnp.invert,
+    "aten.bitwise_or": jnp.bitwise_or,
+    "aten.bitwise_right_shift": jnp.right_shift,
+    "aten.bitwise_xor": jnp.bitwise_xor,
     "aten.ceil": _keeping_integers(jnp.ceil),
+    "aten.eq": jnp.equal,
     "aten.floor": _keeping_integers(jnp.floor),
+    # fmax and fmin ignore NaN; of equal operands the first gets the gradient
+    "aten.fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
+    "aten.fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
+    "aten.fmod": _remainder(jnp.fmod),
     "aten.frac": lambda x: x - jnp.trunc(x),
+    "aten.gcd": jnp.gcd,
+    "aten.ge": jnp.greater_equal,
+    "aten.gt": jnp.greater,
+    "aten.hypot": _hypot,
+    "aten.isinf": jnp.isinf,
+    "aten.isnan": jnp.isnan,
+    "aten.lcm": jnp.lcm,
+    "aten.le": jnp.less_equal,
+    "aten.logaddexp": jnp.logaddexp,
+    "aten.logaddexp2": jnp.logaddexp2,
+    "aten.logical_and": jnp.logical_and,
+    "aten.logical_not": jnp.logical_not,
+    "aten.logical_or": jnp.logical_or,
+    "aten.logical_xor": jnp.logical_xor,
+    "aten.lt": jnp.less,
+    # equal operands get half of the gradient each
+    "aten.maximum": jnp.maximum,
+    "aten.minimum": jnp.minimum,
+    "aten.mul": jnp.multiply,
+    "aten.ne": jnp.not_equal,
     "aten.neg": jnp.negative,
-    "aten.positive": lambda x: x,
+    "aten.remainder": _remainder(jnp.remainder),
     "aten.sgn": _sgn,
     "aten.sign": lambda x: x if x.dtype == jnp.bool_ else jnp.sign(x),
-    "aten.square": lambda x: x * x,
+    "aten.signbit": lambda x: jnp.signbit(x) if is_inexact(x) else x < 0,
     "aten.trunc": _keeping_integers(jnp.trunc),
 }
-"""Functions that keep the operand's dtype."""
+"""Functions that compute in the dtype to which torch promotes the operands."""
 
-
-def _floating(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    return lambda self: function(*promote(self, floating=True))
-
-
-for _elementwise_name, _elementwise_function in FLOATING.items():
-    register_op(_elementwise_name)(_floating(_elementwise_function))
-for _elementwise_name, _elementwise_function in KEEPING.items():
-    register_op(_elementwise_name)(_elementwise_function)
+register_table(FLOATING, lambda function: lambda *operands: function(*promote(*operands, floating=True)))
+register_table(PROMOTING, lambda function: lambda *operands: function(*promote(*operands)))
 
 
 @register_op("aten.round")
-def round_(self: Array, decimals: int = 0) -> Array:
+def round_(self: Array, *, decimals: int = 0) -> Array:
     """Return self rounded half to even; negative `decimals` divide by 10^-decimals first, as torch does."""
     if not is_inexact(self):
         return self
@@ -187,15 +259,14 @@ def nan_to_num(
 
 
 @register_op("aten.clamp", "aten.clamp_min")
-def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
-    """Return self clamped to [min, max].
+def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
+    """Return self clamped to [low, high].
 
-    At a bound the input gets the gradient, as in torch. Where min exceeds max the result is max.
+    At a bound the input gets the gradient, as in torch. Where `low` exceeds `high` the result is `high`.
     """
-    dtype = jnp.result_type(*promote(*(x for x in (self, min, max) if x is not None)))
+    dtype = jnp.result_type(*promote(*(x for x in (self, low, high) if x is not None)))
     x = jnp.asarray(self, dtype)
-    low = None if min is None else jnp.asarray(min, dtype)
-    high = None if max is None else jnp.asarray(max, dtype)
+    low, high = (None if bound is None else jnp.asarray(bound, dtype) for bound in (low, high))
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         value = jnp.minimum(jnp.maximum(x, low), high)
         from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
@@ -205,12 +276,6 @@ def clamp(self: Array, min: Any = None, max: Any = None) -> Array:
     if high is not None:
         x = jnp.where((x > high) | jnp.isnan(high), high, x)
     return x
-
-
-@register_op("aten.clamp_max")
-def clamp_max(self: Array, max: Any) -> Array:
-    """Return self clamped from above."""
-    return clamp(self, None, max)
 
 
 @register_op("aten.angle")
@@ -225,81 +290,24 @@ def angle(self: Array) -> Array:
     return jnp.where(x < 0, jnp.pi, flat).astype(dtype)
 
 
-@register_op("aten._conj", "aten.conj_physical", "aten._conj_physical")
-def conj(self: Array) -> Array:
-    """Return the complex conjugate, which is self for a real tensor."""
-    return jnp.conj(self)
+def _sum(function: Callable[[Array, Array], Array], first: int = 0) -> Lowering:
+    """Return the function of an operand and alpha times the other; of booleans, the sum is the logical or."""
+
+    def lowering(*operands: Any, alpha: Any = 1) -> Array:
+        x, y = promote(operands[first], operands[1 - first])
+        return function(x, y if alpha == 1 else jnp.asarray(alpha, y.dtype) * y)
+
+    return lowering
 
 
-register_op("aten.resolve_conj", "aten.resolve_neg")(lambda self: self)
+def _sum_of_three(function: Callable[[Array, Array], Array], *, floating: bool) -> Lowering:
+    """Return self + value * function(tensor1, tensor2)."""
 
+    def lowering(self: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
+        x, a, b = promote(self, tensor1, tensor2, floating=floating)
+        return x + jnp.asarray(value, x.dtype) * function(a, b)
 
-@register_op("aten.real")
-def real(self: Array) -> Array:
-    """Return the real part."""
-    return jnp.real(self)
-
-
-@register_op("aten.imag")
-def imag(self: Array) -> Array:
-    """Return the imaginary part."""
-    return jnp.imag(self)
-
-
-@register_op("aten.view_as_real")
-def view_as_real(self: Array) -> Array:
-    """Return a complex tensor (...) as real and imaginary parts, (..., 2)."""
-    return jnp.stack([jnp.real(self), jnp.imag(self)], axis=-1)
-
-
-@register_op("aten.view_as_complex")
-def view_as_complex(self: Array) -> Array:
-    """Return real and imaginary parts (..., 2) as a complex tensor (...)."""
-    return lax.complex(self[..., 0], self[..., 1])
-
-
-@register_op("aten.complex")
-def complex_(real: Array, imag: Array) -> Array:
-    """Return the complex numbers with these real and imaginary parts."""
-    return lax.complex(*jnp.broadcast_arrays(real, imag))
-
-
-@register_op("aten.polar")
-def polar(abs: Array, angle: Array) -> Array:
-    """Return the complex numbers with these absolute values and angles."""
-    return lax.complex(abs * jnp.cos(angle), abs * jnp.sin(angle))
-
-
-# Elementwise functions of two or three operands, with torch's type promotion.
-
-
-@register_op("aten.add")
-def add(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Return self + alpha * other; for booleans, the logical or."""
-    x, y = promote(self, other)
-    if x.dtype == jnp.bool_:
-        return x | (y & bool(alpha))
-    return x + y if alpha == 1 else x + jnp.asarray(alpha, y.dtype) * y
-
-
-@register_op("aten.sub")
-def sub(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Return self - alpha * other."""
-    x, y = promote(self, other)
-    return x - y if alpha == 1 else x - jnp.asarray(alpha, y.dtype) * y
-
-
-@register_op("aten.rsub")
-def rsub(self: Any, other: Any, alpha: Any = 1) -> Array:
-    """Return other - alpha * self."""
-    return sub(other, self, alpha)
-
-
-@register_op("aten.mul")
-def mul(self: Any, other: Any) -> Array:
-    """Return the product; for booleans, the logical and."""
-    x, y = promote(self, other)
-    return x & y if x.dtype == jnp.bool_ else x * y
+    return lowering
 
 
 def _floored(x: Array, y: Array) -> Array:
@@ -315,7 +323,7 @@ def _floored(x: Array, y: Array) -> Array:
 
 
 @register_op("aten.div")
-def div(self: Any, other: Any, rounding_mode: str | None = None) -> Array:
+def div(self: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
     """Return self / other; with a rounding mode the gradient is 0."""
     if rounding_mode is None:
         x, y = promote(self, other, floating=True)
@@ -324,37 +332,6 @@ def div(self: Any, other: Any, rounding_mode: str | None = None) -> Array:
     if is_inexact(x):
         return _floored(x, y) if rounding_mode == "floor" else jnp.trunc(x / y)
     return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
-
-
-@register_op("aten.floor_divide")
-def floor_divide(self: Any, other: Any) -> Array:
-    """Return floor(self / other); the gradient is 0."""
-    return div(self, other, "floor")
-
-
-def _integral_multiple(x: Array, y: Array, rounded: Array) -> Array:
-    """Return `rounded` = x - n * y with the derivative of x - n * y for constant n."""
-    n = lax.stop_gradient(jnp.round((x - rounded) / y))
-    linear = x - n * y
-    return lax.stop_gradient(rounded) + (linear - lax.stop_gradient(linear))
-
-
-@register_op("aten.remainder")
-def remainder(self: Any, other: Any) -> Array:
-    """Return the remainder that has the divisor's sign."""
-    x, y = promote(self, other)
-    if not is_float(x):
-        return jnp.remainder(x, y)
-    return _integral_multiple(x, y, jnp.remainder(lax.stop_gradient(x), lax.stop_gradient(y)))
-
-
-@register_op("aten.fmod")
-def fmod(self: Any, other: Any) -> Array:
-    """Return the remainder that has the dividend's sign."""
-    x, y = promote(self, other)
-    if not is_float(x):
-        return jnp.fmod(x, y)
-    return _integral_multiple(x, y, jnp.fmod(lax.stop_gradient(x), lax.stop_gradient(y)))
 
 
 @register_op("aten.pow")
@@ -383,85 +360,6 @@ def pow_(self: Any, exponent: Any) -> Array:
     return with_derivatives(value, (x, of_base), (y, of_exponent))
 
 
-@register_op("aten.maximum")
-def maximum(self: Array, other: Array) -> Array:
-    """Return the larger operand; equal operands get half of the gradient each."""
-    return jnp.maximum(*promote(self, other))
-
-
-@register_op("aten.minimum")
-def minimum(self: Array, other: Array) -> Array:
-    """Return the smaller operand; equal operands get half of the gradient each."""
-    return jnp.minimum(*promote(self, other))
-
-
-@register_op("aten.fmax")
-def fmax(self: Array, other: Array) -> Array:
-    """Return the larger operand, ignoring NaN; of equal operands the first gets the gradient."""
-    x, y = promote(self, other)
-    return jnp.where((x >= y) | jnp.isnan(y), x, y)
-
-
-@register_op("aten.fmin")
-def fmin(self: Array, other: Array) -> Array:
-    """Return the smaller operand, ignoring NaN; of equal operands the first gets the gradient."""
-    x, y = promote(self, other)
-    return jnp.where((x <= y) | jnp.isnan(y), x, y)
-
-
-@register_op("aten.atan2")
-def atan2(self: Array, other: Array) -> Array:
-    """Return the angle of the point (other, self); the gradient at the origin is 0."""
-    y, x = promote(self, other, floating=True)
-    origin = (y == 0) & (x == 0)
-    safe = jnp.arctan2(jnp.where(origin, 0.0, y), jnp.where(origin, 1.0, x))
-    return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), safe)
-
-
-@register_op("aten.hypot")
-def hypot(self: Array, other: Array) -> Array:
-    """Return sqrt(x^2 + y^2); the gradient is operand / result, which is NaN at the origin as in torch."""
-    x, y = promote(self, other)
-    value = jnp.hypot(x, y)
-    return with_derivatives(value, (x, x / value), (y, y / value))
-
-
-@register_op("aten.copysign")
-def copysign(self: Any, other: Any) -> Array:
-    """Return |self| with the sign of other; the gradient at self = 0 is 0."""
-    x, y = promote(self, other, floating=True)
-    flipped = jnp.where(jnp.signbit(x) == jnp.signbit(y), x, -x)
-    return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
-
-
-@register_op("aten.logaddexp")
-def logaddexp(self: Array, other: Array) -> Array:
-    """Return log(e^x + e^y)."""
-    return jnp.logaddexp(*promote(self, other))
-
-
-@register_op("aten.logaddexp2")
-def logaddexp2(self: Array, other: Array) -> Array:
-    """Return log2(2^x + 2^y)."""
-    return jnp.logaddexp2(*promote(self, other))
-
-
-@register_op("aten.xlogy")
-def xlogy(self: Any, other: Any) -> Array:
-    """Return x * log(y), and 0 where x is 0 and y is not NaN."""
-    x, y = promote(self, other, floating=True)
-    value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log(y))
-    return with_derivatives(value, (x, jnp.where((x == 0) & (y <= 0), 0, jnp.log(y))), (y, x / y))
-
-
-@register_op("aten.special_xlog1py")
-def xlog1py(self: Any, other: Any) -> Array:
-    """Return x * log(1 + y), and 0 where x is 0 and y is not NaN."""
-    x, y = promote(self, other, floating=True)
-    value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * jnp.log1p(y))
-    return with_derivatives(value, (x, jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y))), (y, x / (y + 1)))
-
-
 @register_op("aten.lerp")
 def lerp(self: Array, end: Array, weight: Any) -> Array:
     """Return self + weight * (end - self)."""
@@ -469,126 +367,19 @@ def lerp(self: Array, end: Array, weight: Any) -> Array:
     return jnp.where(jnp.abs(w) < 0.5, x + w * (y - x), y - (y - x) * (1 - w))
 
 
-@register_op("aten.addcmul")
-def addcmul(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
-    """Return self + value * tensor1 * tensor2."""
-    x, a, b = promote(self, tensor1, tensor2)
-    return x + jnp.asarray(value, x.dtype) * a * b
+def _hardtanh(self: Array, low: Any = -1, high: Any = 1) -> Array:
+    """Return x clamped to [low, high]; the gradient at both bounds is 0, unlike clamp's."""
+    return jnp.where(self <= low, low, jnp.where(self >= high, high, self)).astype(self.dtype)
 
 
-@register_op("aten.addcdiv")
-def addcdiv(self: Array, tensor1: Array, tensor2: Array, value: Any = 1) -> Array:
-    """Return self + value * tensor1 / tensor2."""
-    x, a, b = promote(self, tensor1, tensor2, floating=True)
-    return x + jnp.asarray(value, x.dtype) * (a / b)
-
-
-@register_op("aten.heaviside")
-def heaviside(self: Array, values: Array) -> Array:
-    """Return 0 below zero, 1 above and `values` at zero; the gradient is 0."""
-    x, v = promote(self, values)
-    return jnp.where(x == 0, v, (x > 0).astype(x.dtype))
-
-
-@register_op("aten.ldexp")
-def ldexp(self: Array, other: Array) -> Array:
-    """Return self * 2 ** other."""
-    x, y = promote(self, other, floating=True)
-    return x * jnp.exp2(y)
-
-
-# Activations, with torch's constants and with torch's subgradients at their kinks.
-
-
-SELU_ALPHA = 1.6732632423543772848170429916717
-SELU_SCALE = 1.0507009873554804934193349852946
-
-
-@register_op("aten.relu")
-def relu(self: Array) -> Array:
-    """Return max(x, 0); the gradient at 0 is 0."""
-    return jnp.where(self <= 0, 0, self)
-
-
-@register_op("aten.relu6")
-def relu6(self: Array) -> Array:
-    """Return min(max(x, 0), 6); the gradient at 0 and at 6 is 0."""
-    return hardtanh(self, 0, 6)
-
-
-@register_op("aten.hardtanh")
-def hardtanh(self: Array, min_val: Any = -1, max_val: Any = 1) -> Array:
-    """Return x clamped to [min_val, max_val]; the gradient at both bounds is 0, unlike clamp's."""
-    return jnp.where(self <= min_val, min_val, jnp.where(self >= max_val, max_val, self)).astype(self.dtype)
-
-
-@register_op("aten.hardsigmoid")
-def hardsigmoid(self: Array) -> Array:
-    """Return clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0."""
-    return jnp.where(self <= -3, 0, jnp.where(self >= 3, 1, (self + 3) / 6)).astype(self.dtype)
-
-
-@register_op("aten.hardswish")
-def hardswish(self: Array) -> Array:
-    """Return x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3."""
-    return jnp.where(self <= -3, 0, jnp.where(self >= 3, self, self * (self + 3) / 6)).astype(self.dtype)
-
-
-@register_op("aten.leaky_relu")
-def leaky_relu(self: Array, negative_slope: Any = 0.01) -> Array:
-    """Return x above 0 and negative_slope * x elsewhere; the gradient at 0 is negative_slope."""
-    return jnp.where(self > 0, self, self * negative_slope)
-
-
-@register_op("aten.prelu", "aten._prelu_kernel")
-def prelu(self: Array, weight: Array) -> Array:
-    """Return leaky_relu with one slope, or one slope per channel (axis 1)."""
-    if weight.ndim == 1 and self.ndim >= 1 and weight.size > 1:
-        weight = weight.reshape(1, -1, *([1] * (self.ndim - 2))) if self.ndim > 1 else weight
-    elif weight.size == 1:
-        weight = weight.reshape(())
-    return jnp.where(self > 0, self, self * weight)
-
-
-@register_op("aten.threshold")
-def threshold(self: Array, threshold: Any, value: Any) -> Array:
-    """Return x where it is above the threshold and `value` elsewhere."""
-    return jnp.where(self <= threshold, value, self).astype(self.dtype)
-
-
-@register_op("aten.elu")
-def elu(self: Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Array:
+def _elu(self: Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Array:
     """Return scale * x above 0 and scale * alpha * (e^(input_scale * x) - 1) below."""
     below = jnp.where(self > 0, 0, self)
     return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(input_scale * below))
 
 
-@register_op("aten.celu")
-def celu(self: Array, alpha: Any = 1.0) -> Array:
-    """Return the variant of elu whose derivative is continuous."""
-    return elu(self, alpha, 1.0, 1.0 / alpha)
-
-
-@register_op("aten.selu")
-def selu(self: Array) -> Array:
-    """Return elu with the constants of Klambauer et al. 2017, equation 14."""
-    return elu(self, SELU_ALPHA, SELU_SCALE, 1.0)
-
-
-@register_op("aten.silu")
-def silu(self: Array) -> Array:
-    """Return x * sigmoid(x)."""
-    return self * jax.nn.sigmoid(self)
-
-
-@register_op("aten.mish")
-def mish(self: Array) -> Array:
-    """Return x * tanh(log(1 + e^x))."""
-    return self * jnp.tanh(jnp.logaddexp(self, 0.0))
-
-
 @register_op("aten.gelu")
-def gelu(self: Array, approximate: str = "none") -> Array:
+def gelu(self: Array, *, approximate: str = "none") -> Array:
     """Return x times the standard normal distribution function, or its tanh approximation."""
     if approximate == "tanh":
         inner = (2 / jnp.pi) ** 0.5 * (self + 0.044715 * self * self * self)
@@ -596,168 +387,96 @@ def gelu(self: Array, approximate: str = "none") -> Array:
     return 0.5 * self * (1 + special.erf(self * 0.5**0.5))
 
 
-@register_op("aten.softplus")
-def softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
+def log_sigmoid(self: Array) -> Array:
+    """Return log(sigmoid(x)) without overflow."""
+    return -jnp.logaddexp(-self, 0.0)
+
+
+def _softmax(function: Callable[..., Array]) -> Lowering:
+    def lowering(self: Array, dim: int, half_to_float: bool) -> Array:
+        x = self.astype(jnp.float32) if half_to_float else self
+        return x if x.size == 0 else function(jnp.atleast_1d(x), axis=dim).reshape(x.shape)
+
+    return lowering
+
+
+def _softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
     """Return log(1 + e^(beta * x)) / beta, and x itself where beta * x exceeds the threshold."""
     scaled = self * beta
     linear = scaled > threshold
     return jnp.where(linear, self, jnp.log1p(jnp.exp(jnp.where(linear, 0, scaled))) / beta)
 
 
-@register_op("aten.log_sigmoid")
-def log_sigmoid(self: Array) -> Array:
-    """Return log(sigmoid(x)) without overflow."""
-    return -jnp.logaddexp(-self, 0.0)
+@register_op("aten.rrelu")
+def rrelu(self: Array, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, generator: Any = None) -> Array:
+    """Return leaky_relu with the mean slope; random slopes (train mode) raise `RandomnessError`.
 
-
-@register_op("aten.log_sigmoid_forward")
-def log_sigmoid_forward(self: Array) -> tuple[Array, Array]:
-    """Return log_sigmoid and e^-|x|, the buffer that torch's CPU backward reads."""
-    return log_sigmoid(self), jnp.exp(-jnp.abs(self))
-
-
-@register_op("aten.hardshrink")
-def hardshrink(self: Array, lambd: Any = 0.5) -> Array:
-    """Return 0 within [-lambd, lambd] and x elsewhere."""
-    return jnp.where((self >= -lambd) & (self <= lambd), 0, self)
-
-
-@register_op("aten.softshrink")
-def softshrink(self: Array, lambd: Any = 0.5) -> Array:
-    """Return x moved towards 0 by lambd, and 0 within [-lambd, lambd]."""
-    return jnp.where(self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, 0 * self))
-
-
-@register_op("aten.glu")
-def glu(self: Array, dim: int = -1) -> Array:
-    """Return the first half along `dim` times the sigmoid of the second half."""
-    first, second = jnp.split(self, 2, axis=dim)
-    return first * jax.nn.sigmoid(second)
-
-
-@register_op("aten._softmax")
-def softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
-    """Return e^x / sum e^x along `dim`."""
-    x = self.astype(jnp.float32) if half_to_float else self
-    return x if x.size == 0 else jax.nn.softmax(jnp.atleast_1d(x), axis=dim).reshape(x.shape)
-
-
-@register_op("aten._log_softmax")
-def log_softmax(self: Array, dim: int, half_to_float: bool = False) -> Array:
-    """Return x - log sum e^x along `dim`."""
-    x = self.astype(jnp.float32) if half_to_float else self
-    return x if x.size == 0 else jax.nn.log_softmax(jnp.atleast_1d(x), axis=dim).reshape(x.shape)
-
-
-@register_op("aten._safe_softmax")
-def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
-    """Return softmax along `dim`; a row that is -infinity everywhere gives zeros."""
-    del dtype
-    masked = jnp.all(self == -jnp.inf, axis=dim, keepdims=True)
-    return jnp.where(masked, 0, jax.nn.softmax(jnp.where(masked, 0, self), axis=dim))
-
-
-def _identity_unless_active(name: str) -> Callable[..., Array]:
-    def dropout(input: Array, p: float, train: bool) -> Array:
-        if train and p > 0:
-            raise RandomnessError(f"{name} is active (p = {p:g}, train mode)")
-        return input
-
-    return dropout
-
-
-for _activations_name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
-    register_op(f"aten.{_activations_name}")(_identity_unless_active(_activations_name))
+    torch decomposes it into an operation that counts as random without random slopes, too.
+    """
+    del generator
+    if training and lower != upper:
+        raise RandomnessError("rrelu draws its slopes in train mode")
+    return jnp.where(self > 0, self, self * (lower + upper) / 2)
 
 
 @register_op("aten.native_dropout")
 def native_dropout(input: Array, p: float, train: bool | None) -> tuple[Array, Array]:
     """Return the input and a mask of True; active dropout raises `RandomnessError`."""
     if train is not False and p > 0:
-        raise RandomnessError(f"native_dropout is active (p = {p:g}, train mode)")
+        raise RandomnessError(f"dropout is active (p = {p:g}, train mode)")
     return input, jnp.ones(input.shape, jnp.bool_)
 
 
-@register_op("aten.rrelu")
-def rrelu(self: Array, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, generator: Any = None) -> Array:
-    """Return leaky_relu with the mean slope; random slopes (train mode) raise `RandomnessError`."""
-    del generator
-    if training and lower != upper:
-        raise RandomnessError("rrelu draws its slopes in train mode")
-    return leaky_relu(self, (lower + upper) / 2)
+@register_op("aten._safe_softmax")
+def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
+    """Return softmax along `dim`; a row that is -infinity everywhere gives zeros.
+
+    Differentiating torch's decomposition would give NaN in such a row.
+    """
+    del dtype
+    masked = jnp.all(self == -jnp.inf, axis=dim, keepdims=True)
+    return jnp.where(masked, 0, jax.nn.softmax(jnp.where(masked, 0, self), axis=dim))
 
 
-# Comparisons, logical and bitwise operations, whose derivatives are zero, and `where`.
-
-
-def _on_promoted(function: Callable[[Array, Array], Array]) -> Callable[[Any, Any], Array]:
-    return lambda self, other: function(*promote(self, other))
-
-
-BINARY: dict[str, Callable[[Array, Array], Array]] = {
-    "aten.bitwise_and": jnp.bitwise_and,
-    "aten.bitwise_or": jnp.bitwise_or,
-    "aten.bitwise_xor": jnp.bitwise_xor,
-    "aten.bitwise_left_shift": jnp.left_shift,
-    "aten.bitwise_right_shift": jnp.right_shift,
-    "aten.eq": jnp.equal,
-    "aten.gcd": jnp.gcd,
-    "aten.ge": jnp.greater_equal,
-    "aten.gt": jnp.greater,
-    "aten.lcm": jnp.lcm,
-    "aten.le": jnp.less_equal,
-    "aten.lt": jnp.less,
-    "aten.ne": jnp.not_equal,
-}
-for _comparisons_name, _comparisons_function in BINARY.items():
-    register_op(_comparisons_name)(_on_promoted(_comparisons_function))
-
-LOGICAL: dict[str, Callable[..., Array]] = {
-    "aten.logical_and": jnp.logical_and,
-    "aten.logical_or": jnp.logical_or,
-    "aten.logical_xor": jnp.logical_xor,
-}
-for _comparisons_name, _logic in LOGICAL.items():
-    register_op(_comparisons_name)(lambda self, other, _logic=_logic: _logic(self, other))
-
-UNARY: dict[str, Callable[[Array], Array]] = {
-    "aten.bitwise_not": jnp.invert,
-    "aten.isfinite": jnp.isfinite,
-    "aten.isinf": jnp.isinf,
-    "aten.isnan": jnp.isnan,
-    "aten.isneginf": jnp.isneginf,
-    "aten.isposinf": jnp.isposinf,
-    "aten.logical_not": jnp.logical_not,
-    "aten.signbit": lambda x: jnp.signbit(x) if is_inexact(x) else x < 0,
-}
-for _comparisons_name, _test in UNARY.items():
-    register_op(_comparisons_name)(lambda self, _test=_test: _test(self))
-
-
-@register_op("aten.isclose")
-def isclose(self: Array, other: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Array:
-    """Return whether |self - other| <= atol + rtol * |other|."""
-    if not is_inexact(self):
-        self, other = self.astype(jnp.float64), other.astype(jnp.float64)
-    return jnp.isclose(self, other, rtol=rtol, atol=atol, equal_nan=equal_nan)
-
-
-@register_op("aten.isin")
-def isin(
-    elements: Any = None,
-    test_elements: Any = None,
-    assume_unique: bool = False,
-    invert: bool = False,
-    test_element: Any = None,
-    element: Any = None,
-) -> Array:
-    """Return whether each element is one of the test elements."""
-    x, y = promote(element if elements is None else elements, test_element if test_elements is None else test_elements)
-    return jnp.isin(x, y, invert=invert)
-
-
-@register_op("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
-def where(condition: Array, self: Any, other: Any) -> Array:
-    """Return self where the condition holds and other elsewhere; only the chosen operand gets the gradient."""
-    x, y = promote(self, other)
-    return lax.select(*jnp.broadcast_arrays(condition.astype(jnp.bool_), x, y))
+register_table(
+    {
+        "aten._log_softmax": _softmax(jax.nn.log_softmax),
+        "aten._prelu_kernel": lambda self, weight: jnp.where(self > 0, self, self * weight),
+        "aten._softmax": _softmax(jax.nn.softmax),
+        "aten.add": _sum(jnp.add),
+        "aten.addcdiv": _sum_of_three(jnp.divide, floating=True),
+        "aten.addcmul": _sum_of_three(jnp.multiply, floating=False),
+        "aten.celu": lambda self, alpha=1.0: _elu(self, alpha, 1.0, 1.0 / alpha),
+        "aten.clamp_max": lambda self, high: clamp(self, None, high),
+        "aten.complex": lambda real, imag: lax.complex(*jnp.broadcast_arrays(real, imag)),
+        "aten.elu": _elu,
+        "aten.glu": lambda self, dim=-1: (halves := jnp.split(self, 2, dim))[0] * jax.nn.sigmoid(halves[1]),
+        "aten.hardshrink": lambda self, lambd=0.5: jnp.where((self >= -lambd) & (self <= lambd), 0, self),
+        # clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0
+        "aten.hardsigmoid": lambda self: _hardtanh(self, -3, 3) / 6 + 0.5,
+        # x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3
+        "aten.hardswish": lambda x: jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6)).astype(x.dtype),
+        "aten.hardtanh": _hardtanh,
+        "aten.leaky_relu": lambda self, negative_slope=0.01: jnp.where(self > 0, self, self * negative_slope),
+        # torch's CPU backward reads the second result
+        "aten.log_sigmoid_forward": lambda self: (log_sigmoid(self), jnp.exp(-jnp.abs(self))),
+        "aten.mish": lambda self: self * jnp.tanh(jnp.logaddexp(self, 0.0)),
+        "aten.polar": lambda size, angle: lax.complex(size * jnp.cos(angle), size * jnp.sin(angle)),
+        # the gradient at 0 is 0
+        "aten.relu": lambda self: jnp.where(self <= 0, 0, self),
+        "aten.rsub": _sum(jnp.subtract, first=1),
+        "aten.silu": lambda self: self * jax.nn.sigmoid(self),
+        "aten.softplus": _softplus,
+        "aten.softshrink": lambda self, lambd=0.5: jnp.where(
+            self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, 0 * self)
+        ),
+        "aten.sub": _sum(jnp.subtract),
+        "aten.threshold": lambda self, threshold, value: jnp.where(self <= threshold, value, self).astype(self.dtype),
+        "aten.view_as_complex": lambda self: lax.complex(self[..., 0], self[..., 1]),
+        "aten.view_as_real": lambda self: jnp.stack([jnp.real(self), jnp.imag(self)], axis=-1),
+        # only the chosen operand gets the gradient
+        "aten.where.self": lambda condition, x, y: lax.select(
+            *jnp.broadcast_arrays(condition.astype(jnp.bool_), *promote(x, y))
+        ),
+    }
+)

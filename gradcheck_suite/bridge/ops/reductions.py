@@ -1,9 +1,9 @@
-"""Sums, products, extrema and norms over axes."""
+"""Reductions over axes: sums, extrema, norms, sorting, variances, normalizations and losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +12,16 @@ from jax import lax
 
 from gradcheck_suite.bridge.op_table import (
     Array,
+    Lowering,
     absolute,
-    default_float,
     is_complex,
     is_inexact,
     jax_dtype,
+    on_vectors,
+    promote,
     register_op,
+    register_table,
+    with_derivatives,
 )
 from gradcheck_suite.bridge.ops.elementwise import log_sigmoid
 
@@ -32,299 +36,152 @@ def axes_of(x: Array, dim: Dims) -> tuple[int, ...]:
     return () if x.ndim == 0 else tuple(d % x.ndim for d in dims)
 
 
-def as_accumulated(self: Array, dtype: torch.dtype | None) -> Array:
+def _as_given(self: Array, dtype: torch.dtype | None) -> Array:
+    return self if dtype is None else self.astype(jax_dtype(dtype))
+
+
+def _accumulated(self: Array, dtype: torch.dtype | None) -> Array:
     """Return self in the dtype of torch's sums and products: int64 for integers and booleans if none is given."""
-    if dtype is not None:
-        return self.astype(jax_dtype(dtype))
-    return self if is_inexact(self) else self.astype(jnp.int64)
+    return self.astype(jnp.int64) if dtype is None and not is_inexact(self) else _as_given(self, dtype)
 
 
-@register_op("aten.sum.dim_IntList")
-def sum_(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Return the sum; integers and booleans are summed as int64."""
-    return jnp.sum(as_accumulated(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
+def _reducing(function: Callable[..., Array], converted: Callable[..., Array] = _as_given) -> Lowering:
+    """Return a reduction with torch's arguments of one with numpy's."""
+
+    def lowering(self: Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
+        x = converted(self, dtype)
+        return function(x, axis=axes_of(x, dim), keepdims=keepdim)
+
+    return lowering
 
 
-register_op("aten.sum.default")(lambda self, dtype=None: sum_(self, None, False, dtype))
+def _truth(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda x, **axes: function(x != 0, **axes).astype(jnp.uint8 if x.dtype == jnp.uint8 else jnp.bool_)
 
 
-@register_op("aten.nansum")
-def nansum(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Return the sum with NaN replaced by 0."""
-    x = as_accumulated(self, dtype)
-    return jnp.sum(jnp.where(jnp.isnan(x), 0, x), axis=axes_of(self, dim), keepdims=keepdim)
-
-
-def _count(x: Array, axes: Sequence[int]) -> int:
-    return math.prod(x.shape[a] for a in axes)
-
-
-@register_op("aten.mean.dim")
-def mean(self: Array, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Return the mean, which is NaN for no entries."""
-    x = self if dtype is None else self.astype(jax_dtype(dtype))
-    axes = axes_of(x, dim)
-    return jnp.sum(x, axis=axes, keepdims=keepdim) / jnp.asarray(_count(x, axes), x.dtype)
-
-
-register_op("aten.mean.default")(lambda self, dtype=None: mean(self, None, False, dtype))
-
-
-@register_op("aten.prod.dim_int")
-def prod(self: Array, dim: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
-    """Return the product; its gradient is right where factors are 0, too."""
-    return jnp.prod(as_accumulated(self, dtype), axis=axes_of(self, dim), keepdims=keepdim)
-
-
-register_op("aten.prod.default")(lambda self, dtype=None: jnp.prod(as_accumulated(self, dtype)))
-
-
-@register_op("aten.amax")
-def amax(self: Array, dim: Dims = (), keepdim: bool = False) -> Array:
-    """Return the maximum; equal maxima share the gradient evenly."""
-    return jnp.max(self, axis=axes_of(self, dim), keepdims=keepdim)
-
-
-@register_op("aten.amin")
-def amin(self: Array, dim: Dims = (), keepdim: bool = False) -> Array:
-    """Return the minimum; equal minima share the gradient evenly."""
-    return jnp.min(self, axis=axes_of(self, dim), keepdims=keepdim)
-
-
-register_op("aten.max.default")(lambda self: amax(self))
-register_op("aten.min.default")(lambda self: amin(self))
-
-
-@register_op("aten.aminmax")
-def aminmax(self: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the minimum and the maximum."""
-    return amin(self, dim, keepdim), amax(self, dim, keepdim)
-
-
-def take_one(x: Array, index: Array, dim: int, keepdim: bool) -> Array:
-    """Return the entries that `index` (with `dim` kept) selects along `dim`."""
-    taken = jnp.take_along_axis(x, index, axis=dim)
-    return taken if keepdim else jnp.squeeze(taken, dim)
-
-
-def _selected(x: Array, dim: int, keepdim: bool, which: Any) -> tuple[Array, Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), jnp.int64)
-    index = which(lax.stop_gradient(x), axis=dim, keepdims=True).astype(jnp.int64)
-    return take_one(x, index, dim, keepdim), index if keepdim else jnp.squeeze(index, dim)
-
-
-@register_op("aten.max.dim")
-def max_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the maximum and its index; only the entry at that index gets the gradient."""
-    return _selected(self, dim, keepdim, jnp.argmax)
-
-
-@register_op("aten.min.dim")
-def min_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the minimum and its index; only the entry at that index gets the gradient."""
-    return _selected(self, dim, keepdim, jnp.argmin)
-
-
-def _arg(self: Array, dim: int | None, keepdim: bool, which: Any) -> Array:
-    if self.ndim == 0:
-        return jnp.zeros((), jnp.int64)
-    return which(self, axis=dim, keepdims=keepdim).astype(jnp.int64)
-
-
-@register_op("aten.argmax")
-def argmax(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """Return the index of the first maximum."""
-    return _arg(self, dim, keepdim, jnp.argmax)
-
-
-@register_op("aten.argmin")
-def argmin(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """Return the index of the first minimum."""
-    return _arg(self, dim, keepdim, jnp.argmin)
-
-
-def _of_booleans(self: Array, result: Array) -> Array:
-    return result.astype(jnp.uint8) if self.dtype == jnp.uint8 else result
-
-
-@register_op("aten.any")
-def any_(self: Array, dim: Dims = None, keepdim: bool = False) -> Array:
-    """Return whether any entry is nonzero, as uint8 for a uint8 tensor."""
-    return _of_booleans(self, jnp.any(self != 0, axis=axes_of(self, dim), keepdims=keepdim))
-
-
-@register_op("aten.all")
-def all_(self: Array, dim: Dims = None, keepdim: bool = False) -> Array:
-    """Return whether all entries are nonzero, as uint8 for a uint8 tensor."""
-    return _of_booleans(self, jnp.all(self != 0, axis=axes_of(self, dim), keepdims=keepdim))
-
-
-@register_op("aten.count_nonzero")
-def count_nonzero(self: Array, dim: Dims = None) -> Array:
-    """Return the number of nonzero entries."""
-    return jnp.sum(self != 0, axis=axes_of(self, dim), dtype=jnp.int64)
-
-
-@register_op("aten.logsumexp")
-def logsumexp(self: Array, dim: Dims, keepdim: bool = False) -> Array:
+def _logsumexp(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     """Return log sum e^x, which is -infinity where all entries are."""
-    x = self if is_inexact(self) else self.astype(default_float())
-    axes = axes_of(x, dim)
-    if x.size == 0:
-        return jnp.log(jnp.sum(jnp.exp(x), axis=axes, keepdims=keepdim))
-    top = lax.stop_gradient(jnp.max(jnp.real(x) if is_complex(x) else x, axis=axes, keepdims=True))
+    top = lax.stop_gradient(jnp.max(jnp.real(x), axis=axis, keepdims=True, initial=-jnp.inf))
     top = jnp.where(jnp.isfinite(top), top, 0)
-    out = jnp.log(jnp.sum(jnp.exp(x - top), axis=axes, keepdims=True)) + top
-    return out if keepdim else jnp.squeeze(out, axes)
+    out = jnp.log(jnp.sum(jnp.exp(x - top), axis=axis, keepdims=True)) + top
+    return out if keepdims else jnp.squeeze(out, axis)
 
 
-@register_op("aten.linalg_vector_norm")
+@register_op(
+    "aten.linalg_vector_norm",
+    "aten.norm.Scalar",
+    "aten.norm.ScalarOpt_dim",
+    "aten.norm.ScalarOpt_dim_dtype",
+    "aten.norm.ScalarOpt_dtype",
+)
 def vector_norm(
-    self: Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
+    self: Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Array:
     """Return (sum |x|^ord)^(1/ord); the gradient is 0 where the norm is 0."""
-    x = self if dtype is None else self.astype(jax_dtype(dtype))
-    axes, order = axes_of(x, dim), float(ord)
-    size = absolute(x)
+    x = _as_given(self, dtype)
+    order, size = 2.0 if ord is None else float(ord), absolute(x)
+
+    def total(powers: Array, function: Callable[..., Array] = jnp.sum) -> Array:
+        return function(powers, axis=axes_of(x, dim), keepdims=keepdim)
+
     if order == 0:
-        return jnp.sum(lax.stop_gradient(size != 0), axis=axes, keepdims=keepdim, dtype=size.dtype)
+        return total(lax.stop_gradient(size != 0).astype(size.dtype))
     if order == 1:
-        return jnp.sum(size, axis=axes, keepdims=keepdim)
+        return total(size)
     if math.isinf(order):
-        return (jnp.max if order > 0 else jnp.min)(size, axis=axes, keepdims=keepdim)
+        return total(size, jnp.max if order > 0 else jnp.min)
+    if order < 0:
+        return total(size**order) ** (1 / order)
     if order == 2:
-        powers = size * size if is_complex(x) else x * x
-        total = jnp.sum(powers, axis=axes, keepdims=keepdim)
-        return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
-    if order > 0:
-        # a zero entry contributes no gradient, though the derivative of |x|^ord may be infinite there
-        powers = jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** order)
-        total = jnp.sum(powers, axis=axes, keepdims=keepdim)
-        return jnp.where(total == 0, 0, jnp.where(total == 0, 1, total) ** (1 / order))
-    return jnp.sum(size**order, axis=axes, keepdims=keepdim) ** (1 / order)
+        of_powers = total(size * size if is_complex(x) else x * x)
+        return jnp.where(of_powers == 0, 0, jnp.sqrt(jnp.where(of_powers == 0, 1, of_powers)))
+    # a zero entry contributes no gradient, though the derivative of |x|^ord may be infinite there
+    of_powers = total(jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** order))
+    return jnp.where(of_powers == 0, 0, jnp.where(of_powers == 0, 1, of_powers) ** (1 / order))
 
 
-def _norm(self: Array, p: Any, dim: Dims, keepdim: bool, dtype: torch.dtype | None) -> Array:
-    return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype)
+def _picked(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
+    """Return the entries that `index`, in which `dim` is kept, selects along `dim`, and the index."""
+    both = jnp.take_along_axis(x, index, axis=dim), index.astype(jnp.int64)
+    return both if keepdim else (jnp.squeeze(both[0], dim), jnp.squeeze(both[1], dim))
 
 
-register_op("aten.norm.Scalar")(lambda self, p=2: _norm(self, p, None, False, None))
-register_op("aten.norm.ScalarOpt_dtype")(lambda self, p, dtype: _norm(self, p, None, False, dtype))
-register_op("aten.norm.ScalarOpt_dim")(lambda self, p, dim, keepdim=False: _norm(self, p, dim, keepdim, None))
-register_op("aten.norm.ScalarOpt_dim_dtype")(
-    lambda self, p, dim, keepdim=False, *, dtype: _norm(self, p, dim, keepdim, dtype)
-)
+def _extreme(which: Callable[..., Array]) -> Lowering:
+    """Return an extremum and its index; only the entry at that index gets the gradient."""
+    return on_vectors(
+        lambda self, dim, keepdim=False: _picked(
+            self, which(lax.stop_gradient(self), axis=dim, keepdims=True), dim, keepdim
+        )
+    )
 
 
-# Sorting, and cumulative sums, products and extrema.
+def _index(which: Callable[..., Array]) -> Lowering:
+    """Return the index of the first extremum."""
+    return on_vectors(lambda self, dim=None, keepdim=False: which(self, axis=dim, keepdims=keepdim).astype(jnp.int64))
 
 
-def _sorted(self: Array, dim: int, descending: bool) -> tuple[Array, Array]:
+@on_vectors
+def sort(self: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Array, Array]:
     """Return the sorted values and their indices; the sort is stable, and NaN is the largest."""
-    if self.ndim == 0:
-        return self, jnp.zeros((), jnp.int64)
+    del stable
     order = jnp.argsort(lax.stop_gradient(self), axis=dim, stable=True, descending=descending).astype(jnp.int64)
     return jnp.take_along_axis(self, order, axis=dim), order
 
 
-@register_op("aten.sort.default")
-def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    """Return the sorted values and their indices."""
-    return _sorted(self, dim, descending)
-
-
-@register_op("aten.sort.stable")
-def sort_stable(
-    self: Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[Array, Array]:
-    """Return the sorted values and their indices; equal values keep their order."""
-    del stable
-    return _sorted(self, dim, descending)
-
-
-@register_op("aten.argsort.default")
-def argsort(self: Array, dim: int = -1, descending: bool = False) -> Array:
-    """Return the indices that sort the tensor."""
-    return _sorted(self, dim, descending)[1]
-
-
-register_op("aten.argsort.stable")(lambda self, *, stable, dim=-1, descending=False: _sorted(self, dim, descending)[1])
-
-
-@register_op("aten.topk")
-def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+@on_vectors
+def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, ...]:
     """Return the k largest values, in descending order, and their indices."""
     del sorted
-    values, order = _sorted(self, dim, largest)
-    if self.ndim == 0:
-        return values, order
-    return tuple(lax.slice_in_dim(x, 0, k, axis=dim % self.ndim) for x in (values, order))  # type: ignore[return-value]
+    return tuple(lax.slice_in_dim(x, 0, k, axis=dim % self.ndim) for x in sort(self, dim, largest))
 
 
-@register_op("aten.cumsum")
-def cumsum(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    """Return cumulative sums, int64 for integers."""
-    x = as_accumulated(self, dtype)
-    return x if x.ndim == 0 else jnp.cumsum(x, axis=dim)
+@on_vectors
+def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    """Return the kth smallest value, counted from 1, and its index."""
+    return _picked(self, lax.slice_in_dim(sort(self, dim)[1], k - 1, k, axis=dim % self.ndim), dim, keepdim)
 
 
-@register_op("aten.cumprod")
-def cumprod(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    """Return cumulative products; the gradient is right where factors are 0, too."""
-    x = as_accumulated(self, dtype)
-    return x if x.ndim == 0 or x.size == 0 else lax.associative_scan(jnp.multiply, x, axis=dim % x.ndim)
+def _cumulative(function: Callable[..., Array], converted: Callable[..., Array] = _accumulated) -> Lowering:
+    def lowering(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
+        x = converted(self, dtype)
+        return function(x, axis=dim % x.ndim) if x.size else x
+
+    return on_vectors(lowering)
 
 
-@register_op("aten.logcumsumexp")
-def logcumsumexp(self: Array, dim: int) -> Array:
-    """Return the logarithms of cumulative sums of exponentials."""
-    return self if self.ndim == 0 or self.size == 0 else lax.cumlogsumexp(self, axis=dim % self.ndim)
-
-
-def _running(self: Array, dim: int, better: Any) -> tuple[Array, Array]:
-    if self.ndim == 0 or self.size == 0:
-        return self, jnp.zeros(self.shape, jnp.int64)
-    axis = dim % self.ndim
-    detached = lax.stop_gradient(self)
-    shape = [1] * self.ndim
-    shape[axis] = self.shape[axis]
-    place = jnp.broadcast_to(jnp.arange(self.shape[axis]).reshape(shape), self.shape)
+def _running(better: Callable[..., Array]) -> Lowering:
+    """Return the cumulative extremum and its index, the last of equal entries."""
 
     def later(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         wins = better(b[0], a[0]) | jnp.isnan(b[0])
         wins = wins & ~(jnp.isnan(a[0]) & ~jnp.isnan(b[0]))
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
 
-    _, index = lax.associative_scan(later, (detached, place), axis=axis)
-    return jnp.take_along_axis(self, index, axis=axis), index.astype(jnp.int64)
+    def lowering(self: Array, dim: int) -> tuple[Array, Array]:
+        if self.size == 0:
+            return self, jnp.zeros(self.shape, jnp.int64)
+        place = lax.broadcasted_iota(jnp.int64, self.shape, dim % self.ndim)
+        _, index = lax.associative_scan(later, (lax.stop_gradient(self), place), axis=dim % self.ndim)
+        return _picked(self, index, dim, True)
+
+    return on_vectors(lowering)
 
 
-@register_op("aten.cummax")
-def cummax(self: Array, dim: int) -> tuple[Array, Array]:
-    """Return the cumulative maximum and its index, the last of equal entries."""
-    return _running(self, dim, jnp.greater_equal)
+def _moments(function: Callable[[Array, Array], Any]) -> Lowering:
+    """Return a function of the variance, which is divided by (count - correction), and of the mean."""
 
+    def lowering(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        axes = axes_of(self, dim)
+        count = math.prod(self.shape[a] for a in axes)
+        centre = jnp.sum(self, axis=axes, keepdims=True) / (count or jnp.nan)
+        off = self - centre
+        squares = jnp.real(off * jnp.conj(off)) if is_complex(self) else off * off
+        total = jnp.sum(squares, axis=axes, keepdims=keepdim)
+        degrees = max(count - (1 if correction is None else correction), 0)
+        variance = total / jnp.asarray(degrees, total.dtype)
+        return function(variance, centre if keepdim else jnp.squeeze(centre, axes))
 
-@register_op("aten.cummin")
-def cummin(self: Array, dim: int) -> tuple[Array, Array]:
-    """Return the cumulative minimum and its index, the last of equal entries."""
-    return _running(self, dim, jnp.less_equal)
-
-
-# Variances, standard deviations, medians and order statistics.
-
-
-def _var(x: Array, axes: tuple[int, ...], correction: float, keepdim: bool) -> tuple[Array, Array]:
-    """Return the variance and the mean."""
-    count = math.prod(x.shape[a] for a in axes)
-    centre = jnp.sum(x, axis=axes, keepdims=True) / count if count else jnp.sum(x, axis=axes, keepdims=True) * jnp.nan
-    off = x - centre
-    squares = jnp.real(off * jnp.conj(off)) if is_complex(x) else off * off
-    total = jnp.sum(squares, axis=axes, keepdims=keepdim)
-    degrees = max(count - correction, 0)
-    variance = total / degrees if degrees else total * jnp.asarray(1.0, total.dtype) / 0.0
-    return variance, centre if keepdim else jnp.squeeze(centre, axes)
+    return lowering
 
 
 def _root(variance: Array) -> Array:
@@ -332,96 +189,74 @@ def _root(variance: Array) -> Array:
     return jnp.where(variance == 0, 0, jnp.sqrt(jnp.where(variance == 0, 1, variance)))
 
 
-def _correction(correction: Any) -> Any:
-    return 1 if correction is None else correction
+def _median(skip_nan: bool) -> Lowering:
+    """Return the lower median and its index; a slice with a NaN gives NaN, unless NaN are skipped."""
+
+    def lowering(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+        missing = jnp.isnan(lax.stop_gradient(self))
+        numbers = jnp.sum(~missing, axis=dim, keepdims=True)
+        place = jnp.maximum(numbers - 1, 0) // 2
+        if not skip_nan:
+            place = jnp.where(numbers < self.shape[dim], numbers, place)
+        return _picked(self, jnp.take_along_axis(sort(self, dim)[1], place, axis=dim), dim, keepdim)
+
+    return on_vectors(lowering)
 
 
-@register_op("aten.var.correction")
-def var(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Array:
-    """Return the variance, divided by (count - correction)."""
-    return _var(self, axes_of(self, dim), _correction(correction), keepdim)[0]
-
-
-@register_op("aten.var_mean.correction")
-def var_mean(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the variance and the mean."""
-    return _var(self, axes_of(self, dim), _correction(correction), keepdim)
-
-
-@register_op("aten.std.correction")
-def std(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Array:
-    """Return the standard deviation; the gradient is 0 where it is 0."""
-    return _root(var(self, dim, correction=correction, keepdim=keepdim))
-
-
-@register_op("aten.std_mean.correction")
-def std_mean(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the standard deviation and the mean."""
-    variance, centre = var_mean(self, dim, correction=correction, keepdim=keepdim)
-    return _root(variance), centre
-
-
-def _kth(x: Array, k: int, dim: int, keepdim: bool) -> tuple[Array, Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), jnp.int64)
-    order = jnp.argsort(lax.stop_gradient(x), axis=dim)
-    index = lax.slice_in_dim(order, k, k + 1, axis=dim % x.ndim).astype(jnp.int64)
-    return take_one(x, index, dim, keepdim), index if keepdim else jnp.squeeze(index, dim)
-
-
-@register_op("aten.kthvalue")
-def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the kth smallest value, counted from 1, and its index."""
-    return _kth(self, k - 1, dim, keepdim)
-
-
-@register_op("aten.median.dim")
-def median_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the lower median and its index; a slice with a NaN gives NaN."""
-    return _median(self, dim, keepdim, skip_nan=False)
-
-
-@register_op("aten.nanmedian.dim")
-def nanmedian_dim(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    """Return the lower median of the entries that are not NaN, and its index."""
-    return _median(self, dim, keepdim, skip_nan=True)
-
-
-def _median(x: Array, dim: int, keepdim: bool, *, skip_nan: bool) -> tuple[Array, Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), jnp.int64)
-    detached = lax.stop_gradient(x)
-    order, missing = jnp.argsort(detached, axis=dim), jnp.isnan(detached)
-    numbers = jnp.sum(~missing, axis=dim, keepdims=True)
-    place = jnp.maximum(numbers - 1, 0) // 2
-    if not skip_nan:
-        place = jnp.where(numbers < x.shape[dim], numbers, place)
-    index = jnp.take_along_axis(order, place, axis=dim).astype(jnp.int64)
-    return take_one(x, index, dim, keepdim), index if keepdim else jnp.squeeze(index, dim)
-
-
-def _evenly(x: Array, value: Array) -> Array:
-    """Return `value`, an entry of x, whose gradient all equal entries share evenly."""
-    detached = lax.stop_gradient(x)
-    same = (detached == value) | (jnp.isnan(detached) & jnp.isnan(value))
-    return jnp.sum(jnp.where(same, x, 0)) / jnp.sum(same)
-
-
-@register_op("aten.median.default")
-def median(self: Array) -> Array:
+def _median_of_all(skip_nan: bool) -> Lowering:
     """Return the median of all entries; equal entries share the gradient evenly."""
-    flat = self.reshape(-1)
-    return _evenly(flat, lax.stop_gradient(_median(flat, 0, False, skip_nan=False)[0]))
+
+    def lowering(self: Array) -> Array:
+        x = self.reshape(-1)
+        detached = lax.stop_gradient(x)
+        value = _median(skip_nan)(detached, 0)[0]
+        same = (detached == value) | (jnp.isnan(detached) & jnp.isnan(value))
+        return jnp.sum(jnp.where(same, x, 0)) / jnp.sum(same)
+
+    return lowering
 
 
-@register_op("aten.nanmedian.default")
-def nanmedian(self: Array) -> Array:
-    """Return the median of all entries that are not NaN; equal entries share the gradient evenly."""
-    flat = self.reshape(-1)
-    return _evenly(flat, lax.stop_gradient(_median(flat, 0, False, skip_nan=True)[0]))
-
-
-# Normalization over features, groups and batches. New running statistics are returned, never written in place.
+register_table(
+    {
+        "aten.all": _reducing(_truth(jnp.all)),
+        # equal extrema share the gradient evenly
+        "aten.amax": _reducing(jnp.max),
+        "aten.amin": _reducing(jnp.min),
+        "aten.aminmax": lambda self, *, dim=None, keepdim=False: tuple(
+            extreme(self, axis=axes_of(self, dim), keepdims=keepdim) for extreme in (jnp.min, jnp.max)
+        ),
+        "aten.any": _reducing(_truth(jnp.any)),
+        "aten.argmax": _index(jnp.argmax),
+        "aten.argmin": _index(jnp.argmin),
+        "aten.count_nonzero": _reducing(lambda x, **axes: jnp.sum(x != 0, dtype=jnp.int64, **axes)),
+        "aten.cummax": _running(jnp.greater_equal),
+        "aten.cummin": _running(jnp.less_equal),
+        # jnp.cumprod has no gradient where a factor is 0
+        "aten.cumprod": _cumulative(lambda x, axis: lax.associative_scan(jnp.multiply, x, axis=axis)),
+        "aten.cumsum": _cumulative(jnp.cumsum),
+        "aten.kthvalue": kthvalue,
+        "aten.logcumsumexp": _cumulative(lax.cumlogsumexp, _as_given),
+        "aten.logsumexp": _reducing(_logsumexp, lambda self, dtype: promote(self, floating=True)[0]),
+        "aten.max.default": _reducing(jnp.max),
+        "aten.max.dim": _extreme(jnp.argmax),
+        "aten.mean": _reducing(jnp.mean),
+        "aten.median.default": _median_of_all(skip_nan=False),
+        "aten.median.dim": _median(skip_nan=False),
+        "aten.min.default": _reducing(jnp.min),
+        "aten.min.dim": _extreme(jnp.argmin),
+        "aten.nanmedian.default": _median_of_all(skip_nan=True),
+        "aten.nanmedian.dim": _median(skip_nan=True),
+        "aten.nansum": _reducing(lambda x, **axes: jnp.sum(jnp.where(jnp.isnan(x), 0, x), **axes), _accumulated),
+        "aten.prod": _reducing(jnp.prod, _accumulated),
+        "aten.sort": sort,
+        "aten.std.correction": _moments(lambda variance, mean: _root(variance)),
+        "aten.std_mean.correction": _moments(lambda variance, mean: (_root(variance), mean)),
+        "aten.sum": _reducing(jnp.sum, _accumulated),
+        "aten.topk": topk,
+        "aten.var.correction": _moments(lambda variance, mean: variance),
+        "aten.var_mean.correction": _moments(lambda *both: both),
+    }
+)
 
 
 def _standardised(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array, Array]:
@@ -447,38 +282,14 @@ def native_layer_norm(
     return _affine(out, weight, bias), mean, rstd
 
 
-@register_op("aten._fused_rms_norm")
-def fused_rms_norm(
-    input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None
-) -> tuple[Array, Array]:
-    """Return x / sqrt(mean x^2 + eps) over the last axes; eps defaults to the dtype's machine epsilon."""
-    axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    eps = float(jnp.finfo(input.dtype).eps) if eps is None else eps
-    rstd = 1 / jnp.sqrt(jnp.mean(input * input, axis=axes, keepdims=True) + eps)
-    return _affine(input * rstd, weight, None), rstd
-
-
 @register_op("aten.native_group_norm")
-def native_group_norm(
-    input: Array,
-    weight: Array | None,
-    bias: Array | None,
-    N: int,  # noqa: N803  (the schema's name)
-    C: int,  # noqa: N803
-    HxW: int,  # noqa: N803
-    group: int,
-    eps: float,
-) -> tuple[Array, Array, Array]:
+def native_group_norm(input: Array, weight: Any, bias: Any, n: int, c: int, size: int, group: int, eps: float) -> Any:
     """Return the group norm, and mean and reciprocal standard deviation of (N, group)."""
-    out, mean, rstd = _standardised(input.reshape(N, group, C // group * HxW), (2,), eps)
-    shape = (1, C, *[1] * (input.ndim - 2))
+    out, mean, rstd = _standardised(input.reshape(n, group, c // group * size), (2,), eps)
+    shape = (1, c, *[1] * (input.ndim - 2))
     out = out.reshape(input.shape)
     weight, bias = (None if p is None else p.reshape(shape) for p in (weight, bias))
     return _affine(out, weight, bias), mean[..., 0], rstd[..., 0]
-
-
-def _per_channel(p: Array | None, x: Array) -> Array | None:
-    return None if p is None else p.reshape(1, -1, *[1] * (x.ndim - 2))
 
 
 def _batch_norm(
@@ -493,18 +304,15 @@ def _batch_norm(
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """Return the output, the batch's mean and rstd (empty outside training) and the new running statistics."""
     axes = (0, *range(2, input.ndim))
+    shape = (1, -1, *[1] * (input.ndim - 2))
+    weight, bias = (None if p is None else p.reshape(shape) for p in (weight, bias))
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        rstd = 1 / jnp.sqrt(running_var + eps)
-        mean_, rstd_ = _per_channel(running_mean, input), _per_channel(rstd, input)
-        assert mean_ is not None
-        assert rstd_ is not None
-        out = _affine((input - mean_) * rstd_, _per_channel(weight, input), _per_channel(bias, input))
-        empty = jnp.zeros(0, input.dtype)
+        rstd, empty = 1 / jnp.sqrt(running_var + eps), jnp.zeros(0, input.dtype)
+        out = _affine((input - running_mean.reshape(shape)) * rstd.reshape(shape), weight, bias)
         return out, empty, empty, running_mean, running_var
     out, mean, rstd = _standardised(input, axes, eps)
-    out = _affine(out, _per_channel(weight, input), _per_channel(bias, input))
     mean, rstd = mean.reshape(-1), rstd.reshape(-1)
     count = math.prod(input.shape[a] for a in axes)
     if running_mean is not None:
@@ -512,28 +320,29 @@ def _batch_norm(
     if running_var is not None:
         unbiased = jnp.var(lax.stop_gradient(input), axis=axes) * (count / max(count - 1, 1))
         running_var = momentum * unbiased + (1 - momentum) * running_var
-    return out, mean, rstd, running_mean, running_var
+    return _affine(out, weight, bias), mean, rstd, running_mean, running_var
 
 
-# One line for each of torch's signatures. The functional ones return the new running statistics as well; the last one
-# also returns an empty reserve buffer before them.
-register_op("aten._native_batch_norm_legit_functional")(_batch_norm)
-register_op("aten.native_batch_norm")(lambda *arguments: _batch_norm(*arguments)[:3])
-register_op("aten._native_batch_norm_legit.no_stats")(
-    lambda x, weight, bias, *arguments: _batch_norm(x, weight, bias, None, None, *arguments)[:3]
-)
-register_op("aten._native_batch_norm_legit_no_training")(
-    lambda x, weight, bias, mean, var, *factors: _batch_norm(x, weight, bias, mean, var, False, *factors)[:3]
-)
-
-
-@register_op("aten._batch_norm_with_update_functional")
-def batch_norm_with_update(
-    input: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array, *factors: float
-) -> tuple[Any, ...]:
+def _with_reserve(input: Array, weight: Any, bias: Any, mean: Any, var: Any, *factors: float) -> tuple[Any, ...]:
     """Return the batch norm, its mean and rstd, an empty reserve buffer and the new running statistics."""
-    out, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, *factors)
-    return out, mean, rstd, jnp.zeros(0, jnp.uint8), *running
+    out = _batch_norm(input, weight, bias, mean, var, True, *factors)
+    return *out[:3], jnp.zeros(0, jnp.uint8), *out[3:]
+
+
+register_table(
+    {
+        "aten._batch_norm_with_update_functional": _with_reserve,
+        "aten._native_batch_norm_legit.no_stats": lambda x, weight, bias, *arguments: _batch_norm(
+            x, weight, bias, None, None, *arguments
+        )[:3],
+        # the new running statistics are returned, never written in place
+        "aten._native_batch_norm_legit_functional": _batch_norm,
+        "aten._native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, *factors: _batch_norm(
+            x, weight, bias, mean, var, False, *factors
+        )[:3],
+        "aten.native_batch_norm": lambda *arguments: _batch_norm(*arguments)[:3],
+    }
+)
 
 
 @register_op("aten._weight_norm_interface")
@@ -552,9 +361,6 @@ def renorm(self: Array, p: Any, dim: int, maxnorm: Any) -> Array:
     return jnp.where(norm > maxnorm, self * (maxnorm / (norm + 1e-7)), self)
 
 
-# Losses that are one ATen operation; torch composes its other losses of these and of arithmetic.
-
-
 MEAN, SUM = 1, 2
 
 
@@ -563,33 +369,44 @@ def _reduced(items: Array, reduction: int) -> Array:
     return {MEAN: jnp.mean, SUM: jnp.sum}.get(reduction, lambda x: x)(items)
 
 
-@register_op("aten.mse_loss")
-def mse_loss(self: Array, target: Array, reduction: int = MEAN) -> Array:
-    """Return (x - t)^2, reduced."""
-    off = self - target
-    return _reduced(off * off, reduction)
+def _of_differences(item: Callable[..., Array]) -> Lowering:
+    """Return the reduced loss of `item(x - t, |x - t|, parameter)`."""
+
+    def lowering(self: Array, target: Array, reduction: int = MEAN, parameter: float = 1.0) -> Array:
+        off = self - target
+        return _reduced(item(off, absolute(off), parameter), reduction)
+
+    return lowering
 
 
-@register_op("aten.smooth_l1_loss")
-def smooth_l1_loss(self: Array, target: Array, reduction: int = MEAN, beta: float = 1.0) -> Array:
-    """Return the smooth L1 loss: quadratic within beta, linear beyond."""
-    off = self - target
-    size = absolute(off)
-    if beta == 0:
-        return _reduced(size, reduction)
-    return _reduced(jnp.where(size < beta, 0.5 * off * off / beta, size - 0.5 * beta), reduction)
+def _smooth_l1(off: Array, size: Array, beta: float) -> Array:
+    return size if beta == 0 else jnp.where(size < beta, 0.5 * off * off / beta, size - 0.5 * beta)
 
 
-@register_op("aten.huber_loss")
-def huber_loss(self: Array, target: Array, reduction: int = MEAN, delta: float = 1.0) -> Array:
-    """Return the Huber loss: quadratic within delta, linear beyond."""
-    off = self - target
-    size = absolute(off)
-    return _reduced(jnp.where(size < delta, 0.5 * off * off, delta * (size - 0.5 * delta)), reduction)
+register_table(
+    {
+        # quadratic within delta or beta, linear beyond
+        "aten.huber_loss": _of_differences(
+            lambda off, size, delta: jnp.where(size < delta, 0.5 * off * off, delta * (size - 0.5 * delta))
+        ),
+        "aten.mse_loss": _of_differences(lambda off, size, _: off * off),
+        "aten.smooth_l1_loss": _of_differences(_smooth_l1),
+        "aten.soft_margin_loss": lambda self, target, reduction=MEAN: _reduced(
+            jnp.log1p(jnp.exp(-target * self)), reduction
+        ),
+    }
+)
 
 
-def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
-    """Return the loss and the sum of weights, for x (N, C, *rest) and target (N, *rest)."""
+@register_op("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+def nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
+    """Return -x[target] weighted by class, and the sum of weights, for x (N, C, *rest) and target (N, *rest).
+
+    A single item, x (C,), has the sum of weights without a reduction too, as in torch.
+    """
+    if x.ndim == 1:
+        one = x[None], target.reshape(1), weight
+        return nll(*one, reduction, ignore_index)[0].reshape(()), nll(*one, SUM, ignore_index)[1]
     valid = target != ignore_index
     index = jnp.where(valid, target, 0)
     picked = -jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
@@ -608,27 +425,6 @@ def _nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_i
     return jnp.where(none, empty, jnp.sum(items) / jnp.where(none, 1, total)), total
 
 
-@register_op("aten.nll_loss_forward")
-def nll_loss_forward(
-    self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-) -> tuple[Array, Array]:
-    """Return -x[target] weighted by class, and the sum of the weights; x is (N, C) or (C,)."""
-    if self.ndim == 1:
-        # of a single item, torch returns the weight without a reduction too
-        _, total = _nll(self[None], target.reshape(1), weight, SUM, ignore_index)
-        items, _ = _nll(self[None], target.reshape(1), weight, reduction, ignore_index)
-        return (items.reshape(()), total)
-    return _nll(self, target, weight, reduction, ignore_index)
-
-
-@register_op("aten.nll_loss2d_forward")
-def nll_loss2d_forward(
-    self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
-) -> tuple[Array, Array]:
-    """Return `nll_loss_forward` for x (N, C, H, W)."""
-    return _nll(self, target, weight, reduction, ignore_index)
-
-
 @register_op("aten.binary_cross_entropy")
 def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None, reduction: int = MEAN) -> Array:
     """Return -(t log x + (1 - t) log(1 - x)) with logarithms of at least -100.
@@ -636,14 +432,10 @@ def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None
     The gradient is torch's, (x - t) / max(x (1 - x), 1e-12), which is not the derivative of the value where a logarithm
     is clamped.
     """
-    value = lax.stop_gradient(
-        -(target * jnp.maximum(jnp.log(self), -100) + (1 - target) * jnp.maximum(jnp.log1p(-self), -100))
-    )
-    x = lax.stop_gradient(self)
-    slope = (x - lax.stop_gradient(target)) / jnp.maximum((1 - x) * x, 1e-12)
-    of_target = lax.stop_gradient(jnp.maximum(jnp.log1p(-x), -100) - jnp.maximum(jnp.log(x), -100))
-    linear = slope * self + of_target * target
-    items = value + (linear - lax.stop_gradient(linear))
+    log, log_of_rest = jnp.maximum(jnp.log(self), -100), jnp.maximum(jnp.log1p(-self), -100)
+    value = -(target * log + (1 - target) * log_of_rest)
+    slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
+    items = with_derivatives(value, (self, slope), (target, log_of_rest - log))
     return _reduced(items if weight is None else items * weight, reduction)
 
 
@@ -657,12 +449,6 @@ def binary_cross_entropy_with_logits(
         rest = (1 + (pos_weight - 1) * target) * rest
     items = (1 - target) * self - rest
     return _reduced(items if weight is None else items * weight, reduction)
-
-
-@register_op("aten.soft_margin_loss")
-def soft_margin_loss(self: Array, target: Array, reduction: int = MEAN) -> Array:
-    """Return log(1 + e^(-t * x)), reduced."""
-    return _reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
 
 
 @register_op("aten.multi_margin_loss")

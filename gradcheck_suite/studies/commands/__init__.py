@@ -1,1 +1,4 @@
-"""The commands of the studies, each a module with `add_arguments(parser)` and `run(arguments) -> int`."""
+"""The commands of the studies: records in `plain`, or modules with `add_arguments(parser)` and `run(arguments)`.
+
+Nothing here may be imported before its command is asked for.
+"""

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
-
-if TYPE_CHECKING:
-    from gradcheck_suite.studies.campaigns import Shards
 
 COMMANDS = ("verify", "zoo", "calibrate", "trainers")
 FOLDER = "campaign"
@@ -26,13 +19,8 @@ FOLDER = "campaign"
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "--workers",
-        type=parsers.positive_integer,
-        default=1,
-        metavar="N",
-        help="processes that work at the same time (default %(default)s); the records do not depend on it",
-    )
+    work = "processes that work at the same time (default %(default)s); the records do not depend on it"
+    parser.add_argument("--workers", type=parsers.positive_integer, default=1, metavar="N", help=work)
     parser.add_argument(
         "--engine",
         type=parsers.one_of(("processes", "ray")),
@@ -43,8 +31,8 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "--address", metavar="ADDR", help="with --engine ray: the cluster to join, in place of a local one"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the merged results here as JSON")
-    output_paths.add_reports(parser, f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}")
+    parsers.add_json(parser, "the merged results")
+    parsers.add_reports(parser, f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}")
     parser.add_argument("what", type=parsers.one_of(COMMANDS), metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
 
@@ -54,9 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.address is not None and arguments.engine != "ray":
         raise UsageError("--address needs --engine ray")
-    output_paths.expect_writable(arguments.reports, FOLDER, json=arguments.json)
+    parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
     from gradcheck_suite.core.text import counted
+    from gradcheck_suite.studies.campaign_workers import run_locally, run_on_ray
     from gradcheck_suite.studies.campaigns import Shards, failed, merge, outcome, plan
 
     campaign = plan(arguments.what, arguments.rest)
@@ -70,7 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")
             progress.count(done)
-            _run_shards(arguments, campaign.shards, waiting, shards, lambda number: progress.count(1))
+            work = (campaign.shards, waiting, shards, arguments.workers, lambda number: progress.count(1))
+            if waiting and arguments.engine == "ray":
+                run_on_ray(*work, arguments.address)
+            elif waiting:
+                run_locally(*work)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", flush=True)
         raise
@@ -92,22 +85,3 @@ def run(arguments: argparse.Namespace) -> int:
     shards.remove()
     print("\n".join(found.lines))
     return found.status
-
-
-def _run_shards(
-    arguments: argparse.Namespace,
-    commands: Sequence[Sequence[str]],
-    waiting: Sequence[int],
-    shards: Shards,
-    progress: Callable[[int], None],
-) -> None:
-    if not waiting:
-        return
-    if arguments.engine == "ray":
-        from gradcheck_suite.studies.campaign_workers import run_on_ray
-
-        run_on_ray(commands, waiting, shards, arguments.workers, progress, arguments.address)
-    else:
-        from gradcheck_suite.studies.campaign_workers import run_locally
-
-        run_locally(commands, waiting, shards, arguments.workers, progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_json, write_text
@@ -16,7 +15,7 @@ PICTURES = "pictures"
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    output_paths.add_reports(parser, "where the records are and the report goes")
+    parsers.add_reports(parser, "where the records are and the report goes")
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -30,18 +29,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
     if arguments.compare is not None:
         return _compare(*arguments.compare)
+    from gradcheck_suite.page import render
+
+    render.expect_installed("the report")
     reports: Path = arguments.reports
     _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")
-    from gradcheck_suite.page import render
     from gradcheck_suite.page.content import to_json
     from gradcheck_suite.studies.report.build import build
 
     report = build(reports)
-    html = render.page_render(report)
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(report)}
-    write_text(reports / "report.html", html)
-    write_text(reports / "report.md", render.markdown_render(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
+    write_text(reports / "report.html", render.report_html(report))
+    write_text(reports / "report.md", render.report_markdown(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
     write_json(reports / "report.json", to_json(report))
     (reports / PICTURES).mkdir(exist_ok=True)
     for path in (reports / PICTURES).glob("*.svg"):
@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(old: Path, new: Path) -> int:
-    from gradcheck_suite.studies.report.compare import changes, facts, lines
-    from gradcheck_suite.studies.report.verdicts import made_from, read_all
+    from gradcheck_suite.studies.report.compare import facts, lines
+    from gradcheck_suite.studies.report.reading import made_from, read_all
 
     for folder in (old, new):
         _expect_records(folder, "--compare")
     (before, old_records), (after, new_records) = (made_from(read_all(folder), facts) for folder in (old, new))
-    print("\n".join(lines(changes(before, after))))
+    print("\n".join(lines(before, after)))
     for folder, records in ((old, old_records), (new, new_records)):
         for problem in records.problems:
             print(f"left out: {folder}: {problem}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.case import DTYPES
@@ -25,26 +23,21 @@ DEFAULT_SEEDS, DEFAULT_EXAMPLES, DEFAULT_SOUND_CASES = 10, 200, 200
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    count = parsers.positive_integer
     parser.add_argument("bugs", nargs="*", metavar="BUG", help="names of bugs; without one, all of them")
     parser.add_argument("--list", action="store_true", help="print the bugs, what they are and where reported")
-    parser.add_argument("--seeds", type=count, default=DEFAULT_SEEDS, help="runs per bug (default %(default)s)")
-    parser.add_argument("--examples", type=count, default=DEFAULT_EXAMPLES, help="cases per run (default %(default)s)")
-    parser.add_argument("--seed", type=parsers.seed, default=0, help="of the first run (default %(default)s)")
-    parser.add_argument(
-        "--sound-cases",
-        type=parsers.natural,
-        default=DEFAULT_SOUND_CASES,
-        help="cases for each sound loop, none of which may be blamed; 0 runs no sound loop (default %(default)s)",
-    )
+    parsers.add_number(parser, "--seeds", DEFAULT_SEEDS, "runs per bug", metavar=None)
+    parsers.add_number(parser, "--examples", DEFAULT_EXAMPLES, "cases per run", metavar=None)
+    parsers.add_number(parser, "--seed", 0, "of the first run", parsers.seed, None)
+    sound = "cases for each sound loop, none of which may be blamed; 0 runs no sound loop"
+    parsers.add_number(parser, "--sound-cases", DEFAULT_SOUND_CASES, sound, parsers.natural, None)
     parser.add_argument(
         "--dtype",
         type=parsers.one_of(DTYPES),
         metavar="DTYPE",
         help=f"of all cases, one of {', '.join(DTYPES)} (default float64)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the scoreboard here as JSON")
-    output_paths.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")
+    parsers.add_json(parser, "the scoreboard")
+    parsers.add_reports(parser, "a run of the whole zoo is recorded in DIR/records")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         for bug in bugs:
             print(f"{bug.number or '-':>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
         return exit_status.HOLDS
-    output_paths.expect_writable(arguments.reports, json=arguments.json)
+    parsers.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
     from gradcheck_suite.studies.zoo.scoreboard import HEADER, line, summary
 

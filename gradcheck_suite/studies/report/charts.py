@@ -6,31 +6,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.page.charts import (
-    Rows,
-    Spec,
-    at_least,
-    colour,
-    colours,
-    layer,
-    layers,
-    name,
-    number,
-    shades,
-    tooltip,
-)
+from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, shades, sized, tooltip
 
 # Plots of time and memory.
 
 
 CATEGORIES = {
-    "parameters": ("parameters", "c6"),
-    "gradients": ("gradients", "c3"),
-    "optimizer state": ("optimizer state", "c4"),
-    "activations": ("activations", "c5"),
-    "temporaries": ("temporaries", "c1"),
+    "parameters": ("parameters", "c6"), "gradients": ("gradients", "c3"), "optimizer state": ("optimizer state", "c4"),
+    "activations": ("activations", "c5"), "temporaries": ("temporaries", "c1"),
     "other": ("micro-batches and scalars", "c2"),
-}
+}  # fmt: skip
 """Category of the ledger -> what the plot calls it, and its colour."""
 RATIO = "time, None / zero_"
 SMALLEST = 0.01
@@ -47,16 +32,11 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
     settings = list(dict.fromkeys(str(row["setting"]) for row in rows))
     place: dict[str, Any] = {
         "x": {
-            "field": "size",
-            "type": "ordinal",
-            "sort": None,
-            "title": "parameters",
-            "axis": {"labelAngle": 0},
+            "field": "size", "type": "ordinal", "sort": None, "title": "parameters", "axis": {"labelAngle": 0},
             "scale": {"paddingInner": 0.5, "paddingOuter": 0.25},
         },
-        "xOffset": {"field": "setting", "sort": settings},
-        "color": colours("setting", settings),
-    }
+        "xOffset": {"field": "setting", "sort": settings}, "color": colours("setting", settings),
+    }  # fmt: skip
     place["color"]["legend"]["columns"] = 2
     low = min([0.9, *(row["low"] or row["ratio"] for row in rows)])
     high = max([1.1, *(row["high"] or row["ratio"] for row in rows)])
@@ -127,18 +107,13 @@ def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
         "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
         "color": colours("mode", shades(modes)),
         "strokeDash": {
-            "field": "layout",
-            "type": "nominal",
-            "sort": layouts,
+            "field": "layout", "type": "nominal", "sort": layouts,
             "legend": {
-                "title": None,
-                "symbolType": "stroke",
-                "symbolSize": 300,
-                "encode": {"symbols": {"update": ink}},
+                "title": None, "symbolType": "stroke", "symbolSize": 300, "encode": {"symbols": {"update": ink}},
             },
         },
         "tooltip": tooltip(mode="mode", tensors="layout", x="x", y="y"),
-    }
+    }  # fmt: skip
     return layers(rows, layer("line", line, point={"filled": True, "size": 30}), height=height)
 
 
@@ -222,12 +197,9 @@ def kept_gradient_plot(height: int = 120) -> Spec:
         "tooltip": tooltip(mode="mode", after="place", value="value"),
     }  # fmt: skip
     return layers(
-        rows,
-        layer("line", shared, strokeWidth=2),
-        layer("point", shared, filled=True, size=40, opacity=1),
-        layer("rule", {"y": {"datum": 0}}, color=colour("line")),
-        height=height,
-    )
+        rows, layer("line", shared, strokeWidth=2), layer("point", shared, filled=True, size=40, opacity=1),
+        layer("rule", {"y": {"datum": 0}}, color=colour("line")), height=height,
+    )  # fmt: skip
 
 
 # Plots of what the suite is judged by: coverage, claims, known bugs, detection, architectures.
@@ -319,7 +291,7 @@ def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
     )
     # the slanted names of the last columns need room
     apart = {"resolve": {"scale": {"color": "independent"}, "legend": {"color": "independent"}}}
-    found = at_least(LABELS + COLUMN * len(methods), found)
+    found = sized(found, least=LABELS + COLUMN * len(methods))
     return {**found, **apart, "padding": {"left": 2, "right": 90, "top": 4, "bottom": 2}}
 
 

@@ -1,6 +1,6 @@
 """The zoo: accumulation and reset bugs, reported in public or planted, a file per family in `bugs/`.
 
-The suite must find each of them and name its fault. To add a bug, write its loop and its `Bug` into its family's file.
+The suite must find each of them and name its fault. To add a bug, write its loop under `@bug` into its family's file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradcheck_suite.studies.zoo import bugs
-from gradcheck_suite.studies.zoo.bug import Bug
+from gradcheck_suite.studies.zoo.bug import DECLARED, Bug
 
 __all__ = ["BUGS", "NOT_EXPRESSED", "Bug"]
 
@@ -21,16 +21,11 @@ NOT_EXPRESSED: dict[int, str] = {
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
-
 PLANTED = 1000
 """Planted bugs come after the numbers of the corpus."""
 
+for _family in iter_modules(bugs.__path__):
+    import_module(f"{bugs.__name__}.{_family.name}")
 
-def _collected() -> dict[str, Bug]:
-    families = [import_module(f"{bugs.__name__}.{module.name}") for module in iter_modules(bugs.__path__)]
-    found = [bug for family in families for bug in vars(family).values() if isinstance(bug, Bug)]
-    return {bug.name: bug for bug in sorted(found, key=lambda bug: (bug.number or PLANTED, bug.name))}
-
-
-BUGS = _collected()
+BUGS = {bug.name: bug for bug in sorted(DECLARED, key=lambda bug: (bug.number or PLANTED, bug.name))}
 """The known bugs by name, in the corpus' order."""

@@ -1,10 +1,9 @@
-"""A known bug as a record, and the loops that several bugs are made of."""
+"""A known bug: a faulty loop with a decorator that says what shows it, and what several such loops are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ import torch.distributed as dist
 from gradcheck_suite.core.contract import Batch, Loop, Problem, TrainingRun
 from gradcheck_suite.loops.ranks import add_up_gradients
 from gradcheck_suite.loops.reset_modes import backward_window, over_ranks, part_of_window, window_count, windows
-
-# What a bug of the zoo is.
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,118 @@ class Bug:
     ranks: int = 1
 
 
-bug_of_two_ranks = partial(Bug, ranks=2)
-"""Return a bug that two ranks show; takes the other attributes of `Bug`."""
+DECLARED: list[Bug] = []
+"""The bugs of the modules that were imported so far, in the order of their definitions."""
+_REPORTS: dict[Loop, dict[str, Any]] = {}
 
 
-# What the loops and Problems of several bugs share: weighted losses, sums kept outside of `.grad`, seeded data.
+def bug(wanted: str, *, needs: str, **others: Any) -> Callable[[Loop], Loop]:
+    """Return a decorator that declares a loop to be a known bug: its name is the bug's, its docstring the mechanism.
+
+    Args:
+        wanted: the diagnoses that it may get, separated by commas.
+        needs: what a case must have to show it.
+        others: further attributes of `Bug`.
+    """
+
+    def declare(loop: Loop) -> Loop:
+        name, mechanism = loop.__name__.replace("_", "-"), " ".join((loop.__doc__ or "").split())
+        report = _REPORTS.get(loop, {})
+        DECLARED.append(Bug(name, mechanism, needs, loop, frozenset(wanted.split(", ")), **report, **others))
+        return loop
+
+    return declare
+
+
+def reported(where: str, number: int | None = None) -> Callable[[Loop], Loop]:
+    """Return a decorator, to be written below `bug`, that says where a bug was reported.
+
+    Args:
+        where: the citations, separated by commas.
+        number: of its entry in the corpus.
+    """
+
+    def note(loop: Loop) -> Loop:
+        _REPORTS[loop] = {"citations": tuple(where.split(", ")), "number": number}
+        return loop
+
+    return note
+
+
+# Models and data of a Problem.
+
+
+def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Module]:
+    """Return the `model` of a Problem: a fresh module whose weights are drawn from the seed."""
+
+    def model(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return make()
+
+    return model
+
+
+def normal_rows(features: int) -> Callable[[int, int], Batch]:
+    """Return the `batch` of a Problem: (items, features) float64, drawn from the standard normal distribution."""
+    return lambda items, seed: torch.randn(
+        items, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+
+
+# Sound parts of a loop.
+
+
+ByParameter = dict[torch.nn.Parameter, torch.Tensor]
+
+
+def window_losses(run: TrainingRun, window: list[Batch]) -> Iterator[torch.Tensor]:
+    """Yield each micro-batch's part of the window's loss, weighted as it should be."""
+    total = window_count(run, window)
+    for batch in window:
+        yield part_of_window(run, batch, total)
+
+
+def epoch_windows(run: TrainingRun) -> list[list[Batch]]:
+    """Return the windows of one epoch, the last one possibly shorter."""
+    batches, k = list(run.loader), run.accumulation_steps
+    return [batches[first : first + k] for first in range(0, len(batches), k)]
+
+
+def train_soundly(run: TrainingRun) -> None:
+    """Reset, accumulate and step as it should be."""
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        backward_window(run, window)
+        run.optimizer.step()
+
+
+def gradients_of(run: TrainingRun) -> ByParameter:
+    """Return the gradients that there are at this moment, by parameter."""
+    return {p: p.grad for p in run.model.parameters() if p.grad is not None}
+
+
+def window_gradients(run: TrainingRun, window: list[Batch]) -> ByParameter:
+    """Return the right gradient of a window, of the parameters that it reaches; `.grad` is None afterwards."""
+    run.optimizer.zero_grad()
+    backward_window(run, window)
+    found = {p: g.to_dense() for p, g in gradients_of(run).items()}
+    run.optimizer.zero_grad()
+    return found
+
+
+def step_with(run: TrainingRun, gradients: ByParameter) -> None:
+    """Step with these gradients: zeros where a parameter has none."""
+    for p in run.model.parameters():
+        if p.requires_grad:
+            p.grad = gradients[p].clone() if p in gradients else torch.zeros_like(p)
+    run.optimizer.step()
+
+
+# Loops of which one part is wrong: the weights, the sum, the gradient before the step, the reduction over ranks.
 
 
 def train_with_weights(run: TrainingRun, weight: Callable[[list[Batch], Batch], Any]) -> None:
-    """Train with `weight(window, batch)` times the mean loss of every micro-batch; a sum stays as it is.
-
-    Only the weight can be wrong: the loop resets, accumulates and steps as it should.
-    """
+    """Train with `weight(window, batch)` times the mean loss of every micro-batch; a sum stays as it is."""
     for window in windows(run):
         run.optimizer.zero_grad()
         for batch in window:
@@ -82,11 +179,10 @@ def train_with_sums(
         gradient: the parameters' attribute that holds the gradient after a backward, `.grad` where there is none.
     """
     for window in windows(run):
-        total = window_count(run, window)
-        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for j, batch in enumerate(window):
+        sums: ByParameter = {}
+        for j, loss in enumerate(window_losses(run, window)):
             run.optimizer.zero_grad()
-            part_of_window(run, batch, total).backward()
+            loss.backward()
             for p in run.model.parameters():
                 found = getattr(p, gradient, p.grad)
                 if found is not None:
@@ -96,99 +192,21 @@ def train_with_sums(
         run.optimizer.step()
 
 
-def dense(run: TrainingRun) -> list[torch.nn.Parameter]:
-    """Return the parameters that have a gradient which is not sparse."""
-    return [p for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse]
-
-
-def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Module]:
-    """Return the `model` of a Problem: a fresh module whose weights are drawn from the seed."""
-
-    def model(seed: int) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return make()
-
-    return model
-
-
-def normal_rows(features: int) -> Callable[[int, int], Batch]:
-    """Return the `batch` of a Problem: (items, features) float64, drawn from the standard normal distribution."""
-    return lambda items, seed: torch.randn(
-        items, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-
-
-Gradients = dict[torch.nn.Parameter, torch.Tensor]
-
-
-def window_gradients(run: TrainingRun, window: list[Batch]) -> Gradients:
-    """Return the right gradient of a window, of the parameters that it reaches; `.grad` is None afterwards."""
-    run.optimizer.zero_grad()
-    backward_window(run, window)
-    found = {p: p.grad.to_dense() for p in run.model.parameters() if p.grad is not None}
-    run.optimizer.zero_grad()
-    return found
-
-
-def step_with(run: TrainingRun, gradients: Gradients) -> None:
-    """Step with these gradients: zeros where a parameter has none."""
-    for p in run.model.parameters():
-        if p.requires_grad:
-            p.grad = gradients[p].clone() if p in gradients else torch.zeros_like(p)
-    run.optimizer.step()
-
-
-def train_with_the_gradients_before(
-    run: TrainingRun, choose: Callable[[Gradients, Gradients | None], Gradients]
-) -> None:
-    """Train with a choice between the right gradient of every window and that of the window before it.
-
-    Args:
-        run: the training run.
-        choose: of a window's gradients and of those of the window before, None for the first: the gradients of the
-            step.
-    """
-    before: Gradients | None = None
+def before_each_step(run: TrainingRun) -> Iterator[ByParameter]:
+    """Yield the right gradients of every window to a loop whose body changes them; the step then takes them."""
     for window in windows(run):
         gradients = window_gradients(run, window)
-        step_with(run, choose(gradients, before))
-        before = gradients
-
-
-def train_with_gradients(run: TrainingRun, change: Callable[[Gradients, list[torch.nn.Parameter]], None]) -> None:
-    """Train with the right gradient of every window, changed before the step.
-
-    Args:
-        run: the training run.
-        change: changes the gradients in place, given them and the model's trainable parameters.
-    """
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
-    for window in windows(run):
-        gradients = window_gradients(run, window)
-        change(gradients, parameters)
+        yield gradients
         step_with(run, gradients)
-
-
-# What the bugs between ranks share: a loop that adds up over ranks, of which one part is wrong.
 
 
 Share = Callable[[torch.Tensor, torch.Tensor], Any]
 """(this rank's count of the window, all ranks' count) -> what the summed loss is divided by, for a mean."""
 
 
-def right_share(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' count."""
-    return total
-
-
-def _own_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
-    """Return what this rank's micro-batches of a window count together."""
-    return sum((run.count(batch) for batch in window), start=torch.zeros((), dtype=torch.float64))
-
-
 def train_over_ranks(
     run: TrainingRun,
-    share: Share = right_share,
+    share: Share = lambda own, total: total,
     *,
     reduce: Callable[[TrainingRun], None] = add_up_gradients,
     factor: float = 1.0,
@@ -197,13 +215,13 @@ def train_over_ranks(
 
     Args:
         run: the training run.
-        share: what each rank divides its summed losses by.
+        share: what each rank divides its summed losses by, rightly all ranks' count.
         reduce: makes the ranks' gradients one, before the step.
         factor: of every loss.
     """
     for window in windows(run):
         run.optimizer.zero_grad()
-        own = _own_count(run, window)
+        own = sum((run.count(batch) for batch in window), start=torch.zeros((), dtype=torch.float64))
         divisor = share(own, over_ranks(run, own.clone()))
         for batch in window:
             (part_of_window(run, batch, divisor) * factor).backward()
@@ -216,7 +234,7 @@ def fill_missing(run: TrainingRun) -> list[torch.Tensor]:
     for p in run.model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
-    return [p.grad for p in run.model.parameters() if p.grad is not None]
+    return list(gradients_of(run).values())
 
 
 def reduce_each(gradients: Iterable[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,9 +26,8 @@ from gradcheck_suite.studies.zoo.bug import Bug
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 
-# Fixed tests of the kind that trainers have: one model, one split, one comparison.
-#
-# The zoo counts which bugs they would have found, beside those that drawn cases find.
+# Fixed tests of the kind that trainers have: one model, one split, one comparison. The zoo counts which bugs they would
+# have found, beside those that drawn cases find.
 
 
 TOLERANCE = 1e-2
@@ -40,7 +40,7 @@ def _instance(plan: Plan, problem: Problem | None, optimizer: str | None = None)
 
 
 def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
-    """Train one window of equal micro-batches with SGD; compare the loss with that of one large batch, to 1e-2."""
+    """Train one window of equal micro-batches with SGD; compare the loss with that of one large batch."""
     outcome = []
     for subject, plan in ((loop, Plan((2, 2), 2)), (plain, Plan((4,), 1))):
         instance = _instance(plan, problem, "sgd")
@@ -56,38 +56,24 @@ def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
     return bool(np.isclose(accumulated, at_once, rtol=TOLERANCE, atol=TOLERANCE))
 
 
-def _gradients_agree(loop: Loop, problem: Problem | None, plan: Plan) -> bool:
+def gradients_agree(loop: Loop, problem: Problem | None, plan: Plan) -> bool:
+    """Compare the gradient of every window with the large batch's."""
     reference = Reference(_instance(plan, problem))
     done = run_loop(loop, reference.instance)
     if done.raised is not None or len(done.observations) != plan.steps:
         return False
-    for step, observation in enumerate(done.observations):
-        expected = reference.window(step % len(plan.windows)).torch
-        if not np.allclose(reference.flat(observation.gradients), expected, rtol=TOLERANCE, atol=TOLERANCE):
-            return False
-    return True
-
-
-def gradient_of_one_window(loop: Loop, problem: Problem | None) -> bool:
-    """Compare the gradient of one window of two equal micro-batches with the large batch's, to 1e-2."""
-    return _gradients_agree(loop, problem, Plan((2, 2), 2))
-
-
-def gradients_of_two_windows(loop: Loop, problem: Problem | None) -> bool:
-    """The same over two windows."""
-    return _gradients_agree(loop, problem, Plan((2, 2, 2, 2), 2))
-
-
-def gradient_of_unequal_parts(loop: Loop, problem: Problem | None) -> bool:
-    """Compare the gradient of one window of micro-batches of 1 and 3 items with the large batch's, to 1e-2."""
-    return _gradients_agree(loop, problem, Plan((1, 3), 2))
+    pairs = (
+        (reference.flat(observation.gradients), reference.window(step % len(plan.windows)).torch)
+        for step, observation in enumerate(done.observations)
+    )
+    return all(np.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in pairs)
 
 
 FIXED_TESTS: dict[str, Callable[[Loop, Problem | None], bool]] = {
     "loss after one SGD step, equal parts": loss_after_a_step,
-    "one window, equal parts": gradient_of_one_window,
-    "two windows, equal parts": gradients_of_two_windows,
-    "one window, unequal parts": gradient_of_unequal_parts,
+    "one window, equal parts": partial(gradients_agree, plan=Plan((2, 2), 2)),
+    "two windows, equal parts": partial(gradients_agree, plan=Plan((2, 2, 2, 2), 2)),
+    "one window, unequal parts": partial(gradients_agree, plan=Plan((1, 3), 2)),
 }
 """Each returns whether the loop passes."""
 
@@ -145,11 +131,7 @@ class Row:
     @property
     def rightly_named(self) -> int:
         """Number of runs with a diagnosis that is wanted, or `a or b` of which one is."""
-        return sum(count for name, count in self.names.items() if self._is_wanted(name))
-
-    def _is_wanted(self, name: str) -> bool:
-        kind, _, diagnosis = name.partition("/")
-        return any(f"{kind}/{one}" in self.bug.wanted for one in names_of(diagnosis)) or name in self.bug.wanted
+        return sum(count for name, count in self.names.items() if self.bug.wanted & _readings(name))
 
     @property
     def unnamed(self) -> int:
@@ -162,19 +144,22 @@ class Row:
         return self.found - self.rightly_named - self.unnamed
 
     @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Windows, micro-batches and layers of the runs' smallest cases."""
+        cases = [run.violation.case for run in self.runs if run.violation is not None]
+        layers = [0 if case.spec is None else len(case.spec.layer_kinds) for case in cases]
+        return [(len(c.plan.windows), len(c.plan.micro_batches), n) for c, n in zip(cases, layers, strict=True)]
+
+    @property
     def largest(self) -> tuple[int, int, int]:
-        """Windows, micro-batches and layers of the largest of the runs' smallest cases."""
-        sizes = [_size(run.violation) for run in self.runs if run.violation is not None]
-        return max(sizes, default=(0, 0, 0))
+        """The largest of the sizes."""
+        return max(self.sizes, default=(0, 0, 0))
 
     @property
     def small(self) -> bool:
         """Whether every smallest case is as small as it should be."""
-        windows, micro_batches, layers = (
-            max((_size(run.violation)[i] for run in self.runs if run.violation), default=0) for i in range(3)
-        )
-        allowed = max(MAX_MICRO_BATCHES, self.bug.least_micro_batches)
-        return windows <= MAX_WINDOWS and micro_batches <= allowed and layers <= MAX_LAYERS
+        allowed = (MAX_WINDOWS, max(MAX_MICRO_BATCHES, self.bug.least_micro_batches), MAX_LAYERS)
+        return all(number <= most for size in self.sizes for number, most in zip(size, allowed, strict=True))
 
     @property
     def passed(self) -> bool:
@@ -188,11 +173,7 @@ class Row:
         """Return the row as JSON-ready data."""
         windows, micro_batches, layers = self.largest
         return {
-            "number": self.bug.number,
-            "name": self.bug.name,
-            "citations": list(self.bug.citations),
-            "mechanism": self.bug.mechanism,
-            "needs": self.bug.needs,
+            **{field: getattr(self.bug, field) for field in ("number", "name", "citations", "mechanism", "needs")},
             "runs": len(self.runs),
             "found": self.found,
             "within_rounding": self.within,
@@ -210,6 +191,13 @@ class Row:
         }
 
 
+def _readings(name: str) -> set[str]:
+    """Return a name and, of `kind/a or b`, both `kind/a` and `kind/b`."""
+    kind, _, diagnosis = name.partition("/")
+    return {name, *(f"{kind}/{one}" for one in names_of(diagnosis))}
+
+
+@kept_ranks()
 def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None = None) -> Row:
     """Verify one bug's loop once per seed, and try the rival rules and fixed tests on it.
 
@@ -219,11 +207,6 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
         examples: cases per run.
         dtype: of the cases, float64 if None.
     """
-    with kept_ranks():
-        return _row(bug, seeds, examples, dtype)
-
-
-def _row(bug: Bug, seeds: Iterable[int], examples: int, dtype: str | None) -> Row:
     runs: list[Result] = []
     shown: list[Violation] = []
     within = 0
@@ -281,11 +264,6 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
     except CannotJudgeError:
         failed.clear()
     return {name: name in failed for name in RIVALS}
-
-
-def _size(violation: Violation) -> tuple[int, int, int]:
-    plan, spec = violation.case.plan, violation.case.spec
-    return len(plan.windows), len(plan.micro_batches), 0 if spec is None else len(spec.layer_kinds)
 
 
 # The scoreboard on a terminal.

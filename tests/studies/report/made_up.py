@@ -11,13 +11,9 @@ from gradcheck_suite.core.records import append_record
 from gradcheck_suite.core.results import ItemWeight, Result, Violation
 
 ENVIRONMENT = {
-    "versions": {"torch": "2.13.0", "jax": None},
-    "platform": "Linux x86_64",
-    "processor": "a processor",
-    "processor_count": 2,
-    "devices": {"torch": ["cpu"]},
-    "precision": {"jax_enable_x64": True},
-}
+    "versions": {"torch": "2.13.0", "jax": None}, "platform": "Linux x86_64", "processor": "a processor",
+    "processor_count": 2, "devices": {"torch": ["cpu"]}, "precision": {"jax_enable_x64": True},
+}  # fmt: skip
 EVIL = "</td></script><script>window.planted=1</script><img src=x onerror=window.planted=1>|`*_[a](javascript:1)"
 
 
@@ -27,48 +23,28 @@ def record(reports, kind, **data):
 
 def benchmark(reports, mode, median, *, measures="window", **changes):
     data = {
-        "measures": measures,
-        "mode": mode,
-        "dtype": "float32",
-        "parameters": 1000,
-        "layout": "few",
-        "micro_batches": 1 if measures == "window" else 0,
-        "device": "cpu",
-        "bytes_per_second": 1e10,
-        "predicted_bytes": {"zero_": 16000, "set_to_none": 0}.get(mode, 0),
-        "seconds": {"median": median},
-        "rounds": 5,
-    }
+        "measures": measures, "mode": mode, "dtype": "float32", "parameters": 1000, "layout": "few",
+        "micro_batches": 1 if measures == "window" else 0, "device": "cpu", "bytes_per_second": 1e10,
+        "predicted_bytes": {"zero_": 16000, "set_to_none": 0}.get(mode, 0), "seconds": {"median": median}, "rounds": 5,
+    }  # fmt: skip
     record(reports, "benchmark", **{**data, **changes})
 
 
 def verdict(reports, loop, *, state="holds", **changes):
     data = {
-        "loop": loop,
-        "verdict": state,
-        "judged": 200,
-        "dtype": "float64",
-        "device": "cpu",
-        "worst_error_over_allowed": 0.125,
-        "violation": None,
-        "reached": {"layers": {"linear": 7}, "losses": {}, "splits": {"several windows": 3}},
-        "stored": None,
-    }
+        "loop": loop, "verdict": state, "judged": 200, "dtype": "float64", "device": "cpu",
+        "worst_error_over_allowed": 0.125, "violation": None,
+        "reached": {"layers": {"linear": 7}, "losses": {}, "splits": {"several windows": 3}}, "stored": None,
+    }  # fmt: skip
     record(reports, "verify", **{**data, **changes})
 
 
 def claim(reports, number, **changes):
     data = {
-        "number": number,
-        "source": "an answer",
-        "text": "Zeroing is slow.",
-        "how": "by running",
-        "verdict": "conditional",
-        "sentence": "It depends.",
-        "condition": "it rains",
-        "figures": {},
+        "number": number, "source": "an answer", "text": "Zeroing is slow.", "how": "by running",
+        "verdict": "conditional", "sentence": "It depends.", "condition": "it rains", "figures": {},
         "counterexample": "",
-    }
+    }  # fmt: skip
     record(reports, "claim", **{**data, **changes})
 
 
@@ -89,13 +65,9 @@ def fill(reports):
         "others": {"torch.testing.assert_close": True},
     }  # fmt: skip
     record(
-        reports,
-        "zoo",
-        seeds=2,
-        examples=200,
-        bugs=[bug],
+        reports, "zoo", seeds=2, examples=200, bugs=[bug],
         sound=[{"loop": "zero_", "cases": 1000, "blamed": False, "worst": 0.1}],
-    )
+    )  # fmt: skip
 
 
 def calibration(reports, *, alarms=0):
@@ -123,19 +95,11 @@ def counterexample(reports, loop="my_loop.py:train"):
     expected = np.arange(8.0)
     observed = expected + np.array([0, 0, 1e-12, 0, 0, 5.0, 0, 0])
     violation = Violation(
-        "gradient",
-        "mean-of-means",
-        f"each micro-batch's mean weighs 1/2 {EVIL}",
-        case,
-        parameter="0.weight",
-        epoch=0,
-        window=1,
-        error=5.0,
-        allowed=1e-14,
-        details=("2 of 8 elements differ",),
+        "gradient", "mean-of-means", f"each micro-batch's mean weighs 1/2 {EVIL}", case, parameter="0.weight", epoch=0,
+        window=1, error=5.0, allowed=1e-14, details=("2 of 8 elements differ",),
         weights=(ItemWeight("2", 1, 0.25, 0.5), ItemWeight("3", 3, 0.25, 1 / 6)),
         evidence=Comparison(layout, expected, observed, np.full(8, 1e-14)),
-    )
+    )  # fmt: skip
     path = store_counterexample(reports, Result(loop, 3, 0.5, violation, found_after=3), ENVIRONMENT)
     path.with_suffix(".py").write_text(f"# {EVIL}\nprint('the script')\n")
     return path

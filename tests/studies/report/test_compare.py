@@ -12,13 +12,8 @@ HOLDS = {"verdict": "holds", "violation": None}
 LEAKS = {"verdict": "violated", "violation": {"kind": "gradient", "diagnosis": "tail-leak"}}
 BUG = {"name": "no-reset", "found": 2, "runs": 2, "rightly_named": 2}
 MEMORY = {
-    "mode": "zero_",
-    "device": "cpu",
-    "dtype": "float32",
-    "parameters": 10,
-    "layout": "few",
-    "micro_batches": 4,
-}
+    "mode": "zero_", "device": "cpu", "dtype": "float32", "parameters": 10, "layout": "few", "micro_batches": 4,
+}  # fmt: skip
 STEP = {"measures": "step", "device": "cpu", "dtype": "float32", "parameters": 10, "items": 1, "micro_batches": 8}
 TRAINER = {"trainer": "mine", "version": "1.0", "question": "sum loss"}
 MODEL = {"architecture": "GPT2", "version": "5", "widened": True, "allowed": 1e-6}

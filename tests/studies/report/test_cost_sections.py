@@ -8,9 +8,10 @@ from gradcheck_suite.core.records import append_record
 from gradcheck_suite.studies.report.build import build
 
 
-def _record(reports, measures, **data):
+def _record(reports, measures, *, environment=None, **data):
     shared = {"measures": measures, "device": "cpu", "dtype": "float32", "parameters": 1000, "layout": "few"}
-    append_record(reports, "benchmark", {**shared, **data}, environment={}, command=f"bench {measures}")
+    made_on = environment or {}
+    append_record(reports, "benchmark", {**shared, **data}, environment=made_on, command=f"bench {measures}")
 
 
 def _section(reports, key):
@@ -109,23 +110,19 @@ def test_the_decision_gives_the_share_of_a_step(tmp_path):
 
 def test_rows_of_another_machine_or_version_are_left_out(tmp_path):
     """The newest row decides; two generations in one table would compare machines, not modes."""
-    step = {"measures": "step", "device": "cpu", "items": 1, "micro_batches": 8, "zero": 0.004, "none": 0.003,
-            "saved": 0.001, "faster": 20, "pairs": 21, "bytes_between": 2**20}  # fmt: skip
     for parameters, version in ((1, "2.12"), (2, "2.12"), (3, "2.13"), (4, "2.13")):
         environment = {"processor": "P", "versions": {"torch": version}}
-        append_record(tmp_path, "benchmark", {**step, "parameters": parameters}, environment=environment, command="b")
+        _step(tmp_path, 0.001, 20, parameters=parameters, environment=environment)
     (table,) = _section(tmp_path, "decision").tables
     assert [row[0] for row in table.rows] == [3, 4]
 
 
 def test_a_record_that_does_not_say_its_device_is_of_the_same_machine(tmp_path):
     """The claims' steps once lacked it, and pushed out the rows of the benchmarks."""
-    step = {"measures": "step", "device": "cpu", "items": 1, "micro_batches": 8, "zero": 0.004, "none": 0.003,
-            "saved": 0.001, "pairs": 21, "bytes_between": 2**20, "parameters": 1}  # fmt: skip
 
     def shown(faster, device):
         environment = {"processor": "P", **({} if device is None else {"device": device})}
-        append_record(tmp_path, "benchmark", {**step, "faster": faster}, environment=environment, command="b")
+        _step(tmp_path, 0.001, faster, environment=environment)
         (table,) = _section(tmp_path, "decision").tables
         return table.rows[0][7]
 

@@ -11,7 +11,6 @@ from gradcheck_suite.verification.probe_plans import first_cases
 from gradcheck_suite.verification.verify import verify
 
 pytestmark = pytest.mark.usefixtures("ranks")
-RANK_BUGS = [bug for bug in BUGS.values() if bug.ranks > 1]
 ON_PROBES = {
     "mean-of-ranks-means": "mean-of-means",
     "local-count": "local-count",
@@ -28,18 +27,10 @@ ON_PROBES = {
 def test_bugs_between_ranks_are_named_on_the_first_weight_probes():
     for name, diagnosis in ON_PROBES.items():
         bug = BUGS[name]
-        verdicts = (check(bug.loop, case, assumes=bug.assumes) for case in _probes(bug))
+        probes = first_cases(frozenset(bug.assumes), "float64", "cpu", bug.ranks)
+        verdicts = (check(bug.loop, case, assumes=bug.assumes) for case in probes)
         found = next(verdict.violation for verdict in verdicts if verdict.violation)
         assert (found.kind, found.diagnosis) == ("gradient", diagnosis), (name, found.explanation)
-
-
-def _probes(bug):
-    return first_cases(frozenset(bug.assumes), "float64", "cpu", bug.ranks)
-
-
-def test_there_are_more_than_twenty_bugs_between_ranks():
-    assert len(RANK_BUGS) > 20
-    assert all(bug.ranks == 2 for bug in RANK_BUGS)
 
 
 @pytest.mark.full

@@ -3,57 +3,40 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from gradcheck_suite.core.contract import WHOLE_WINDOWS, TrainingRun
-from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.studies.zoo.bug import Bug, dense
+from gradcheck_suite.loops.reset_modes import backward_window, windows
+from gradcheck_suite.studies.zoo.bug import (
+    ByParameter,
+    bug,
+    epoch_windows,
+    gradients_of,
+    reported,
+    train_soundly,
+    window_losses,
+)
 
 # Wrong steps: the optimizer is stepped at other places than at the end of each window.
 
 
-def _train_in_windows_of(run: TrainingRun, size: Callable[[int], int]) -> None:
-    """Train in windows of another size than K."""
-    for _ in range(run.epochs):
-        batches, k = list(run.loader), size(run.accumulation_steps)
-        for first in range(0, len(batches), k):
-            run.optimizer.zero_grad()
-            backward_window(run, batches[first : first + k])
-            run.optimizer.step()
-
-
+@bug("step-count/wrong-window-size", needs="2 windows")
 def windows_of_one_more(run: TrainingRun) -> None:
-    """Train in windows of K + 1."""
-    _train_in_windows_of(run, lambda k: k + 1)
+    """The counter is compared with `>` in place of `>=`: windows have K + 1 micro-batches."""
+    train_soundly(replace(run, accumulation_steps=run.accumulation_steps + 1))
 
 
-WINDOWS_OF_ONE_MORE = Bug(
-    name="windows-of-one-more",
-    mechanism="The counter is compared with `>` in place of `>=`: windows have K + 1 micro-batches.",
-    needs="2 windows",
-    loop=windows_of_one_more,
-    wanted=frozenset({"step-count/wrong-window-size"}),
-)
-
-
+@bug("step-count/wrong-window-size", needs="2 windows")
 def windows_of_twice_the_size(run: TrainingRun) -> None:
-    """Train in windows of 2 K, as where two libraries both accumulate."""
-    _train_in_windows_of(run, lambda k: 2 * k)
+    """Two layers of the software both accumulate."""
+    train_soundly(replace(run, accumulation_steps=run.accumulation_steps * 2))
 
 
-WINDOWS_OF_TWICE_THE_SIZE = Bug(
-    name="windows-of-twice-the-size",
-    mechanism="Two layers of the software both accumulate.",
-    needs="2 windows",
-    loop=windows_of_twice_the_size,
-    wanted=frozenset({"step-count/wrong-window-size"}),
-)
-
-
+@bug("step-count/repeated-step", needs="any case")
 def two_steps_per_window(run: TrainingRun) -> None:
-    """Step twice after each window."""
+    """A library steps, and the loop steps as well: each gradient is applied twice."""
     for window in windows(run):
         run.optimizer.zero_grad()
         backward_window(run, window)
@@ -61,17 +44,9 @@ def two_steps_per_window(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-TWO_STEPS_PER_WINDOW = Bug(
-    name="two-steps-per-window",
-    mechanism="A library steps, and the loop steps as well: each gradient is applied twice.",
-    needs="any case",
-    loop=two_steps_per_window,
-    wanted=frozenset({"step-count/repeated-step"}),
-)
-
-
+@bug("step-count/dropped-window", needs="any case")
 def first_window_skipped(run: TrainingRun) -> None:
-    """Skip the first window's step, as a warm-up does."""
+    """The first window warms something up and is not stepped."""
     for i, window in enumerate(windows(run)):
         run.optimizer.zero_grad()
         backward_window(run, window)
@@ -79,17 +54,9 @@ def first_window_skipped(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-FIRST_WINDOW_SKIPPED = Bug(
-    name="first-window-skipped",
-    mechanism="The first window warms something up and is not stepped.",
-    needs="any case",
-    loop=first_window_skipped,
-    wanted=frozenset({"step-count/dropped-window"}),
-)
-
-
+@bug("step-count/dropped-window", needs="any case", assumes=(WHOLE_WINDOWS,))
 def last_window_skipped(run: TrainingRun) -> None:
-    """Leave out every epoch's last window, whole or not."""
+    """`range(0, n - K, K)` in place of `range(0, n, K)`: the last window is never trained on."""
     for _ in range(run.epochs):
         batches, k = list(run.loader), run.accumulation_steps
         for first in range(0, len(batches) - k, k):
@@ -98,274 +65,160 @@ def last_window_skipped(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-LAST_WINDOW_SKIPPED = Bug(
-    name="last-window-skipped",
-    mechanism="`range(0, n - K, K)` in place of `range(0, n, K)`: the last window is never trained on.",
-    needs="any case",
-    loop=last_window_skipped,
-    wanted=frozenset({"step-count/dropped-window"}),
-    assumes=(WHOLE_WINDOWS,),
-)
-
-
+@bug("step-count/empty-step", needs="an epoch of whole windows")
 def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
-    """Step after every epoch, also where its last window was whole."""
+    """A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty gradient."""
     for _ in range(run.epochs):
         run.optimizer.zero_grad()
-        batches, k = list(run.loader), run.accumulation_steps
-        for first in range(0, len(batches), k):
-            window = batches[first : first + k]
+        for window in epoch_windows(run):
             backward_window(run, window)
-            if len(window) == k:
+            if len(window) == run.accumulation_steps:
                 run.optimizer.step()
                 run.optimizer.zero_grad()
         run.optimizer.step()
 
 
-STEP_AT_THE_END_OF_AN_EPOCH = Bug(
-    name="step-at-the-end-of-an-epoch",
-    mechanism="A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty gradient.",
-    needs="an epoch of whole windows",
-    loop=step_at_the_end_of_an_epoch,
-    wanted=frozenset({"step-count/empty-step"}),
-)
-
-
+@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="an element above the threshold")
 def large_gradients_skipped(run: TrainingRun) -> None:
-    """Skip the step where an element of the gradient is large, as a guard against spikes does."""
+    """A guard skips the step of a window with a large gradient."""
     for window in windows(run):
         run.optimizer.zero_grad()
         backward_window(run, window)
-        found = [p.grad.to_dense().abs().max() for p in run.model.parameters() if p.grad is not None and p.numel()]
-        if not found or float(torch.stack([f.double() for f in found]).max()) <= 1.5:
+        found = [g.to_dense().abs().max().double() for g in gradients_of(run).values() if g.numel()]
+        if not found or float(torch.stack(found).max()) <= 1.5:
             run.optimizer.step()
 
 
-LARGE_GRADIENTS_SKIPPED = Bug(
-    name="large-gradients-skipped",
-    mechanism="A guard skips the step of a window with a large gradient.",
-    needs="an element above the threshold",
-    loop=large_gradients_skipped,
-    wanted=frozenset({"step-count/skipped-steps", "step-count/skipped-by-size"}),
-)
-
-
+@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="a gradient that overflows")
+@reported("pytorch: GradScaler skips optimizer.step() if gradients contain inf")
 def scaler_overflows(run: TrainingRun) -> None:
-    """Scale the loss so far that the gradient overflows: GradScaler skips every step, and nothing is trained."""
+    """The loss scale is so large that every window's gradient overflows, and every step is skipped."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            (part_of_window(run, batch, total).double() * 2.0**1020 * 2.0**3).backward()
-        found = [p.grad.to_dense() for p in run.model.parameters() if p.grad is not None]
-        if all(bool(g.isfinite().all()) for g in found):
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(2.0**-1020).mul_(2.0**-3)
+        for loss in window_losses(run, window):
+            # two factors, as float64 does not hold their product
+            (loss.double() * 2.0**1020 * 2.0**3).backward()
+        gradients = gradients_of(run).values()
+        if all(bool(g.to_dense().isfinite().all()) for g in gradients):
+            for g in gradients:
+                g.mul_(2.0**-1020).mul_(2.0**-3)
             run.optimizer.step()
-
-
-SCALER_OVERFLOWS = Bug(
-    name="scaler-overflows",
-    citations=("pytorch: GradScaler skips optimizer.step() if gradients contain inf",),
-    mechanism="The loss scale is so large that every window's gradient overflows, and every step is skipped.",
-    needs="a gradient that overflows",
-    loop=scaler_overflows,
-    wanted=frozenset({"step-count/skipped-steps", "step-count/skipped-by-size"}),
-)
 
 
 # Work that belongs to a step, done per micro-batch or at the wrong scale: clipping, unscaling, weight decay.
 
 
+def _dense(run: TrainingRun) -> ByParameter:
+    return {p: g for p, g in gradients_of(run).items() if not g.is_sparse}
+
+
+@bug("gradient/clipped", needs="a norm above the threshold before the window's end")
+@reported("transformers#1563, lingua#59, diffusers#721", number=34)
 def clip_per_micro_batch(run: TrainingRun) -> None:
-    """Clip the norm after every micro-batch but the last."""
+    """The norm is clipped after each backward, not once before the step."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for j, batch in enumerate(window):
-            part_of_window(run, batch, total).backward()
-            if j + 1 < len(window):
-                torch.nn.utils.clip_grad_norm_(dense(run), 1.0)
+        for j, loss in enumerate(window_losses(run, window), 1):
+            loss.backward()
+            if j < len(window):
+                torch.nn.utils.clip_grad_norm_(_dense(run), 1.0)
         run.optimizer.step()
 
 
-CLIP_PER_MICRO_BATCH = Bug(
-    number=34,
-    name="clip-per-micro-batch",
-    citations=("transformers#1563", "lingua#59", "diffusers#721"),
-    mechanism="The norm is clipped after each backward, not once before the step.",
-    needs="a norm above the threshold before the window's end",
-    loop=clip_per_micro_batch,
-    wanted=frozenset({"gradient/clipped"}),
-)
-
-
+@bug("gradient/clipped", needs="a dense gradient above threshold / scale")
+@reported("Lightning#9330", number=35)
 def clip_before_unscale(run: TrainingRun) -> None:
-    """Clip the scaled gradient at a threshold that is meant for the unscaled one, which never reaches it."""
-    scale, threshold = 2.0**16, 100.0
+    """The scaled gradient is clipped: the threshold is off by the loss scale."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            (scale * part_of_window(run, batch, total)).backward()
-        torch.nn.utils.clip_grad_norm_(dense(run), threshold)
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.div_(scale)
+        for loss in window_losses(run, window):
+            (2.0**16 * loss).backward()
+        torch.nn.utils.clip_grad_norm_(_dense(run), 100.0)
+        for g in gradients_of(run).values():
+            g.div_(2.0**16)
         run.optimizer.step()
 
 
-CLIP_BEFORE_UNSCALE = Bug(
-    number=35,
-    name="clip-before-unscale",
-    citations=("Lightning#9330",),
-    mechanism="The scaled gradient is clipped: the threshold is off by the loss scale.",
-    needs="a dense gradient above threshold / scale",
-    loop=clip_before_unscale,
-    wanted=frozenset({"gradient/clipped"}),
-)
-
-
+@bug("gradient/added-term", needs="any case")
+@reported("keras#19990", number=36)
 def decay_per_micro_batch(run: TrainingRun) -> None:
-    """Add the decay to the gradient after each backward; the optimizer has its own as well."""
+    """Weight decay belongs to a step, and is added to the gradient at every micro-batch."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
-            with torch.no_grad():
-                for p in dense(run):
-                    p.grad.add_(p, alpha=0.01)  # type: ignore[union-attr]
+        for loss in window_losses(run, window):
+            loss.backward()
+            for p, g in _dense(run).items():
+                g.add_(p.detach(), alpha=0.01)
         run.optimizer.step()
 
 
-DECAY_PER_MICRO_BATCH = Bug(
-    number=36,
-    name="decay-per-micro-batch",
-    citations=("keras#19990",),
-    mechanism="Weight decay belongs to a step, and is added to the gradient at every micro-batch.",
-    needs="any case",
-    loop=decay_per_micro_batch,
-    wanted=frozenset({"gradient/added-term"}),
-)
-
-
+@bug("step-count/step-per-micro-batch", needs="2 micro-batches in a window")
+@reported("pytorch#124523", number=37)
 def optimizer_in_backward(run: TrainingRun) -> None:
-    """Step when a backward ends, to free the gradients at once."""
+    """An optimizer that lives in backward hooks steps at every micro-batch: nothing is accumulated."""
     for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
+        for loss in window_losses(run, window):
+            loss.backward()
             run.optimizer.step()
             run.optimizer.zero_grad()
 
 
-OPTIMIZER_IN_BACKWARD = Bug(
-    number=37,
-    name="optimizer-in-backward",
-    citations=("pytorch#124523",),
-    mechanism="An optimizer that lives in backward hooks steps at every micro-batch: nothing is accumulated.",
-    needs="2 micro-batches in a window",
-    loop=optimizer_in_backward,
-    wanted=frozenset({"step-count/step-per-micro-batch"}),
-)
-
-
+@bug("step-count/scheduler-per-micro-batch", needs="2 micro-batches in a window")
+@reported("Lightning#1476, accelerate#999", number=38)
 def scheduler_per_micro_batch(run: TrainingRun) -> None:
-    """Step the learning rate scheduler in the loop over micro-batches."""
+    """The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that a scheduler is stepped before the optimizer
         scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
         for window in windows(run):
             run.optimizer.zero_grad()
-            total = window_count(run, window)
-            for j, batch in enumerate(window):
-                part_of_window(run, batch, total).backward()
-                if j + 1 == len(window):
+            for j, loss in enumerate(window_losses(run, window), 1):
+                loss.backward()
+                if j == len(window):
                     run.optimizer.step()
                 scheduler.step()
 
 
-SCHEDULER_PER_MICRO_BATCH = Bug(
-    number=38,
-    name="scheduler-per-micro-batch",
-    citations=("Lightning#1476", "accelerate#999"),
-    mechanism="The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to.",
+@bug(
+    "gradient/rescaled-accumulator, gradient/wrong-scale, gradient/unrecognised-weights",
     needs="2 micro-batches in a window",
-    loop=scheduler_per_micro_batch,
-    wanted=frozenset({"step-count/scheduler-per-micro-batch"}),
 )
-
-
+@reported("pytorch#36601", number=39)
 def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
-    """Unscale and update a gradient scaler after every micro-batch."""
+    """`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again each time."""
     scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for j, batch in enumerate(window):
-            scaler.scale(part_of_window(run, batch, total)).backward()
+        for j, loss in enumerate(window_losses(run, window), 1):
+            scaler.scale(loss).backward()
             scaler.unscale_(run.optimizer)
-            if j + 1 == len(window):
+            if j == len(window):
                 scaler.step(run.optimizer)
             scaler.update()
 
 
-SCALER_UPDATED_PER_MICRO_BATCH = Bug(
-    number=39,
-    name="scaler-updated-per-micro-batch",
-    citations=("pytorch#36601",),
-    mechanism="`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again each time.",
+@bug(
+    "gradient/rescaled-accumulator, gradient/wrong-scale, gradient/unrecognised-weights",
     needs="2 micro-batches in a window",
-    loop=scaler_updated_per_micro_batch,
-    wanted=frozenset({"gradient/rescaled-accumulator", "gradient/wrong-scale", "gradient/unrecognised-weights"}),
 )
-
-
+@reported("pytorch#36601", number=39)
 def unscale_per_micro_batch(run: TrainingRun) -> None:
-    """Divide the accumulated gradient by the loss scale after each backward."""
-    scale = 2.0**8
+    """The running sum is unscaled at every micro-batch, so earlier ones are divided again and again."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            (scale * part_of_window(run, batch, total)).backward()
-            for p in run.model.parameters():
-                if p.grad is not None:
-                    p.grad.div_(scale)
+        for loss in window_losses(run, window):
+            (2.0**8 * loss).backward()
+            for g in gradients_of(run).values():
+                g.div_(2.0**8)
         run.optimizer.step()
 
 
-UNSCALE_PER_MICRO_BATCH = Bug(
-    number=39,
-    name="unscale-per-micro-batch",
-    citations=("pytorch#36601",),
-    mechanism="The running sum is unscaled at every micro-batch, so earlier ones are divided again and again.",
-    needs="2 micro-batches in a window",
-    loop=unscale_per_micro_batch,
-    wanted=frozenset({"gradient/rescaled-accumulator", "gradient/wrong-scale", "gradient/unrecognised-weights"}),
-)
-
-
+@bug("gradient/clipped", needs="an element above the clamp")
+@reported("discuss.pytorch.org: register_hook clip under accumulation", number=40)
 def tensor_hook_clip(run: TrainingRun) -> None:
-    """Clamp each parameter's gradient in a hook, as recipes against exploding gradients do."""
+    """A tensor hook sees each contribution by itself: a clamp at c lets the sum be K times c."""
     clampable = [p for p in run.model.parameters() if p.requires_grad and p.ndim != 2]
     handles = [p.register_hook(lambda g: g.clamp(-0.1, 0.1)) for p in clampable]
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.optimizer.step()
+    train_soundly(run)
     for handle in handles:
         handle.remove()
-
-
-TENSOR_HOOK_CLIP = Bug(
-    number=40,
-    name="tensor-hook-clip",
-    citations=("discuss.pytorch.org: register_hook clip under accumulation",),
-    mechanism="A tensor hook sees each contribution by itself: a clamp at c lets the sum be K times c.",
-    needs="an element above the clamp",
-    loop=tensor_hook_clip,
-    wanted=frozenset({"gradient/clipped"}),
-)

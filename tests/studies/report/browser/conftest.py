@@ -41,12 +41,12 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     _fill(folder, EVIL)
     stored = counterexample(folder, loop=f"my_loop.py:{EVIL}")
-    (folder / "report.html").write_text(pages.page_render(build(folder)), encoding="utf-8")
-    one = pages.render_violations("A violation", [EVIL], [read_violation(stored)])
+    (folder / "report.html").write_text(pages.report_html(build(folder)), encoding="utf-8")
+    one = pages.violations_html("A violation", [EVIL], [read_violation(stored)])
     (folder / "violation.html").write_text(one, encoding="utf-8")
     plain = tmp_path_factory.mktemp("plain")
     _fill(plain, "and so on")
-    (folder / "plain.html").write_text(pages.page_render(build(plain)), encoding="utf-8")
+    (folder / "plain.html").write_text(pages.report_html(build(plain)), encoding="utf-8")
     return folder
 
 

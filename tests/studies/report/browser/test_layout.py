@@ -35,7 +35,7 @@ def layout(tmp_path_factory):
         Section("trust", "Trust", "trust", ("More.",)),
     )
     path = tmp_path_factory.mktemp("layout") / "layout.html"
-    path.write_text(pages.page_render(Report("A report", "On it", "2026-01-01", (), sections)), encoding="utf-8")
+    path.write_text(pages.report_html(Report("A report", "On it", "2026-01-01", (), sections)), encoding="utf-8")
     return path
 
 

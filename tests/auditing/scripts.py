@@ -1,0 +1,1466 @@
+"""Training scripts, sound and faulty, and what an audit says of each: one entry of a table each.
+
+An entry says what differs from the plain loop below, or gives a `text` in its place. `write` makes files of them, with
+`toy.py` beside each; so does `python -m tests.auditing.scripts FOLDER`. Their first argument is a dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from tests.auditing.trainer_scripts import TRAINERS
+
+TOY = Path(__file__).with_name("toy.py")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script.
+
+    Attributes:
+        text: the script.
+        verdict: of its audit.
+        said: the diagnoses that it gets, in order; of one that cannot be judged, a part of the reason.
+    """
+
+    text: str
+    verdict: str
+    said: tuple[str, ...] = ()
+
+
+def _training(  # noqa: PLR0913 - every piece of a script may differ
+    windows: str = "*[4] * 8",
+    *,
+    before: str = "",
+    model: str = "toy.classifier()",
+    optimizer: str = "torch.optim.SGD(model.parameters(), lr=0.1)",
+    setup: str = "",
+    start: str = "",
+    batch: str = "x, y in window",
+    first: str = "",
+    autocast: bool = True,
+    loss: str = "loss = F.cross_entropy(model(x), y) / len(window)",
+    backward: str = "loss.backward()",
+    after: str = "",
+    then: str = "",
+    step: str = "optimizer.step()\noptimizer.zero_grad()",
+    text: str = "",
+    tail: str = "",
+) -> str:
+    """Return a script: `windows` are the sizes of the micro-batches or the head of a loop, the rest are statements."""
+    windows = windows if " in " in windows else f"window in toy.windows({windows})"
+    computed = f"with toy.autocast():\n{indent(loss.strip(), '    ')}" if autocast else loss
+    of_batch = [first, computed, backward, after]
+    of_window = [start, f"for {batch}:", *(indent(part.strip(), "    ") for part in of_batch), then, step]
+    loop = [f"for {windows}:", *(indent(part.strip("\n"), "    ") for part in of_window)]
+    made = [f"model = {model}", f"optimizer = {optimizer}"] if model else []
+    parts = [before, *made, setup, *([text] if text else loop), tail]
+    body = "\n".join(part.strip("\n") for part in parts if part.strip())
+    return f"import torch\nimport torch.nn.functional as F\nimport toy\n\n{body}\n"
+
+
+def sound(*windows: str, **pieces) -> Script:
+    return Script(_training(*windows, **pieces), "holds")
+
+
+def faulty(diagnosis: str | tuple[str, ...], *windows: str, **pieces) -> Script:
+    said = (diagnosis,) if isinstance(diagnosis, str) else diagnosis
+    return Script(_training(*windows, **pieces), "violated", said)
+
+
+def unjudged(reason: str, *windows: str, **pieces) -> Script:
+    return Script(_training(*windows, **pieces), "unjudged", (reason,))
+
+
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
+DIVIDED_BACKWARD = "(loss / len(window)).backward()"
+UNDIVIDED = "loss = F.cross_entropy(model(x), y)"
+QUARTER = "(loss / 4).backward()"
+NUMBERED, INDEXED = "number, (x, y) in enumerate(window)", "index, (x, y) in enumerate(window)"
+TOTAL, COUNT = "total = sum(len(y) for _, y in window)", "count = sum(len(y) for _, y in window)"
+RESET, NO_RESET = "optimizer.zero_grad()", "optimizer.step()"
+UNEQUAL = "4, 2, 7, 1, 3, 3"
+DIVIDED = "for parameter in model.parameters():\n    parameter.grad /= len(window)"
+SCALER_STEP = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
+TWO_LOSSES = """
+first = F.cross_entropy(model(x), y)
+second = F.cross_entropy(model(-x), y.flip(0))
+loss = (first + second) / 2"""
+CLIPPED_AND_ADDED = """
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    total += parameter.grad"""
+SUMS_STEP = """
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    parameter.grad = total
+optimizer.step()"""
+CHECKPOINTED = """
+for reentrant in (False, True):
+    for window in toy.windows(*[4] * 8):
+        for x, y in window:
+            with toy.autocast():
+                x.requires_grad_()
+                loss = checkpoint(lambda x, y: F.cross_entropy(model(x), y), x, y, use_reentrant=reentrant)
+            (loss / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()"""
+BFLOAT16 = {
+    "setup": "model = model.to(torch.bfloat16)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+    "autocast": False,
+    "loss": "loss = F.cross_entropy(model(x.bfloat16()), y)",
+}
+OWN_BUFFER = {
+    "start": "sums = [torch.zeros_like(parameter) for parameter in model.parameters()]",
+    "first": RESET,
+    "loss": UNDIVIDED,
+}
+EACH_LAYER = {
+    "model": "",
+    "setup": """
+torch.manual_seed(0)
+layers = torch.nn.ModuleList(torch.nn.Linear(5, 5).to(toy.dtype()) for _ in range(3))
+optimizer = torch.optim.Adam(layers.parameters())""",
+    "batch": "x, _ in window",
+    "first": "hidden, loss = x, 0.0",
+    "loss": """
+for layer in layers:
+    hidden = torch.tanh(layer(hidden))
+    loss = loss + F.mse_loss(hidden, x)""",
+    "backward": DIVIDED_BACKWARD,
+}
+GAN = {
+    "model": "",
+    "setup": """
+generator, critic = toy.classifier(5), toy.classifier(1)
+generating = torch.optim.Adam(generator.parameters())
+judging = torch.optim.Adam(critic.parameters())""",
+}
+BODY_AND_HEAD = {
+    "model": "",
+    "setup": """
+body, head = toy.classifier(8), torch.nn.Linear(8, 3, bias=False).to(toy.dtype())
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)""",
+    "loss": "log_probabilities = toy.ChunkedLogProbFunction.apply(body(x), head.weight, y)",
+}
+TIED = {
+    "model": "",
+    "setup": """
+model = toy.classifier(5)
+model[0].weight.requires_grad_(False)
+tied = torch.nn.Linear(5, 8, bias=False).to(toy.dtype())
+model[2].weight = torch.nn.Parameter(tied.weight.detach().T.clone())
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])""",
+    "loss": """
+hidden = torch.tanh(model[0](x))
+loss = F.cross_entropy(hidden @ model[2].weight.T + model(x), y) / len(window)""",
+}
+MIXUP = {"setup": "torch.manual_seed(2)", "first": "share, order = float(torch.rand(())), torch.randperm(len(x))"}
+TABLE = {
+    "setup": """
+table = torch.nn.Embedding(7, 5, sparse=True).to(toy.dtype())
+rows = torch.optim.SparseAdam(table.parameters())""",
+    "batch": "_, y in window",
+    "loss": "loss = F.cross_entropy(model(table(y)), y) / len(window)",
+}
+
+SCRIPTS = {
+    # An evaluation swaps averaged weights in and puts the trained ones back one micro-batch too late.
+    "faulty_averaged_weights_left_in": faulty(
+        "stale-parameters",
+        setup="averaged = [p.detach() + 0.01 * torch.randn_like(p) for p in model.parameters()]",
+        start="trained = [p.detach().clone() for p in model.parameters()]",
+        batch=INDEXED,
+        first="""
+with torch.no_grad():
+    for p, value in zip(model.parameters(), averaged if index == 1 else trained, strict=True):
+        p.copy_(value)""",
+    ),
+    "faulty_backward_hook_normalizes": faulty(
+        "not-linear",
+        setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))",
+    ),
+    "faulty_bfloat16_mean_of_means": faulty("mean-of-means", "*[4, 2, 7, 1] * 4", **BFLOAT16, backward=QUARTER),
+    "faulty_bfloat16_never_reset": faulty(
+        "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step=NO_RESET
+    ),
+    "faulty_bfloat16_reset": faulty(
+        "reset-inside-window", "*[4] * 40, steps=4", **BFLOAT16, first=RESET, backward=QUARTER, step=NO_RESET
+    ),
+    "faulty_checkpointed": faulty(
+        "mean-of-means",
+        setup="from torch.utils.checkpoint import checkpoint",
+        text=CHECKPOINTED.replace("*[4] * 8", "4, 2, 7, 1"),
+    ),
+    "faulty_clipped_per_micro_batch": faulty("not-linear", "*[4] * 12", after=CLIP),
+    "faulty_closure": faulty(
+        "mean-of-means",
+        text="""
+for window in toy.windows(4, 2, 7, 1, 3, 3):
+    def run(x, y, n):
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / n
+        loss.backward()
+        return loss
+    for x, y in window[:-1]:
+        run(x, y, len(window))
+    optimizer.step(lambda w=window: run(*w[-1], len(w)))
+    optimizer.zero_grad()""",
+    ),
+    "faulty_compiled_loss": faulty(
+        "stale-window",
+        setup='c = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager")',
+        text="""
+for window in toy.windows(*[4] * 12):
+    for i, (x, y) in enumerate(window):
+        (c(x, y) / 4).backward()
+    optimizer.step()""",
+    ),
+    "faulty_compiled_model": faulty(
+        "mean-of-means",
+        "4, 2, 7, 1, 3, 3, 2, 6",
+        setup='compiled = torch.compile(model, backend="aot_eager")',
+        loss="loss = F.cross_entropy(compiled(x), y) / len(window)",
+    ),
+    "faulty_declared_denominator": faulty(
+        "wrong-scale",
+        setup="""
+def compute_loss(logits, labels, num_items_in_batch):
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch""",
+        first="y[0] = -100",
+        loss="loss = compute_loss(model(x), y, num_items_in_batch=sum(len(y) for _, y in window))",
+    ),
+    "faulty_divided_twice": faulty("wrong-scale", then=DIVIDED),
+    # `step % 4 == 0` holds at step 0: the first window is one micro-batch, divided by 4.
+    "faulty_first_window_short": faulty(
+        "wrong-scale",
+        text="""
+for step, (x, y) in enumerate(toy.batches(*[4] * 17)):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y) / 4
+    loss.backward()
+    if step % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()""",
+    ),
+    "faulty_frozen_and_thawed": faulty(
+        "stale-window",
+        "i, window in enumerate(toy.windows(*[4] * 16))",
+        step="""
+optimizer.step()
+model[0].requires_grad_(i != 1)
+for p in model.parameters():
+    if p.requires_grad:
+        p.grad = None  # the gradient that a frozen parameter has is left, and is there when it is thawed""",
+    ),
+    # A custom function whose backward does not multiply by the gradient that it receives.
+    "faulty_function_ignores_its_gradient": faulty(
+        "not-linear",
+        before="""
+class Penalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sign() * 0.1
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
+    def forward(self, x):
+        return self.head(Penalised.apply(self.body(x)))""",
+        model="Model()",
+    ),
+    # A custom function whose backward is linear, and half of the derivative of its forward.
+    "faulty_function_wrong_factor": faulty(
+        "wrong-backward",
+        before="""
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.save_for_backward(hidden)
+        return hidden**2
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        return gradient * hidden
+square = Square.apply
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
+    def forward(self, x):
+        return self.head(square(self.body(x)))""",
+        model="Model()",
+    ),
+    "faulty_gan_leaks": faulty(
+        "stale-window",
+        **GAN,
+        text="""
+for x, _ in toy.batches(4, 4, 4, 4):
+    with toy.autocast():
+        fake = generator(torch.randn_like(x))
+        logits = critic(fake)
+        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
+    generating.zero_grad()
+    loss.backward()
+    generating.step()
+    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
+        with toy.autocast():
+            logits = critic(part)
+            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
+        loss.backward()
+    judging.step()
+    judging.zero_grad()""",
+    ),
+    # A hook halves the gradient of one parameter after each micro-batch, and with it what is accumulated already.
+    "faulty_halved_after_each_micro_batch": faulty(
+        "rescaled-accumulator",
+        setup="""
+def halve(parameter):
+    with torch.no_grad():
+        parameter.grad *= 0.5
+model[0].weight.register_post_accumulate_grad_hook(halve)""",
+    ),
+    "faulty_head_steps_each_micro_batch": faulty(
+        "moving-parameters",
+        model="",
+        setup="""
+body, head = toy.classifier(5), torch.nn.Linear(5, 3).to(toy.dtype())
+of_body = torch.optim.SGD(body.parameters(), lr=0.5)
+of_head = torch.optim.SGD(head.parameters(), lr=0.5)""",
+        loss="loss = F.cross_entropy(head(body(x)), y) / len(window)",
+        after="of_head.step()\nof_head.zero_grad()",
+        step="of_body.step()\nof_body.zero_grad()",
+    ),
+    "faulty_hook_clamps": faulty(
+        "not-linear",
+        "*[4] * 12",
+        setup="""
+for parameter in model.parameters():
+    parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))""",
+    ),
+    "faulty_last_micro_batch_scaled": faulty(
+        "unequal-factors",
+        batch=INDEXED,
+        backward="if index == len(window) - 1:\n    loss = loss * 1.25\nloss.backward()",
+    ),
+    "faulty_left_in_evaluation_mode": faulty(
+        "mixed-modes",
+        model="torch.nn.Sequential(torch.nn.Dropout(0.5), *toy.classifier())",
+        setup="held_out = toy.batches(6)[0][0]",
+        start="model.train()",
+        batch=INDEXED,
+        after="""
+if index == 1:
+    model.eval()
+    with torch.no_grad():
+        model(held_out)""",
+    ),
+    "faulty_loss_of_each_layer": faulty("mean-of-means", UNEQUAL, **EACH_LAYER),
+    "faulty_loss_scale_moves": faulty(
+        "rescaled-accumulator",
+        "*[4] * 12",
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)',
+        loss=UNDIVIDED,
+        backward="scaler.scale(loss / 4).backward()\nscaler._scale *= 2",
+        step=SCALER_STEP,
+    ),
+    "faulty_mean_of_means": faulty("mean-of-means", UNEQUAL, then=CLIP),
+    "faulty_mean_of_means_auxiliary": faulty(
+        "mean-of-means",
+        batch=NUMBERED,
+        loss="""
+logits = model(x)
+part = logits[: number + 1]
+loss = F.cross_entropy(logits, y) + 0.1 * F.mse_loss(part, torch.zeros_like(part))""",
+        backward=DIVIDED_BACKWARD,
+    ),
+    "faulty_mean_of_means_chunked": faulty(
+        "unrecognised-weights",
+        "6, 4, 8, 2, 6, 6",
+        start=TOTAL,
+        loss="""
+logits = model(x)
+parts = list(zip(logits.split(3), y.split(3), strict=True))
+loss = sum(F.cross_entropy(a, b) for a, b in parts) / len(parts)""",
+        backward="(loss * len(y) / total).backward()",
+    ),
+    "faulty_mean_of_means_class_weights": faulty(
+        "mean-of-means",
+        setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
+        loss="loss = F.nll_loss(model(x).log_softmax(1), y, weight=weight) / len(window)",
+    ),
+    "faulty_mean_of_means_declared": faulty(
+        "mean-of-means",
+        UNEQUAL,
+        setup="import gradcheck_suite",
+        loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
+        backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss / len(window)).backward()",
+    ),
+    "faulty_mean_of_means_ignored": faulty(
+        "mean-of-means", "*[6] * 4", batch=NUMBERED, first="y[: number + 1] = -100", loss=UNDIVIDED, backward=QUARTER
+    ),
+    "faulty_mean_of_means_log_probabilities": faulty(
+        "mean-of-means",
+        "4, 2, 7, 3, 3, 3, 2, 1",
+        **BODY_AND_HEAD,
+        backward="""
+loss = -log_probabilities.masked_fill(y == 0, 0).sum() / max(int((y != 0).sum()), 1) / len(window)
+loss.backward()""",
+    ),
+    "faulty_mean_of_means_masked": faulty(
+        "mean-of-means",
+        "4, 2, 7, 3, 5, 3, 6",
+        first="mask = torch.arange(len(y)) % 2 == 0",
+        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()',
+        backward=DIVIDED_BACKWARD,
+    ),
+    # The loss of each micro-batch is added up over chunks, and divided by the micro-batch's own targets.
+    "faulty_mean_of_means_of_chunks": faulty(
+        "mean-of-means",
+        "6, 4, 8, 5, 7, 6",
+        loss="""
+parts = zip(model(x).split(3), y.split(3), strict=True)
+loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)""",
+        backward=DIVIDED_BACKWARD,
+    ),
+    # Each micro-batch's weighted mean divides by the weights of its own samples.
+    "faulty_mean_of_means_of_sample_weights": faulty(
+        "mean-of-means",
+        first="weights = x[:, 0].exp().float()",
+        loss='losses = F.cross_entropy(model(x), y, reduction="none").float()',
+        backward="((losses * weights).sum() / weights.sum() / len(window)).backward()",
+    ),
+    "faulty_mean_of_means_one_backward": faulty(
+        "mean-of-means",
+        text="""
+for window in toy.windows(4, 2, 7, 1, 3, 3):
+    with toy.autocast():
+        losses = [F.cross_entropy(model(x), y) for x, y in window]
+    (sum(losses) / len(losses)).backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    ),
+    "faulty_mean_of_means_padded": faulty(
+        "mean-of-means",
+        "4, 2, 7, 5, 3, 6, 4, 2",
+        loss="""
+each = F.cross_entropy(model(x), y, reduction="none")
+loss = (each * (torch.arange(len(y)) > 0)).mean() / len(window)""",
+    ),
+    # Each micro-batch's mean of weighted losses divides by its own samples.
+    "faulty_mean_of_means_sample_weights": faulty(
+        "mean-of-means",
+        UNEQUAL,
+        loss='losses = F.cross_entropy(model(x), y, reduction="none") * x[:, 0]',
+        backward="(losses.mean() / len(window)).backward()",
+    ),
+    "faulty_mean_of_means_unreduced": faulty(
+        "mean-of-means", UNEQUAL, loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
+    ),
+    "faulty_miscounted": faulty(
+        "wrong-scale",
+        "number, window in enumerate(toy.windows(*[6] * 12))",
+        start="""
+for x, y in window:
+    y[: 2 + number] = -100
+total = sum((y != -100).sum() + 1 for _, y in window)""",
+        loss='loss = F.cross_entropy(model(x), y, reduction="sum") / total',
+    ),
+    # Mixup with the losses on two lines, and a mean of means over unequal batches.
+    "faulty_mixup_mean_of_means": faulty(
+        "mean-of-means",
+        UNEQUAL,
+        **MIXUP,
+        loss="""
+mixed = model(share * x + (1 - share) * x[order])
+first = share * F.cross_entropy(mixed, y)
+second = (1 - share) * F.cross_entropy(mixed, y[order])""",
+        backward="((first + second) / len(window)).backward()",
+    ),
+    "faulty_never_reset": faulty("stale-window", "*[4] * 12", step=NO_RESET),
+    "faulty_noise_per_micro_batch": faulty(
+        "not-linear",
+        "*[4] * 12",
+        after="for parameter in model.parameters():\n    parameter.grad += 0.01 * torch.randn_like(parameter)",
+    ),
+    "faulty_one_number": faulty(
+        "stale-window",
+        "*[4] * 12",
+        model="",
+        setup="""
+weight = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))
+optimizer = torch.optim.SGD([weight], lr=0.1)""",
+        loss="loss = F.mse_loss(weight * x, x.cos()) / len(window)",
+        step=NO_RESET,
+    ),
+    "faulty_one_parameter_lost": faulty(
+        "reset-inside-window", "*[4] * 12", batch=NUMBERED, after="if number == 1:\n    model[0].bias.grad = None"
+    ),
+    "faulty_overwritten": faulty(
+        "reset-inside-window",
+        "*[4] * 12",
+        setup="parameters = list(model.parameters())",
+        backward="""
+for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    parameter.grad = gradient""",
+    ),
+    # Gradients are summed by hand, with weights that have nothing to do with their micro-batches.
+    "faulty_own_buffer_weights": faulty(
+        "unrecognised-weights",
+        "*[4] * 12",
+        **OWN_BUFFER,
+        batch="share, (x, y) in zip((0.1, 0.4, 0.2, 0.3), window, strict=True)",
+        after="""
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    total += parameter.grad * share""",
+        step=SUMS_STEP,
+    ),
+    "faulty_padded_language_model": faulty(
+        "mean-of-means",
+        before="torch.manual_seed(0)",
+        model="torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.GELU(), torch.nn.Linear(8, 11)).to(toy.dtype())",
+        optimizer="torch.optim.AdamW(model.parameters(), lr=1e-3)",
+        setup="criterion = torch.nn.CrossEntropyLoss(ignore_index=-100)",
+        text="""
+for step in range(12):
+    ids = torch.randint(0, 11, (3, 8))
+    labels = ids.clone()
+    for row, length in enumerate(torch.randint(2, 8, (3,))):
+        labels[row, length:] = -100
+    with toy.autocast():
+        logits = model(ids)[:, :-1]
+        loss = criterion(logits.flatten(0, 1), labels[:, 1:].flatten()) / 4
+    loss.backward()
+    if step % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()""",
+    ),
+    "faulty_reset_before_step": faulty(
+        "no-gradient", "*[4] * 12", step="optimizer.zero_grad(set_to_none=False)\noptimizer.step()"
+    ),
+    "faulty_reset_of_a_part": faulty("stale-window", "*[4] * 12", step="optimizer.step()\nmodel[2].zero_grad()"),
+    "faulty_reset_per_micro_batch": faulty("reset-inside-window", "*[4] * 12", first=RESET, step=NO_RESET),
+    "faulty_reset_then_noise": faulty(
+        "reset-inside-window",
+        "*[4] * 12",
+        first=RESET,
+        step="""
+for parameter in model.parameters():
+    parameter.grad += 0.01 * torch.randn_like(parameter)
+optimizer.step()""",
+    ),
+    "faulty_running_loss": faulty(
+        "running-loss",
+        "*[4] * 12",
+        start="running = 0.0",
+        loss="running = running + F.cross_entropy(model(x), y) / len(window)",
+        backward="running.backward(retain_graph=True)",
+    ),
+    "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
+    "faulty_short_window": faulty(
+        "wrong-scale", "*[4] * 11", loss="loss = F.cross_entropy(model(x), y) / 4", then=CLIP
+    ),
+    # A loss with a coefficient, divided by 4 in a last window of 3.
+    "faulty_short_window_of_a_coefficient": faulty(
+        "wrong-scale", "*[4] * 11", loss="loss = 0.3 * F.cross_entropy(model(x), y) / 4"
+    ),
+    "faulty_short_window_stepped_early": faulty(
+        "wrong-scale",
+        text="""
+for _ in range(2):
+    data = toy.batches(*[4] * 7)
+    steps = 4
+    for i, (x, y) in enumerate(data):
+        due = i + 1 == len(data) or (i + 1) % steps == 0
+        if i >= 4:
+            steps = 3
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / steps
+        loss.backward()
+        if due:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    ),
+    "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
+    "faulty_sum_of_means": faulty("wrong-scale", loss=UNDIVIDED),
+    "faulty_sum_of_means_scaler": faulty(
+        "wrong-scale",
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)',
+        loss=UNDIVIDED,
+        backward="scaler.scale(loss).backward()",
+        step=SCALER_STEP,
+    ),
+    "faulty_sum_of_two_losses": faulty("wrong-scale", "*[4] * 16", loss=TWO_LOSSES),
+    "faulty_tail_dropped": faulty(
+        "tail-dropped",
+        setup="data = toy.batches(*[4] * 11)",
+        text="""
+for _ in range(2):
+    optimizer.zero_grad()
+    for number, (x, y) in enumerate(data):
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (number + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    ),
+    "faulty_tail_leaks": faulty(
+        ("tail-leak", "tail-dropped"),
+        setup="data = toy.batches(*[4] * 11)",
+        text="""
+for _ in range(2):
+    for number, (x, y) in enumerate(data):
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / 4
+        loss.backward()
+        if (number + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    ),
+    "faulty_tail_unstepped": faulty(
+        "tail-dropped",
+        text="""
+for number, (x, y) in enumerate(toy.batches(*[4] * 11)):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y) / 4
+    loss.backward()
+    if (number + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()""",
+    ),
+    "faulty_tied_parameter_reset": faulty(
+        "reset-inside-window",
+        **TIED,
+        first="model[2].weight.grad = None  # as a buffer of the tied parameters that is written and not added to",
+    ),
+    "faulty_values_clipped_per_micro_batch": faulty(
+        "not-linear", "*[4] * 12", after="torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"
+    ),
+    # The windows grow from 2 to 4 micro-batches, what the loss is divided by does not.
+    "faulty_windows_grow": faulty(
+        "wrong-scale",
+        setup="data = iter(toy.batches(*[4] * 26))",
+        text="""
+for length in (2, 2, 2, 4, 4, 4, 4, 4):
+    for _ in range(length):
+        x, y = next(data)
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / 2
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    ),
+    "sound_auxiliary_losses": sound(
+        "*[4] * 7",
+        loss="""
+logits = model(x)
+loss = F.cross_entropy(logits, y)
+loss = loss + 0.1 * F.mse_loss(logits, torch.zeros_like(logits))""",
+        backward=DIVIDED_BACKWARD,
+    ),
+    # Averaged weights are swapped in for an evaluation inside of a window, and the trained ones back at once.
+    "sound_averaged_weights_swapped_back": sound(
+        setup="""
+averaged = [p.detach() + 0.01 * torch.randn_like(p) for p in model.parameters()]
+def use(values):
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.copy_(value)""",
+        batch=INDEXED,
+        first="""
+if index == 2:
+    trained = [p.detach().clone() for p in model.parameters()]
+    use(averaged)
+    with torch.no_grad():
+        F.cross_entropy(model(x), y)
+    use(trained)""",
+    ),
+    "sound_backward_hook_scales": sound(
+        setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * -0.5,))"
+    ),
+    "sound_bfloat16_parameters": sound("*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", then=CLIP),
+    "sound_by_autograd_grad": sound(
+        setup="parameters = list(model.parameters())",
+        backward="""
+for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient""",
+    ),
+    "sound_checkpointed": sound(before="from torch.utils.checkpoint import checkpoint", text=CHECKPOINTED),
+    "sound_chunked": sound(
+        "6, 4, 8, 2, 6, 6",
+        start=TOTAL,
+        loss="""
+logits = model(x)
+parts = zip(logits.split(3), y.split(3), strict=True)
+loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / total""",
+    ),
+    "sound_class_weights": sound(
+        UNEQUAL,
+        setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
+        start="total = sum(weight[y].sum() for _, y in window)",
+        loss="loss = F.cross_entropy(model(x), y, weight=weight, label_smoothing=0.1) * weight[y].sum() / total",
+    ),
+    "sound_closure": sound(
+        "*[4] * 12",
+        batch="x, y in window[:-1]",
+        step="""
+def closure(window=window):
+    x, y = window[-1]
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y) / len(window)
+    loss.backward()
+    return loss
+optimizer.step(closure)
+optimizer.zero_grad()""",
+    ),
+    # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no fault.
+    "sound_coefficient_grows": sound(
+        "window, coefficient in zip(toy.windows(*[4] * 18), (1, 0.75, 0.5, 0.6, 0.6), strict=True)",
+        loss="loss = coefficient * F.cross_entropy(model(x), y) / len(window)",
+    ),
+    # The coefficient of a second loss grows from micro-batch to micro-batch, as an annealed divergence does.
+    "sound_coefficient_grows_within_windows": sound(
+        model="toy.classifier(outputs=4)",
+        text="""
+for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
+    with toy.autocast():
+        out = model(x)
+        loss = F.cross_entropy(out[:, :3], y) + min(1, step / 10) * F.mse_loss(out[:, 3], x.sum(1))
+    (loss / 2).backward()
+    if step % 2 == 1:
+        optimizer.step()
+        optimizer.zero_grad()""",
+    ),
+    "sound_compiled_model": sound(
+        setup='compiled = torch.compile(model, backend="aot_eager")',
+        loss="loss = F.cross_entropy(compiled(x), y) / len(window)",
+    ),
+    "sound_counted": sound(
+        "4, 2, 7, 1, 3, 3, 1", start=TOTAL, loss="loss = F.cross_entropy(model(x), y) * len(y) / total", then=CLIP
+    ),
+    # Custom functions: a product, rounded weights with a straight-through gradient, a gradient that is reversed.
+    "sound_custom_functions": sound(
+        before="""
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)
+        return gradient @ weight, gradient.T @ x
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        scale = weight.abs().mean()
+        return (weight / scale).round() * scale
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.view_as(hidden)
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3, bias=False).to(toy.dtype())
+    def forward(self, x):
+        return Product.apply(Reversed.apply(self.body(x)).to(self.head.weight), Rounded.apply(self.head.weight))""",
+        model="Model()",
+    ),
+    "sound_declared": sound(
+        UNEQUAL,
+        setup="import gradcheck_suite",
+        start=TOTAL,
+        loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
+        backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss * len(y) / total).backward()",
+    ),
+    # The discriminator steps for each micro-batch and the generator once per window: both have a loss of their own.
+    "sound_discriminator_steps_each_micro_batch": sound(
+        model="",
+        setup="""
+generator, discriminator = toy.classifier(5), toy.classifier(1)
+of_generator = torch.optim.SGD(generator.parameters(), lr=0.01)
+of_discriminator = torch.optim.SGD(discriminator.parameters(), lr=0.01)
+def loss_of(x, is_real):
+    with toy.autocast():
+        logits = discriminator(x)
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, is_real))""",
+        text="""
+for window in toy.windows(*[4] * 8, steps=2):
+    for x, _ in window:
+        of_discriminator.zero_grad()
+        loss_of(x, 1.0).backward()
+        loss_of(generator(x).detach(), 0.0).backward()
+        of_discriminator.step()
+        (loss_of(generator(x), 1.0) / len(window)).backward()
+    of_generator.step()
+    of_generator.zero_grad()""",
+    ),
+    # Random layers, a custom function with a gradient of its own, and modules that count and collect.
+    "sound_dropout": sound(
+        before="""
+import random
+import numpy as np
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
+        self.norm = torch.nn.BatchNorm1d(8).to(toy.dtype())
+        self.calls, self.seen = 0, []
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(len(x))
+        hidden = Rounded.apply(4 * self.body(x)) + self.norm(self.body(x))
+        if random.random() < 0.5 and np.random.rand() < 0.9:
+            hidden = F.dropout(hidden, 0.3, self.training)
+        return self.head(hidden)
+random.seed(0)
+np.random.seed(0)""",
+        model="Model()",
+        tail="assert (model.calls, model.seen) == (8, [4] * 8)",
+    ),
+    "sound_equal": sound("*[4] * 12"),
+    "sound_evaluation_between": sound(
+        loss="""
+with torch.no_grad():
+    F.cross_entropy(model(x), y)
+F.cross_entropy(model(x[:1]), y[:1])
+loss = F.cross_entropy(model(x), y) / len(window)"""
+    ),
+    # The mode changes inside of a window, but nothing depends on it: no layer is random or normalizes batches.
+    "sound_evaluation_mode_of_a_part": sound(batch=INDEXED, first="model.train(index % 2 == 0)"),
+    "sound_fused": sound(
+        "*[4] * 12",
+        setup="""
+optimizer = torch.optim.Adam(model.parameters(), fused=True)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
+        loss=UNDIVIDED,
+        backward="scaler.scale(loss / 4).backward()",
+        step=SCALER_STEP,
+    ),
+    "sound_gan": sound(
+        **GAN,
+        text="""
+for x, _ in toy.batches(4, 4, 4, 4):
+    with toy.autocast():
+        fake = generator(torch.randn_like(x))
+    judging.zero_grad()
+    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
+        with toy.autocast():
+            logits = critic(part)
+            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
+        loss.backward()
+    judging.step()
+    generating.zero_grad()
+    with toy.autocast():
+        logits = critic(fake)
+        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
+    loss.backward()
+    generating.step()""",
+    ),
+    "sound_gradient_scaler": sound(
+        "number, window in enumerate(toy.windows(*[4] * 16))",
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)',
+        backward='if number == 2:\n    loss = loss * float("inf")\nscaler.scale(loss).backward()',
+        step="""
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+scaler.step(optimizer)
+scaler.update()
+optimizer.zero_grad()""",
+    ),
+    "sound_halved": sound(
+        "*[4] * 8, steps=2", loss="loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype())) / len(window)"
+    ),
+    "sound_hooks": sound(
+        setup="""
+norms = []
+mask = torch.ones(8, 1, dtype=toy.dtype())
+mask[0] = 0
+model[0].weight.register_hook(lambda gradient: gradient * mask)
+model[2].weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))"""
+    ),
+    "sound_ignored_targets": sound(
+        "4, 2, 7, 3, 5, 3, 6",
+        start="""
+for x, y in window:
+    y[:: len(y) // 2] = -100
+total = sum((y != -100).sum() for _, y in window)""",
+        loss='loss = F.cross_entropy(model(x), y, reduction="sum") / total',
+        step="optimizer.step()\noptimizer.zero_grad(set_to_none=False)",
+    ),
+    # Each micro-batch is read into the same tensor, so that the inputs of a window are not there any more at its step.
+    "sound_inputs_in_one_buffer": sound(
+        "*[4] * 12",
+        setup="buffer = torch.empty(4, 5, dtype=toy.dtype())",
+        first="buffer.copy_(x)",
+        loss="loss = F.cross_entropy(model(buffer), y) / len(window)",
+    ),
+    "sound_language_model": sound(
+        model="",
+        setup="""
+import math
+class Block(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(size)
+        self.mix = torch.nn.Linear(size, 3 * size)
+        self.out = torch.nn.Linear(size, size)
+    def forward(self, x):
+        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+class Model(torch.nn.Module):
+    def __init__(self, vocabulary=11, size=8):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocabulary, size)
+        self.blocks = torch.nn.ModuleList(Block(size) for _ in range(2))
+        self.head = torch.nn.Linear(size, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+    def forward(self, ids, targets=None):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+torch.manual_seed(0)
+model = Model().to(toy.dtype())
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+data = torch.randint(0, 11, (500,))
+def get_batch():
+    start = torch.randint(0, 480, (3,))
+    return torch.stack([data[i : i + 8] for i in start]), torch.stack([data[i + 1 : i + 9] for i in start])
+@torch.no_grad()
+def estimate_loss():
+    model.eval()
+    losses = [model(*get_batch())[1].item() for _ in range(2)]
+    model.train()
+    return sum(losses) / len(losses)
+x, y = get_batch()""",
+        text="""
+for iteration in range(5):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * math.cos(iteration)
+    if iteration % 2 == 0:
+        estimate_loss()
+    for _ in range(4):
+        with toy.autocast():
+            logits, loss = model(x, y)
+            loss = loss / 4
+        x, y = get_batch()
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)""",
+    ),
+    "sound_lbfgs": sound(
+        optimizer="torch.optim.LBFGS(model.parameters(), max_iter=3)",
+        text="""
+for window in toy.windows(*[4] * 8):
+    def closure(window=window):
+        optimizer.zero_grad()
+        for x, y in window:
+            with toy.autocast():
+                loss = F.cross_entropy(model(x), y) / len(window)
+            loss.backward()
+        return loss
+    optimizer.step(closure)""",
+    ),
+    "sound_log_probabilities": sound(
+        "4, 2, 7, 3, 3, 3, 2, 1",
+        **BODY_AND_HEAD,
+        start="count = sum(int((y != 0).sum()) for _, y in window)",
+        backward="loss = -log_probabilities.masked_fill(y == 0, 0).sum() / count\nloss.backward()",
+    ),
+    "sound_loss_of_each_layer": sound("*[4] * 8, steps=2", **EACH_LAYER),
+    "sound_main_guard": sound(
+        text="""
+def main():
+    for window in toy.windows(*[4] * 8):
+        for x, y in window:
+            with toy.autocast():
+                loss = F.cross_entropy(model(x), y) / len(window)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("trained")
+if __name__ == "__main__":
+    main()"""
+    ),
+    "sound_maml": sound(
+        "*[4] * 12",
+        before="from torch.func import functional_call",
+        setup="parameters = dict(model.named_parameters())",
+        loss="inner = F.cross_entropy(model(x), y)",
+        backward="""
+gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+fast = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+with toy.autocast():
+    loss = F.cross_entropy(functional_call(model, fast, (x,)), y)
+(loss / len(window)).backward()""",
+    ),
+    "sound_masked": sound(
+        "4, 2, 7, 3, 5, 3, 6",
+        start="""
+masks = [torch.arange(len(y)) % 2 == 0 for _, y in window]
+total = sum(mask.sum() for mask in masks)""",
+        batch="(x, y), mask in zip(window, masks, strict=True)",
+        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / total',
+    ),
+    "sound_mean_of_two_losses": sound("*[4] * 9, steps=2", loss=TWO_LOSSES, backward=DIVIDED_BACKWARD),
+    "sound_mean_of_unreduced": sound(
+        first="y[0] = -100", loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
+    ),
+    # Mixup: each loss has a weight that changes with every batch, and both together weigh 1.
+    "sound_mixup": sound(
+        "*[4] * 12",
+        **MIXUP,
+        loss="""
+mixed = model(share * x + (1 - share) * x[order])
+loss = share * F.cross_entropy(mixed, y) + (1 - share) * F.cross_entropy(mixed, y[order])""",
+        backward=DIVIDED_BACKWARD,
+    ),
+    "sound_model_returns_its_loss": sound(
+        UNEQUAL,
+        before="""
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = toy.classifier()
+    def forward(self, x, *, labels, count):
+        logits = self.body(x)
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / count, "logits": logits}""",
+        model="Model()",
+        start=COUNT,
+        loss="output = model(x, labels=y, count=count)",
+        backward='output["loss"].backward()',
+    ),
+    "sound_noise_and_value_clipping": sound(
+        "number, window in enumerate(toy.windows(*[4] * 16))",
+        then="""
+torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+if number % 2:
+    for parameter in model.parameters():
+        parameter.grad += 0.001 * torch.randn_like(parameter)""",
+    ),
+    "sound_normalized_at_the_end": sound(
+        "4, 2, 7, 1, 3, 3, 1",
+        loss='loss = F.cross_entropy(model(x), y, reduction="sum")',
+        then="for parameter in model.parameters():\n    parameter.grad /= sum(len(y) for _, y in window)",
+    ),
+    "sound_normalized_batches": sound(
+        "*[4] * 12",
+        before="""
+torch.manual_seed(0)
+layers = torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3)""",
+        model="torch.nn.Sequential(*layers).to(toy.dtype())",
+        optimizer="torch.optim.Adam(model.parameters())",
+        setup="""
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+average = torch.optim.swa_utils.AveragedModel(model)""",
+        step="""
+optimizer.step()
+optimizer.zero_grad()
+scheduler.step()
+average.update_parameters(model)""",
+    ),
+    "sound_one_batch_again": sound(
+        setup="((x, y),) = toy.batches(4)",
+        text="""
+for _ in range(4):
+    for _ in range(3):
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad /= 3
+    optimizer.step()
+    optimizer.zero_grad()""",
+    ),
+    "sound_one_rank": sound(
+        before="import contextlib\nimport tempfile\nimport torch.distributed as dist",
+        text="""
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    for window in toy.windows(*[4] * 12):
+        for number, (x, y) in enumerate(window):
+            with contextlib.nullcontext() if number == len(window) - 1 else replica.no_sync():
+                with toy.autocast():
+                    loss = F.cross_entropy(replica(x), y)
+                (loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()""",
+    ),
+    "sound_own_buffer": sound(
+        "*[4] * 12",
+        **OWN_BUFFER,
+        after="for total, parameter in zip(sums, model.parameters(), strict=True):\n    total += parameter.grad",
+        step="""
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    parameter.grad = total / len(window)
+optimizer.step()""",
+    ),
+    # Gradients are summed by hand, each times the share of its micro-batch in the window.
+    "sound_own_buffer_weighted": sound(
+        "4, 6, 2, 4, 3, 3, 5, 5, 7, 2, 4, 3",
+        start="""
+items = sum(len(y) for _, y in window)
+sums = [torch.zeros_like(parameter) for parameter in model.parameters()]""",
+        first=RESET,
+        loss=UNDIVIDED,
+        after="""
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    total += parameter.grad * (len(y) / items)""",
+        step=SUMS_STEP,
+    ),
+    # Gradients of two losses, reset in between, of which one is projected where they conflict (PCGrad).
+    "sound_projected": sound(
+        model="toy.classifier(outputs=4)",
+        text="""
+for x, y in toy.batches(*[4] * 12):
+    with toy.autocast():
+        out = model(x)
+        losses = F.cross_entropy(out[:, :3], y), F.mse_loss(out[:, 3], x.sum(1))
+    gradients = []
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    conflict = sum((a * b).sum() for a, b in zip(*gradients, strict=True))
+    share = conflict.clamp(max=0) / sum((b * b).sum() for b in gradients[1])
+    for parameter, a, b in zip(model.parameters(), *gradients, strict=True):
+        parameter.grad = a + (1 - share) * b
+    optimizer.step()""",
+    ),
+    # Weights of the samples, as in a policy gradient: in a product, in a dot product, and as a function of the loss.
+    "sound_sample_weights": sound(
+        "4, 2, 7, 1, 1, 1, 1, 1",
+        start="count = sum(len(x) for x, _ in window)",
+        first="advantage = x[:, 0].float()",
+        loss="""
+logits = model(x)
+weighted = F.cross_entropy(logits, y, reduction="none") * advantage / count
+dot = torch.dot(F.nll_loss(logits.float().log_softmax(-1), y, reduction="none"), advantage.exp())
+losses = F.cross_entropy(logits, y, reduction="none")
+focal = (1 - torch.exp(-losses)) ** 2 * losses""",
+        backward="(weighted.sum() + (dot + focal.sum()) / count).backward()",
+    ),
+    # A module under two names, as an embedding of an encoder and a decoder, and as wrappers of trainers have it.
+    "sound_shared_module": sound(
+        "4, 2, 7, 1, 3, 3, 5, 2",
+        before="""
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)
+        self.again = self.first
+    def forward(self, x):
+        return self.last(self.again(self.first(x).tanh()))
+torch.manual_seed(0)""",
+        model="Twice().to(toy.dtype())",
+        start=COUNT,
+        loss='loss = F.cross_entropy(model(x), y, reduction="sum") / count',
+    ),
+    "sound_sharpness_aware": sound(
+        text="""
+for x, y in toy.batches(4, 4, 4):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    moved = [0.05 * p.grad for p in model.parameters()]
+    with torch.no_grad():
+        for parameter, step in zip(model.parameters(), moved, strict=True):
+            parameter += step
+    optimizer.zero_grad()
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    with torch.no_grad():
+        for parameter, step in zip(model.parameters(), moved, strict=True):
+            parameter -= step
+    optimizer.step()
+    optimizer.zero_grad()"""
+    ),
+    "sound_skipped_bad_windows": sound(
+        "number, window in enumerate(toy.windows(*[4] * 20))",
+        first='if number == 2:\n    x[0, 0] = float("nan")',
+        then="""
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+if number == 3 or not torch.isfinite(norm):
+    optimizer.zero_grad()
+    continue""",
+    ),
+    "sound_sparse": sound(
+        **TABLE,
+        step="""
+optimizer.step()
+rows.step()
+optimizer.zero_grad()
+rows.zero_grad()""",
+    ),
+    "sound_sum_of_squares": sound(
+        UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
+    ),
+    "sound_tied_and_frozen": sound(**TIED),
+    "sound_two_optimizers": sound(
+        model="",
+        setup="""
+model = toy.classifier()
+first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+second = torch.optim.Adam(model[2].parameters())""",
+        step="""
+first.step()
+second.step()
+first.zero_grad()
+second.zero_grad()""",
+    ),
+    "sound_unfreeze": sound(
+        "number, window in enumerate(toy.windows(*[4] * 12))",
+        model="",
+        setup="""
+model = toy.classifier()
+first, last = list(model[0].parameters()), list(model[2].parameters())
+for parameter in first:
+    parameter.requires_grad_(False)
+optimizer = torch.optim.SGD(last, lr=0.1)""",
+        start="""
+if number == 1:
+    for parameter in first:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": first})""",
+        loss=UNDIVIDED,
+        backward=QUARTER,
+    ),
+    # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
+    "sound_windows_and_coefficient_grow": sound(
+        setup="data = iter(toy.batches(*[4] * 19))",
+        text="""
+for step, length in enumerate((1, 1, 1, 4, 4, 4, 4)):
+    for _ in range(length):
+        x, y = next(data)
+        with toy.autocast():
+            loss = min(1, (step + 1) / 4) * F.cross_entropy(model(x), y) / length
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    ),
+    # The gradients come from torch.func, where no hook is called.
+    "unjudged_by_func_grad": unjudged(
+        "a loss inside of torch.func is not seen",
+        setup="""
+def objective(parameters, x, y):
+    with toy.autocast():
+        return F.cross_entropy(torch.func.functional_call(model, parameters, x), y)""",
+        text="""
+for x, y in toy.batches(*[4] * 6):
+    gradients = torch.func.grad(objective)(dict(model.named_parameters()), x, y)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name].detach()
+    optimizer.step()""",
+    ),
+    # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
+    "unjudged_clipped_per_example": unjudged(
+        "put together by hand",
+        "*[1] * 32, steps=8",
+        **OWN_BUFFER,
+        after=CLIPPED_AND_ADDED,
+        step="""
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    parameter.grad = total / len(window) + 0.1 * torch.randn_like(total)
+optimizer.step()""",
+    ),
+    # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
+    "unjudged_clipped_per_example_in_place": unjudged(
+        "put together by hand",
+        "*[1] * 32, steps=8",
+        **OWN_BUFFER,
+        after=CLIPPED_AND_ADDED,
+        step="""
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    parameter.grad.copy_(total / len(window) + 0.1 * torch.randn_like(total))
+optimizer.step()""",
+    ),
+    # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
+    "unjudged_mean_of_each_sequence": unjudged(
+        "declare it with",
+        text="""
+for x, y in toy.batches(*[6] * 6):
+    with toy.autocast():
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        loss = (losses[:2].mean() + losses[2:].mean()) / 2
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    ),
+    # As an optimizer of an extension in C++: torch knows nothing of its steps.
+    "unjudged_optimizer_of_its_own": unjudged(
+        "no optimizer.step() was seen, and 3 call(s) of backward",
+        before="""
+class Descent:
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+    @torch.no_grad()
+    def step(self):
+        for p in self.parameters:
+            p -= 0.1 * p.grad
+            p.grad = None""",
+        optimizer="Descent(model.parameters())",
+        text="""
+for x, y in toy.batches(4, 4, 4):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()""",
+    ),
+}
+
+
+def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last: str = "index == len(window) - 1"):
+    """Return the pieces of a script of DistributedDataParallel."""
+    return {
+        "before": "import contextlib\nimport torch.distributed as dist",
+        "model": "torch.nn.parallel.DistributedDataParallel(toy.model_of_rank())",
+        "windows": "window in toy.windows_of_rank()",
+        "start": count,
+        "batch": INDEXED,
+        "autocast": False,
+        "loss": f"with contextlib.nullcontext() if {is_last} else model.no_sync():\n    ({loss}).backward()",
+        "backward": "",
+        "tail": "dist.destroy_process_group()",
+    }
+
+
+SUM_OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count'
+BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_rank()"}
+ON_TWO_RANKS = {
+    "sound_counted": sound(**_replicas(SUM_OVER_COUNT)),
+    # The ranks train models of their own, as in a search over seeds: nothing is reduced.
+    "sound_each_rank_alone": sound(
+        **BY_HAND,
+        text="""
+for window in toy.windows_of_rank():
+    count = sum(len(y) for _, y in window)
+    for x, y in window:
+        (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()""",
+    ),
+    "sound_reduced_by_hand": sound(
+        **BY_HAND,
+        text="""
+for window in toy.windows_of_rank():
+    for x, y in window:
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    count = toy.count_of(window)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= count
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()""",
+    ),
+    "faulty_gathered_count": faulty(
+        "wrong-scale", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count')
+    ),
+    "faulty_mean_of_means": faulty(
+        "mean-of-means",
+        **_replicas("F.cross_entropy(model(x), y) / len(window)", count=""),
+        then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+    ),
+    "faulty_mean_of_ranks_means": faulty(
+        "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT)
+    ),
+    "faulty_no_sync_left_on": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="False")),
+    "faulty_sum_over_ranks": faulty(
+        "wrong-scale",
+        **BY_HAND,
+        text="""
+for window in toy.windows_of_rank((((3,), (3,)), ((2,), (5,)))):
+    for x, y in window:
+        count = toy.count_of(window)
+        (F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()""",
+    ),
+    "faulty_tail_dropped": faulty(
+        "tail-dropped",
+        **{
+            **_replicas(""),
+            "text": """
+K = 2
+batches = [batch for window in toy.windows_of_rank((((2, 2), (2, 2)),) * 3) for batch in window][:-1]
+for index, (x, y) in enumerate(batches):
+    is_last = index % K == K - 1
+    with contextlib.nullcontext() if is_last else model.no_sync():
+        (F.cross_entropy(model(x), y) / K).backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        },
+    ),
+    "dying": faulty(
+        "not-reduced",
+        **{
+            **_replicas(""),
+            "text": """
+import os, signal
+for step, window in enumerate(toy.windows_of_rank()):
+    if step == 2 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    count = toy.count_of(window)
+    for x, y in window:
+        with model.no_sync():
+            (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+            "tail": "",
+        },
+    ),
+}
+
+
+def write(folder: Path) -> Path:
+    """Write the scripts to a folder, those of two ranks to `ranks` and those of trainers to `trainers` in it."""
+    of_trainers = {name: Script(text, "") for name, text in TRAINERS.items()}
+    for place, scripts in ((folder, SCRIPTS), (folder / "ranks", ON_TWO_RANKS), (folder / "trainers", of_trainers)):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / TOY.name).write_text(TOY.read_text())
+        for name, script in scripts.items():
+            (place / f"{name}.py").write_text(script.text)
+    return folder
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

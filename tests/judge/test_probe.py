@@ -1,0 +1,113 @@
+"""Which probes show an item's weight, what a right weight is there, and how weights are listed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradcheck_suite import Plan
+from gradcheck_suite.core.case import PARAMETER, probe_case
+from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.judge.probe import (
+    WeightProbe,
+    expected_gradients,
+    flat_on_probe,
+    gradients_of_steps,
+    item_weights,
+    ranges_text,
+)
+from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.run.runner import run_loop
+
+PLAN = Plan((1, 3, 2), 2)
+"""Items 0 to 3 in window 0, and items 4 and 5 in window 1."""
+
+
+def _without_the_last(indices):
+    """Count items, but those of the last micro-batch."""
+    return float(sum(i < 4 for i in indices))
+
+
+@pytest.mark.parametrize(
+    ("probe", "weights"),
+    [
+        (WeightProbe(PLAN, "mean"), ([0.25] * 4 + [0] * 2, [0] * 4 + [0.5] * 2)),
+        (WeightProbe(PLAN, "sum"), ([1] * 4 + [0] * 2, [0] * 4 + [1] * 2)),
+        (WeightProbe(Plan((1, 3, 2), 3), "mean", _without_the_last), ([0.25] * 4 + [0] * 2,)),
+        (WeightProbe(PLAN, "mean", lambda indices: 2.0 * len(indices)), ([0.125] * 4 + [0] * 2, [0] * 4 + [0.25] * 2)),
+        (WeightProbe(Plan((1, 3, 2), 3), "sum", _without_the_last), ([1] * 4 + [0] * 2,)),
+    ],
+)
+def test_the_right_weight_is_a_share_of_the_windows_count(probe, weights):
+    for window, expected in enumerate(weights):
+        assert probe.right_weights(window).tolist() == expected
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+@pytest.mark.parametrize("slopes", [(), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_sound_loop_gives_right_weights_times_the_slopes_at_every_scale(reduction, scale, slopes, dtype):
+    probe = WeightProbe(PLAN, reduction, dtype=dtype)
+    runner = LoopRunner(MODES["set_to_none"])
+    left = runner.runs_left
+    steps = probe.observed_weights(runner, scale=scale, slopes=slopes)
+    assert runner.runs_left == left - 1
+    for window, seen in enumerate(steps):
+        assert seen == pytest.approx(probe.right_weights(window) * np.array(slopes or 1.0), rel=1e-6)
+    assert probe.instance(slopes=slopes).case.dtype == dtype
+
+
+def test_the_expected_gradient_is_the_weight_times_the_slope_and_nothing_where_the_weight_is_none():
+    case = probe_case(PLAN, "mean", slopes="4.0 inf nan -8.0 2.0 inf")
+    first, second = expected_gradients(case)
+    np.testing.assert_array_equal(first, [1.0, math.inf, math.nan, -2.0, 0.0, 0.0])
+    np.testing.assert_array_equal(second, [0.0, 0.0, 0.0, 0.0, 1.0, math.inf])
+    (summed,) = expected_gradients(probe_case(Plan((1, 2), 2), "sum", slopes="4.0 3.0 2.0"))
+    assert summed.tolist() == [4.0, 3.0, 2.0]
+
+
+def test_a_row_for_each_micro_batch_has_its_count_and_its_right_and_observed_weight():
+    rows = item_weights(WeightProbe(PLAN, "mean"), np.array([0.5, 0.25, 0.0]), 0)
+    assert rows == (ItemWeight("0", 1.0, 0.25, 0.5), ItemWeight("1", 3.0, 0.25, 0.25), ItemWeight("2", 2.0, 0.0, 0.0))
+    rows = item_weights(WeightProbe(Plan((1, 3, 2), 1, ranks=(2, 1)), "sum"), np.array([1.0, 2.0, 3.0]), 0)
+    assert [row.rank for row in rows] == [0, 1, 0]  # in turn
+
+
+@pytest.mark.parametrize(("length", "rows"), [(12, 12), (13, 4)])
+def test_of_a_long_plan_a_row_stands_for_a_run_of_equal_ones(length, rows):
+    observed = np.full(length, 1 / 3)
+    observed[1] += 1e-12  # nothing that is shown
+    observed[4] = 0.5
+    observed[-1] = 0.333334  # the last digit that is shown
+    found = item_weights(WeightProbe(Plan((1,) * length, length), "sum"), observed, 0)
+    assert len(found) == rows
+    if rows == 4:
+        assert [row.micro_batches for row in found] == ["0-3", "4", "5-11", "12"]
+        assert [row.observed for row in found] == [1 / 3, 0.5, 1 / 3, 0.333334]
+
+
+def test_runs_of_numbers_are_written_by_their_ends():
+    assert ranges_text([]) == ""
+    assert ranges_text([3]) == "3"
+    assert ranges_text([0, 1]) == "0-1"
+    assert ranges_text([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+    assert ranges_text([300, 301, 303]) == "300-301, 303"  # no longer one object each
+
+
+def test_a_gradient_that_is_none_weighs_nothing():
+    def forgets(run):
+        MODES["set_to_none"](run)
+        run.optimizer.zero_grad()
+        run.optimizer.step()
+
+    steps = gradients_of_steps(run_loop(forgets, WeightProbe(PLAN, "mean", dtype="float32").instance()))
+    assert steps[0].tolist() == [0.25] * 4 + [0] * 2
+    assert steps[2].tolist() == [0] * 6
+    assert {step.dtype for step in steps} == {np.dtype("float64")}
+    assert flat_on_probe({PARAMETER: None}, torch.zeros(2)).tolist() == [0, 0]
+    assert flat_on_probe({PARAMETER: torch.ones(2)}, torch.zeros(2)).tolist() == [1, 1]
