@@ -59,8 +59,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         jax: whether JAX computes the first window that is computed again, of a model with at most a million parameters,
             when the run is over.
         eager: whether what `torch.compile` compiles runs eagerly, so that its losses can be read.
-        objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of its
-            backward, and an expression of the names there.
+        objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of
+            its backward, and an expression of the names there.
         name: of the run in the result.
         quiet: whether the first violation is not printed on standard error when it is found.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,8 +45,8 @@ SENTENCES = {
     "reset once per window, not per micro-batch",
     "dropped-micro-batch": "some backward passes of the window are not in the gradient",
     "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
-    "running-loss": "earlier losses go backward several times, as when the running sum of the losses goes backward each "
-    "time: send each loss through once",
+    "running-loss": "earlier losses go backward several times, as when the running sum of the losses goes backward "
+    "each time: send each loss through once",
     "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
     "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
     "between the backward passes (clipping per micro-batch, noise, a shared buffer)",
@@ -299,7 +300,7 @@ def _judge_parameters(members: _Members, missing: Sequence[int]) -> Sums | None:
         return _fault("rescaled-accumulator", key=key)
     values = [members.mean[i] for i in members.required if members.by_parameter[i]]
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
-        ratios = [a / b for a, b in zip(values, values[1:], strict=False)]
+        ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
         name = RESCALED if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
         return _fault(name, f"{SENTENCES[name]} (factors between the passes: {listed})")
@@ -326,8 +327,8 @@ class Pending:
         window: the window.
         where: the place of its last pass.
         coefficients: of its passes.
-        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it, where
-            there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
+        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
+            where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
     """
 
     window: Window
@@ -411,8 +412,8 @@ def _again(one: Pending) -> Fault | None:
 
 
 PARTIAL = (
-    "the loss sees items through which no gradient flows: it is no sum over the window's micro-batches, and its weights "
-    "are not added up"
+    "the loss sees items through which no gradient flows: it is no sum over the window's micro-batches, and its "
+    "weights are not added up"
 )
 
 
@@ -434,13 +435,14 @@ def _note_unknown(one: Pending, found: Sequence[Objective], result: Weighed) -> 
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
         if whole and any(term.partial for record in records.values() for term in record.terms):
             result.notes[
-                f"{one.where}: {counted(len(whole), 'parameter')} outside of the cached items (a logit scale) get a gradient "
-                f"from each of the {one.length} passes over the same items: {one.length} times too large"
+                f"{one.where}: {counted(len(whole), 'parameter')} outside of the cached items (a logit scale) get a "
+                f"gradient from each of the {one.length} passes over the same items: {one.length} times too large"
             ] += 1
     uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
     for objective in uneven:
         result.unknown[
-            f"{objective.place}: the number of terms differs between micro-batches: their weights are unknown; {DECLARE}"
+            f"{objective.place}: the number of terms differs between micro-batches: their weights are unknown; "
+            f"{DECLARE}"
         ] += 1
     return bool(dark) or bool(uneven)
 
@@ -637,7 +639,8 @@ class Judge:
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._configured: dict[int, int] = {}
         self._singles: Counter[int] = Counter()
-        self._places: dict[str, list[int]] = {}
+        self._windows: Counter[int] = Counter()
+        self._places: dict[tuple[int, str], list[int]] = {}
         self._violations: list[LiveViolation] = []
         self._notes: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
@@ -730,8 +733,8 @@ class Judge:
         if not window.passes and not any(window.coefficients.values()):
             if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
                 self._unknown[
-                    f"{window.step.place}: the gradients of this step were written by hand to parameters that no backward "
-                    "pass reaches (master copies): neither sums nor weights were judged"
+                    f"{window.step.place}: the gradients of this step were written by hand to parameters that no "
+                    "backward pass reaches (master copies): neither sums nor weights were judged"
                 ] += 1
             return
         optimizer = window.optimizer
@@ -740,8 +743,11 @@ class Judge:
             self._configured[optimizer] = window.step.steps
         members = _Members(window)
         required = members.required or list(window.passes)
+        self._windows[optimizer] += 1
         for index, seen in window.passes.items():
-            self._places.setdefault(str(seen.site), [0, 0])[bool(members.is_in(index))] += 1
+            self._places.setdefault((optimizer, str(seen.site)), [0, 0, 0])[bool(members.is_in(index))] += 1
+        for site in {str(seen.site) for seen in window.passes.values()}:
+            self._places[optimizer, site][2] += 1
         if required and all(members.is_in(i) for i in required):
             self._lengths[optimizer][len(required)] += 1
         where = window.passes[max(window.passes)].site if window.passes else window.step.place
@@ -835,13 +841,11 @@ class Judge:
         """
         for optimizer in list(self._pending):
             self._weigh(optimizer)
-        for place, (lost, used) in self._places.items():
+        for (optimizer, place), (lost, used, windows) in self._places.items():
             if lost and not used:
                 self._notes[f"{place}: what goes backward here is in no step of the whole run"] += 1
-            elif lost and used:
-                self._notes[
-                    f"{place}: backward is called here in {used} passes that are in a step, and in {lost} that are not"
-                ] += 1
+            elif windows < (every := self._windows[optimizer]):
+                self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
         if complete and self._judges_sums:
             self._tails()
 
@@ -858,7 +862,7 @@ class Judge:
                 if index >= before
                 and not seen.consumers
                 and seen.has(set(last.keys))
-                and str(seen.site) in self._places
+                and (optimizer, str(seen.site)) in self._places
             }
             if left and len(left) < usual:
                 sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))

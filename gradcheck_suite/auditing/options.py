@@ -33,7 +33,8 @@ class AuditOptions:
     Attributes:
         steps: number of optimizer steps to judge; None for all.
         every: the first window and every `every`-th after it are computed again.
-        accept: diagnoses that are reported as accepted and not as violations: `NAME`, or `NAME@FILE:LINE` for one place.
+        accept: diagnoses that are reported as accepted and not as violations: `NAME`, or `NAME@FILE:LINE` for one
+            place.
         accumulation_steps: K, where the user states it.
         without: instruments that are switched off.
         stop_on_violation: whether the first violation ends the run.

@@ -145,8 +145,8 @@ class Arrival:
     """One gradient that arrived at one parameter.
 
     Attributes:
-        before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by hand`
-            for a result of `torch.autograd.grad`, which the program puts into `.grad` itself.
+        before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
+            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself.
         was: a sample of `.grad` before it, where it was touched.
         now: a sample of `.grad` after it, or of the result.
     """
@@ -166,7 +166,8 @@ class PassRecord:
         terms: of what went backward.
         arrivals: key of a parameter -> what arrived.
         points: key of a parameter -> a checksum of its values.
-        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as before.
+        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
+            before.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
         unread: why its terms were not read.
     """
@@ -355,7 +356,8 @@ class Recorder:
         full: tells whether the window that runs now is looked at in full.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
-        objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean divides by.
+        objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean
+            divides by.
 
     Attributes:
         off: instrument -> the error that switched it off.

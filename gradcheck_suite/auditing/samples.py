@@ -4,8 +4,8 @@ A sample of 16 elements is taken of every state of `.grad`; projections onto 8 v
 element, are added in the windows that are looked at in full. Both are linear, so the sample of a sum is the sum of the
 samples. Nothing here waits for a device: the sample of a gradient on a GPU is a tensor there until `read` is called.
 
-On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an operation, and without
-BLAS, which would take all threads of the machine whatever the program has set.
+On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an operation, and
+without BLAS, which would take all threads of the machine whatever the program has set.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What goes backward, read off its own autograd graph: a loss as a sum of terms, each of so many items.
 
-The walk down the graph gives the topology: names of nodes, shapes, saved integers. Every number, such as the factor that
-a term is multiplied by, is the gradient that arrives at the term's node, which a hook on the node sees. So a division in a
-trainer, a loss scale or an all-reduced divisor needs no rule of its own.
+The walk down the graph gives the topology: names of nodes, shapes, saved integers. Every number, such as the factor
+that a term is multiplied by, is the gradient that arrives at the term's node, which a hook on the node sees. So a
+division in a trainer, a loss scale or an all-reduced divisor needs no rule of its own.
 
-No saved tensor is unpacked but the total weight and the targets of `nll_loss`, and those only where no saved-tensor hook
-has packed them: unpacking runs the forward again under a checkpoint, and kills the backward that follows.
+No saved tensor is unpacked but the total weight and the targets of `nll_loss`, and those only where no saved-tensor
+hook has packed them: unpacking runs the forward again under a checkpoint, and kills the backward that follows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The weights of a window's items: equal, and 1/N, over all its micro-batches and ranks?
 
-A term is one reduction of one backward pass (`terms.py`). Terms of one backward are never compared with each other: what
-a program adds up in one loss is its own. The terms that one call site sends backward with one expression are an objective,
-and its terms in the passes of a window must give each item the same weight, C/N, where N counts the window. Whether C is
-the program's coefficient or follows from how the window is cut up is asked of the whole run.
+A term is one reduction of one backward pass (`terms.py`). Terms of one backward are never compared with each other:
+what a program adds up in one loss is its own. The terms that one call site sends backward with one expression are an
+objective, and its terms in the passes of a window must give each item the same weight, C/N, where N counts the
+window. Whether C is the program's coefficient or follows from how the window is cut up is asked of the whole run.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from gradcheck_suite.auditing.recorder import Place
@@ -111,7 +112,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
     if faults:
         return min(faults, key=lambda fault: (MEAN_OF_MEANS, WRONG_COUNT).index(fault.status))
     weights = [part.weight for part in parts]
-    ratios = [b / a if a else 0.0 for a, b in zip(weights, weights[1:], strict=False)]
+    ratios = [b / a if a else 0.0 for a, b in pairwise(weights)]
     if len(ratios) > 1 and _spread(ratios) < 1e-3:
         return Comparison(RESCALED, note=f"each micro-batch weighs {ratios[0]:.4g} times the one before it")
     return Comparison(BY_PLACE, note="the micro-batches' items weigh " + ", ".join(f"{w:.3g}" for w in weights[:6]))
@@ -131,9 +132,10 @@ def _unequal(
         if _spread(count) and _spread(masses) <= tolerance:
             yield Comparison(MEAN_OF_MEANS, count=name)
         for other, numbers in counts.items() if outermost and name in ("counted", "valid", "nonzero") else ():
-            if other != name and all(numbers):
-                if _spread([mass / number for mass, number in zip(masses, numbers, strict=True)]) <= tolerance:
-                    yield Comparison(WRONG_COUNT, note=f"{WORDS[other]}, not of {WORDS[name]}", count=name)
+            if other == name or not all(numbers):
+                continue
+            if _spread([mass / number for mass, number in zip(masses, numbers, strict=True)]) <= tolerance:
+                yield Comparison(WRONG_COUNT, note=f"{WORDS[other]}, not of {WORDS[name]}", count=name)
     if not outermost:
         return
     by_rank: defaultdict[int, list[int]] = defaultdict(list)
@@ -162,8 +164,8 @@ WORDS = {
 
 EACH, CHUNKS, BLEND, BATCH = "each", "chunks", "blend", "batch"
 MODES = (EACH, CHUNKS, BLEND, BATCH)
-"""The k-th term with the k-th; chunks of one batch (counts add up); blends over the same items, as in mixup (weights add
-up); chunks whose number varies (the mean weight)."""
+"""The k-th term with the k-th; chunks of one batch (counts add up); blends over the same items, as in mixup (weights
+add up); chunks whose number varies (the mean weight)."""
 
 
 def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
@@ -270,8 +272,8 @@ def objectives(reading: Reading, modes: Mapping[Key, Sequence[str]]) -> list[Obj
             found.append(Objective((*top, "", 0), Comparison(UNEVEN)))
             continue
         found += [Objective((*top, mode, k), comparison, parts) for k, (comparison, parts) in enumerate(results[mode])]
-    # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where that is
-    # exactly right
+    # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
+    # that is exactly right
     by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
     for one in found:
         by_expression[one.key[1]].append(one)
@@ -429,6 +431,8 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             if longer and use.length > usual and len(by_length[use.length]) < len(by_length[usual]):
                 verdict = replace(verdict, name="tail-leak")
             yield verdict
+        elif verdict == MISCOUNTED:
+            note(f"{use.objective.place}: {MISCOUNTED}")
         elif verdict is None and use.length > 1:
             twice = use.length == 2 and near(use.own, 0.5, use.objective.tolerance)
             also = ", or it is divided twice by its 2 micro-batches" if twice else ""
@@ -447,6 +451,10 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
 
 
 USERS = "the program's own"
+MISCOUNTED = (
+    "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
+    "window: no window and no rank shows the right one"
+)
 
 
 def _against_configured(use: Use, said: int | None) -> Scale | None:
@@ -505,15 +513,17 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     weight = use.comparison.weight
     if use.is_mean or r < 2 or not use.items or weight <= 0:
         return None
-    counted = 1 / weight
-    integer = abs(counted - round(counted)) < 1e-4 * counted and 0.5 * use.items < counted < 2 * use.items
+    divisor = 1 / weight
+    integer = abs(divisor - round(divisor)) < 1e-4 * divisor and 0.5 * use.items < divisor < 2 * use.items
     # one denominator for the window is no fault of accumulation, whatever it counts, unless another window or rank
     # shows the right one
     varies = any(not near(u.own, use.own, tolerance) for u in uses)
     shown = any(u.right for u in uses)
-    if integer and counted > 2 and varies and shown:
-        return Scale(use, WRONG_COUNT, f"each weighs 1/{round(counted)}, where {use.items:g} count")
-    return None
+    if not integer or divisor <= 2 or not varies:
+        return None
+    return (
+        Scale(use, WRONG_COUNT, f"each weighs 1/{round(divisor)}, where {use.items:g} count") if shown else MISCOUNTED
+    )
 
 
 def is_negligible(coefficient: float) -> bool:

@@ -3,8 +3,8 @@
 The gradients that reached the modules' outputs are recorded, so what follows from them is a function of the modules
 alone. The bound on the 2-norm of a parameter's difference is that of the additions, `growth(K + 5, u)` times the sum of
 the norms of the contributions. Where it is exceeded, the rounding errors are measured by `FEW_DRAWS` computations with
-parameters and inputs changed by one unit roundoff, and Student's factor for their number times their root mean square is
-allowed as well (`core.comparison`).
+parameters and inputs changed by one unit roundoff, and Student's factor for their number times their root mean square
+is allowed as well (`core.comparison`).
 
 Blame needs a cause that is seen: another mode in a part of the window, or a backward that is not linear. Without one, a
 difference is a finding, since parameters may be used outside of the recorded modules.
@@ -324,8 +324,8 @@ def _ratio(difference: float, allowed: float) -> float:
 SENTENCES = {
     "wrong-mode": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
     "others: call model.train() after every evaluation",
-    "not-linear": "the backward pass of {what} is no linear function of the gradient that it receives, so micro-batches "
-    "do not add up to one batch (it ignores the gradient, clips or normalizes it)",
+    "not-linear": "the backward pass of {what} is no linear function of the gradient that it receives, so "
+    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward (if that is on purpose, "
     "accept it with --accept wrong-backward)",
 }

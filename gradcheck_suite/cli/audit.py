@@ -108,8 +108,8 @@ def add_arguments(parser: parsers.Parser) -> None:
     size = "micro-batches per window; without it, read off the run"
     accept = "report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable"
     objective = (
-        "what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the names "
-        "there; repeatable"
+        "what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the "
+        "names there; repeatable"
     )
     eager = "run what torch.compile compiles eagerly, so that its losses can be read"
     without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.auditing import forwards, judge, recorder, replay, samples, terms, weights, window_again
 from gradcheck_suite.__main__ import main
+from gradcheck_suite.auditing import forwards, judge, recorder, replay, samples, terms, weights, window_again
 
 PLANTED = [
     (samples, "sample"),

@@ -9,11 +9,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from gradcheck_suite.auditing.passes import PROJECTIONS, as_array, resolution, sketch, tolerance
 from scipy.stats import binomtest
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.passes import PROJECTIONS, as_array, resolution, sketch, tolerance
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
 LARGE = (300, 96)

@@ -97,6 +97,18 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
         assert named == [*FAULTY[script]] * (instrument != off), result
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("finding_declared_denominator", "is divided by all its elements, of which fewer are its targets"),
+        ("finding_miscounted", "none of what it may count"),
+    ],
+)
+def test_a_denominator_that_is_the_same_for_the_window_is_a_finding(script, said, scripts):
+    result, _ = audited(scripts / f"{script}.py")
+    assert any(said in finding for finding in result.findings), result
+
+
 def test_a_coefficient_is_no_part_of_the_size_of_a_fault(scripts):
     result, _ = audited(scripts / "faulty_short_window_of_a_coefficient.py")
     assert result.violation.error == pytest.approx(1 / 4)
