@@ -35,7 +35,7 @@ from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
-from gradcheck_suite.run.processes import server_ahead
+from gradcheck_suite.run.processes import template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
 
@@ -211,7 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
         expect_file(text)  # before torch and jax are imported, which takes seconds
     options = options_of(arguments)
-    with server_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
+    with template_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
         environment.prepare()
         return _verify(arguments, options)
 

@@ -183,7 +183,7 @@ _SPEAKS_OF = {
     "claim": (*JUDGING, *MEASURING, "studies/claim_checks.py", "studies/claims.py"),
     "memory": MEASURING,
     "step": ("studies/optimizer_steps.py", "studies/optimizers.py"),
-    "traffic": (*MEASURING, "run/ranks.py"),
+    "traffic": (*MEASURING, "run/traffic.py"),
     "trainer": (*JUDGING, "loops/trainers", "studies/trainers.py"),
     "verify": (*JUDGING, *LOOPS),
     "zero-or-none": ("studies/zero_or_none.py", "studies/zero_or_none_laws.py"),

@@ -31,7 +31,7 @@ from gradcheck_suite.loops.reset_modes import MODES
 
 # The laws of the wrappers: which collectives a window takes, worked out from sizes alone.
 #
-# The laws assume a small dense model whose gradients fit into one bucket. `run.ranks` counts the same.
+# The laws assume a small dense model whose gradients fit into one bucket. `run.traffic` counts the same.
 
 
 OF_ACTIVATIONS = "all-reduce of activations"

@@ -21,8 +21,6 @@ from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere, UsageError
 
-# Whether a folder is the user's alone. Compiled programs are pickles, and reading a pickle can run any code.
-
 
 def is_own(path: Path) -> bool:
     """Return whether a file belongs to the user; a system without users has files of one user only."""
@@ -37,7 +35,7 @@ def make_cache_folder(folder: Path) -> None:
 def expect_cache_folder(folder: Path, variable: str) -> None:
     """Refuse a folder of compiled programs that is another user's, or that others may write to.
 
-    A folder that does not exist is right.
+    Programs are pickles, and reading a pickle can run any code. A folder that does not exist is right.
 
     Args:
         folder: that programs are read from.

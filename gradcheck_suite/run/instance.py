@@ -22,8 +22,6 @@ from gradcheck_suite.core.contract import Batch, Problem, TrainingRun
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.optimizers import optimizer_of
 
-# Dtypes and devices by name, and what this machine can run.
-
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a case's dtype name."""
@@ -82,17 +80,14 @@ def checked_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-# Detection of autocast: whether a loop computes its losses under `torch.autocast`, and in which dtype.
-#
-# Autocast does not change float64 tensors, so a float64 run computes in float64 and is judged in float64.
-
-
 Compute = str | None
 """The name of the autocast dtype under which losses were computed, or None."""
 
 
 class AutocastRecorder:
     """A loss that records the autocast dtype of its calls that need gradients.
+
+    Autocast does not change float64 tensors, so a float64 run computes in float64 and is judged in float64.
 
     Attributes:
         compute: the autocast dtype of the calls so far; the coarsest one if they differ.
@@ -117,9 +112,6 @@ def coarsest(*names: Compute) -> Compute:
 def autocast_context(device: torch.device, compute: Compute) -> AbstractContextManager[object]:
     """Return an autocast context of this dtype, or for None a context that does nothing."""
     return nullcontext() if compute is None else torch.autocast(device.type, dtype=getattr(torch, compute))
-
-
-# Batches: pytrees of tensors, the items that they are cut from, and the loader that yields them.
 
 
 def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -215,12 +207,6 @@ def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
-# Batches as pairs (x, y), for trainers that call `criterion(model(x), y)` themselves.
-#
-# A problem has one loss of a model and a batch. It is taken apart by calling it with another model: one that only
-# notes what it is called with gives x, and one that only returns a given output gives the criterion.
-
-
 Loss = Callable[[Any, Batch], torch.Tensor]
 NEEDED = "run.pairs and run.criterion need a loss that calls its model once, as model(x)"
 
@@ -268,7 +254,11 @@ def model_input(loss: Loss, batch: Batch) -> Any:
 
 
 class Pairs:
-    """The batches of a loss as pairs."""
+    """The batches of a loss as pairs (x, y), for trainers that call `criterion(model(x), y)` themselves.
+
+    The loss is taken apart by calling it with another model: one that only notes what it is called with gives x, and
+    one that only returns a given output gives the criterion.
+    """
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss

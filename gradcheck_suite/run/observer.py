@@ -6,8 +6,8 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.ranks import uncounted
-
-# Observation of optimizer steps: the gradients and parameters that each step starts from, and what it leaves behind.
-#
-# Hooks that a loop registers after the observer's may still edit gradients. The observer therefore passes every step
-# a closure of its own: the optimizer calls it after all hooks have run and before it reads a gradient. A closure that
-# the loop passes, as Lightning does, is called first. Where an optimizer calls it several times, as L-BFGS does, each
-# call is recorded.
 
 
 class TooManySteps(BaseException):
@@ -123,7 +116,8 @@ class Observer:
             raise TooManySteps
         # where a step calls another one, as that of a subclass does, the inner one has the arithmetic
         self._evaluations, self._open = [], True
-        # the first argument is the optimizer itself
+        # Hooks that a loop registers later may still edit gradients: a closure is called after all of them, and before
+        # the optimizer reads a gradient. The first argument is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         return args[:1], {**kwargs, "closure": self._recorded(closure, optimizer)}
 
@@ -240,9 +234,7 @@ def same_tree(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
 
 
-# Check that a loop leaves a model's parameters what they are: the same objects, shapes, dtypes and devices.
-#
-# Stand-alone scripts copy these functions, which therefore need torch alone.
+# Stand-alone scripts copy these two functions, which therefore need torch alone.
 
 
 Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
@@ -266,9 +258,6 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
             changes.append(f"replaced {name} by another parameter")
         changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
     return ", ".join(sorted(changes)) or None
-
-
-# Custom `torch.autograd.Function`s: those in the graph of a tensor, and other forwards in their place.
 
 
 Forward = Callable[..., Any]
@@ -318,75 +307,9 @@ def replaced_forwards(replacements: Iterable[tuple[type, Callable[[Forward, int]
                 function.forward = before
 
 
-# What a loop asks of its `torch.amp.GradScaler`s: calls of each method, and steps that were skipped.
-#
-# torch has no hook for them, so the methods are replaced while a loop runs.
-
-
 METHODS = ("unscale_", "step", "update")
-
-
-class ScalerCalls:
-    """The calls of `METHODS` so far. Those that one scaler gets for different optimizers are counted apart.
-
-    Attributes:
-        skipped: for each call of `step` that did not step, the number of optimizer steps before it. A scaler does not
-            step where a gradient is infinite or NaN.
-    """
-
-    def __init__(self) -> None:
-        self.skipped: list[int] = []
-        self._counts: dict[tuple[str, int, int], Counter[int]] = {}
-        self._kept: list[Any] = []  # so that no id is used again
-
-    def add(self, method: str, scaler: Any, arguments: tuple[Any, ...], epoch: int) -> None:
-        """Count one call, which has returned. A `step` calls `unscale_` by itself where the loop has not."""
-        optimizer = arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
-        self._counts.setdefault((method, id(scaler), id(optimizer)), Counter())[epoch] += 1
-        self._kept.append((scaler, optimizer))
-
-    @property
-    def counts(self) -> tuple[tuple[str, dict[int, int]], ...]:
-        """(method, number of calls in each epoch), one for each scaler and optimizer."""
-        return tuple((method, dict(counts)) for (method, _, _), counts in self._counts.items())
-
-
-@contextmanager
-def scaler_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterator[ScalerCalls]:
-    """Record the calls of every scaler while the context is active.
-
-    Args:
-        steps: returns the number of optimizer steps so far.
-        epoch: returns the epoch of the loop.
-    """
-    calls, found = ScalerCalls(), torch.amp.GradScaler
-    originals = {method: getattr(found, method) for method in METHODS}
-
-    def recorded(method: str) -> Callable[..., Any]:
-        @functools.wraps(originals[method])
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = steps()
-            result = originals[method](self, *args, **kwargs)
-            calls.add(method, self, args or tuple(kwargs.values()), epoch())
-            if method == "step" and steps() == before:
-                calls.skipped.append(before)
-            return result
-
-        return call
-
-    for method in METHODS:
-        setattr(found, method, recorded(method))
-    try:
-        yield calls
-    finally:
-        for method, original in originals.items():
-            setattr(found, method, original)
-
-
-# How often a loop steps each learning rate scheduler; torch has no hook for it, so `step` is replaced meanwhile.
-
-
-_CLASSES = [
+"""The methods of a `GradScaler` whose calls are counted."""
+_SCHEDULERS = [
     found
     for found in vars(lr_scheduler).values()
     if isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler) and "step" in vars(found)
@@ -394,64 +317,84 @@ _CLASSES = [
 
 
 class Calls:
-    """Counts of calls of `step`, one for each scheduler. The call that a scheduler makes when it is made is none."""
+    """The calls of gradient scalers and of learning rate schedulers so far.
+
+    Attributes:
+        skipped: for each call of `GradScaler.step` that did not step, the number of optimizer steps before it. A scaler
+            does not step where a gradient is infinite or NaN.
+        scalers: (method, scaler, optimizer) by their ids -> number of calls in each epoch.
+        schedulers: scheduler by its id -> number of steps in each epoch.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[int, tuple[torch.optim.lr_scheduler.LRScheduler, Counter[int]]] = {}
+        self.skipped: list[int] = []
+        self.scalers: dict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)
+        self.schedulers: dict[int, Counter[int]] = defaultdict(Counter)
+        self._kept: list[Any] = []  # so that no id is used again
 
-    def add(self, scheduler: torch.optim.lr_scheduler.LRScheduler, epoch: int) -> None:
-        """Count one call, which has returned."""
+    def note_scaler(self, method: str, scaler: Any, arguments: Sequence[Any], epoch: int) -> None:
+        """Count one call, which has returned. A `step` calls `unscale_` by itself where the loop has not."""
+        optimizer = arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
+        self.scalers[method, id(scaler), id(optimizer)][epoch] += 1
+        self._kept.append((scaler, optimizer))
+
+    def note_scheduler(self, scheduler: Any, epoch: int) -> None:
+        """Count one step, which has returned; the call that a scheduler makes when it is made is none."""
         if getattr(scheduler, "last_epoch", 0) > 0:
-            # the reference keeps the id from being used again
-            _, counts = self._counts.setdefault(id(scheduler), (scheduler, Counter()))
-            counts[epoch] += 1
-
-    @property
-    def counts(self) -> tuple[dict[int, int], ...]:
-        """The number of calls in each epoch, one for each scheduler that was stepped."""
-        return tuple(dict(counts) for _, counts in self._counts.values())
+            self.schedulers[id(scheduler)][epoch] += 1
+            self._kept.append(scheduler)
 
 
 @contextmanager
-def scheduler_steps(epoch: Callable[[], int]) -> Iterator[Calls]:
-    """Count the calls of `step` of every scheduler of torch while the context is active.
+def recorded_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterator[Calls]:
+    """Record the calls of every scaler and scheduler while the context is active.
+
+    torch has no hook for them, so the methods are replaced meanwhile.
 
     Args:
+        steps: returns the number of optimizer steps so far.
         epoch: returns the epoch of the loop.
     """
-    calls, originals = Calls(), {found: found.step for found in _CLASSES}
+    calls = Calls()
 
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(method: str, original: Callable[..., Any], *, scales: bool) -> Callable[..., Any]:
         @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = steps()
             result = original(self, *args, **kwargs)
-            calls.add(self, epoch())
+            if not scales:
+                calls.note_scheduler(self, epoch())
+                return result
+            calls.note_scaler(method, self, args or tuple(kwargs.values()), epoch())
+            if method == "step" and steps() == before:
+                calls.skipped.append(before)
             return result
 
-        return step
+        return call
 
-    for found, original in originals.items():
-        found.step = counted(original)  # type: ignore[method-assign]
+    scaler = torch.amp.GradScaler
+    places: list[tuple[type, str]] = [(scaler, method) for method in METHODS]
+    places += [(scheduler, "step") for scheduler in _SCHEDULERS]
+    originals = [(owner, method, getattr(owner, method)) for owner, method in places]
     try:
+        for owner, method, original in originals:
+            setattr(owner, method, recorded(method, original, scales=owner is scaler))
         yield calls
     finally:
-        for found, original in originals.items():
-            found.step = original  # type: ignore[method-assign]
-
-
-# Observation of parameters that a loop has sharded over ranks, as `fully_shard` does: gathered, they are whole again.
-#
-# `fully_shard` replaces each parameter of a model by a `DTensor` of the same name. Only a `DTensor` has
-# `full_tensor`, which is a collective, so all ranks have to step as often as each other.
+        for owner, method, original in originals:
+            setattr(owner, method, original)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether each rank has only a part of a tensor."""
+    """Return whether each rank has only a part of a tensor, as of the `DTensor`s that `fully_shard` puts in."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor gathered from all ranks, or the tensor itself where it is not sharded."""
+    """Return a tensor gathered from all ranks, or the tensor itself where it is not sharded.
+
+    To gather is a collective, so all ranks have to step as often as each other.
+    """
     if not is_sharded(tensor):
         return tensor
     with uncounted():

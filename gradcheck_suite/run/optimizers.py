@@ -12,8 +12,6 @@ import torch
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.observer import Observation, copied, is_same, same_tree
 
-# The optimizers of a run: one whose step changes nothing, one of bounded steps, and torch's by name.
-
 
 class NoOpOptimizer(torch.optim.Optimizer):
     """An optimizer whose step changes nothing, so that every window is judged at the same parameters."""
@@ -142,11 +140,8 @@ def optimizer_of(name: str | None, model: torch.nn.Module, groups: int = 1) -> t
     return in_groups(OPTIMIZERS[name](parameters), groups)
 
 
-# Checks that parameters move by the optimizer's steps alone: each step is computed again from what it started with.
-#
-# Stand-alone scripts copy these functions, which therefore need torch alone. A step that is computed again by the
-# same code on the same values has the same bits: no error is allowed. Compiled code may round otherwise: see
-# `rounding`.
+# Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that is computed again
+# by the same code on the same values has the same bits. Compiled code may round otherwise: see `rounding`.
 
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -1,167 +1,269 @@
-"""Child processes: how they start, and how they find the loop under test."""
+"""Child processes: one way to start and to end them, the template that forks them, and how they find the loop.
+
+Nothing heavy is imported here: a command starts its processes before it imports torch, which takes them seconds too.
+"""
 
 from __future__ import annotations
 
-import array
 import contextlib
 import importlib
 import importlib.util
-import json
+import multiprocessing
+import os
+import select
 import shutil
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import IO, Any
 
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import CannotRunHere, UsageError
 
-# A further process of this Python, with a socket to it, started before anything heavy is imported.
-
-
+# DistributedDataParallel imports the first of these when it is first called
+FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "gradcheck_suite.run.rank")
+"""What loops on several ranks use, imported before there is a process for each."""
+STARTUP_S = 120
+"""Seconds within which a process must have imported torch, and ranks must have met."""
 _PROGRAM = (
     # before anything else is imported: `-c` finds modules in the current folder, and a file there may have any name
     "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
     "import os; sys.argv[2] == 'orphan' and os.fork() and os._exit(0); "
-    "from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[4]), *sys.argv[5:])"
+    "from importlib import import_module; from multiprocessing.connection import Connection; "
+    "import_module(sys.argv[3]).main(Connection(int(sys.argv[4])), *sys.argv[5:])"
 )
 
 
-def start_process(
-    module: str, *arguments: str, orphan: bool = False, stdout: int | None = None, stderr: IO[str] | int | None = None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that finds modules where this one does.
+class Child:
+    """A further process of this Python that finds modules where this one does.
 
-    Args:
-        module: full name of the module whose `main` it calls with the file descriptor of its socket and `arguments`.
-        arguments: further arguments of `main`.
-        orphan: whether it is to be no child of this process, so that code here may wait for all its children. Then
-            what is returned only starts it, and is the number of its process group.
-        stdout: as `subprocess.Popen` takes it.
-        stderr: as `subprocess.Popen` takes it.
-
-    Returns:
-        The process and this end of the socket. The process has a group of its own: Ctrl-C reaches the parent alone,
-        which then ends this one.
-    """
-    ours, theirs = socket.socketpair()
-    how, handle = "orphan" if orphan else "child", str(theirs.fileno())
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, "\n".join(sys.path), how, module, handle, *arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    return process, ours
-
-
-# The process that forks the ranks, as the parent has it.
-#
-# It imports torch, which takes seconds. So a command starts it before it imports torch itself; nothing heavy is
-# imported here.
-
-
-STARTUP_S = 120.0
-"""Seconds within which the process must have imported torch, and ranks must have met."""
-MOST_BYTES = 65536
-
-
-class Server:
-    """The process, and a socket to it.
+    It has a process group of its own: Ctrl-C reaches the parent alone, which then ends it.
 
     Attributes:
-        folder: for what the process and its ranks write.
+        connection: to the process.
+        process: itself; of an orphan, what starts it.
     """
 
-    def __init__(self) -> None:
-        """Start the process."""
-        self.folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-ranks-"))
-        with (self.folder / "errors").open("w") as errors:
-            self.process, self._control = start_process(
-                "gradcheck_suite.run.rank_server", str(self.folder), stderr=errors
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        orphan: bool = False,
+        stdout: int | None = None,
+        stderr: IO[str] | int | None = None,
+        limit_s: int = STARTUP_S,
+    ) -> None:
+        """Start it.
+
+        Args:
+            module: full name of the module whose `main` it calls with its end of the connection and `arguments`.
+            arguments: further arguments of `main`.
+            orphan: whether it is to be no child of this process, so that code here may wait for all its children.
+            stdout: as `subprocess.Popen` takes it.
+            stderr: as `subprocess.Popen` takes it.
+            limit_s: seconds after which a process that neither reads nor answers is given up.
+        """
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", limit_s, 0))
+        how, handle = "orphan" if orphan else "child", str(theirs.fileno())
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, "\n".join(sys.path), how, module, handle, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
+        self.connection = Connection(ours.detach())
 
-    def fork(self, folder: Path, backend: str, sockets: Sequence[socket.socket]) -> list[int]:
-        """Fork a rank for each of the sockets, which it gets, and return their process ids.
+    def close(self, wait_s: float = 0, *, closes: bool = True) -> None:
+        """End the process and what it has forked.
+
+        Args:
+            wait_s: seconds in which it may end by itself.
+            closes: whether the connection is to be closed; not one whose number may be that of another file by now.
+        """
+        if closes:
+            self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def end_with_parent(connection: Connection) -> None:
+    """End this process once no other one has the other end of its connection, whatever it works on."""
+
+    def watch() -> None:
+        parent = select.poll()
+        parent.register(connection.fileno(), select.POLLHUP)
+        parent.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Template:
+    """A process that imports what others need once, and forks them from then on, which takes milliseconds.
+
+    Attributes:
+        folder: for what the process and those that it forks write.
+        process: the process.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        """Start it; it imports torch, JAX and these modules."""
+        self.folder = Path(tempfile.mkdtemp(prefix="gradcheck-suite-"))
+        with (self.folder / "errors").open("w") as errors:
+            self._child = Child(__name__, str(self.folder), *modules, stderr=errors)
+        self.process, self._has_forked = self._child.process, False
+
+    def fork(self, module: str, arguments: Sequence[Sequence[Any]]) -> tuple[list[int], list[Connection]]:
+        """End what was forked before; fork a process for each of the arguments, whose id and connection are returned.
+
+        It calls the module's `main` with its end of the connection and its arguments.
 
         Raises:
-            CannotRunHere: the process has ended.
+            CannotRunHere: the template has ended.
         """
-        handles = array.array("i", [s.fileno() for s in sockets])
-        return self._command([str(folder), backend], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)])
+        pairs = [multiprocessing.Pipe() for _ in arguments]
+        pids = self._answer((module, arguments), [theirs for _, theirs in pairs])
+        self._has_forked = True
+        for _, theirs in pairs:
+            theirs.close()
+        return pids, [ours for ours, _ in pairs]
 
-    def end_ranks(self) -> list[int]:
-        """End the ranks, and return how each ended: its exit status, or minus the number of a signal.
+    def end(self) -> list[int]:
+        """End what was forked; return how each ended: its exit status, or minus the number of a signal.
 
         Raises:
-            CannotRunHere: the process has ended.
+            CannotRunHere: the template has ended.
         """
-        return self._command(None, [])
+        return self._answer(None)
 
-    def _command(self, wanted: list[str] | None, ancillary: list[tuple[int, int, array.array[int]]]) -> list[int]:
+    def _answer(self, wanted: Any, handed: Sequence[Connection] = ()) -> list[int]:
+        control = self._child.connection
         try:
-            self._control.sendmsg([json.dumps(wanted).encode()], ancillary)
-            self._control.settimeout(STARTUP_S)
-            answer = self._control.recv(MOST_BYTES)
-        except (OSError, ConnectionError):
-            answer = b""
-        if not answer:
+            control.send(wanted)
+            for connection in handed:
+                reduction.send_handle(control, connection.fileno(), self.process.pid)
+            numbers: list[int] = control.recv()
+        except (OSError, EOFError):
             said = (self.folder / "errors").read_text(errors="replace").split("\n")
             last = next((f": {line}" for line in reversed(said) if line.strip()), "")
             raise CannotRunHere(
-                f"ranks cannot start: the process that starts them ended with status {self.process.poll()}{last}"
-            )
-        numbers: list[int] = json.loads(answer)
+                f"processes cannot start: the one that starts them ended with status {self.process.poll()}{last}"
+            ) from None
         return numbers
 
-    def close(self, *, is_idle: bool = False) -> None:
-        """End the process, which ends its ranks; one that is idle has none, and may still be importing."""
-        self._control.close()
-        if is_idle:
-            self.process.kill()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def close(self) -> None:
+        """End the process and what it has forked; one that has forked nothing may still be importing."""
+        self._child.close(5 if self._has_forked else 0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_ahead: list[Server] = []
+def main(control: Connection, folder: str, *modules: str) -> None:
+    """Fork processes and end them as the parent asks, until it is gone: the work of a template.
+
+    This process computes nothing itself, so that it has no thread that a fork could lose.
+
+    Args:
+        control: to the parent.
+        folder: what is written there is removed at the end, also where the parent was killed.
+        modules: to import, beside torch and JAX.
+    """
+    # there is a process for each processor
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from gradcheck_suite.run import environment
+
+    forked: list[ForkProcess] = []
+    try:
+        environment.set_precision()
+        for name in modules:
+            importlib.import_module(name)
+        while True:
+            wanted = control.recv()
+            statuses = _ended(forked)
+            forked = [] if wanted is None else _forked(control, *wanted)
+            control.send([process.pid for process in forked] or statuses)
+    except (OSError, EOFError):
+        return
+    finally:
+        _ended(forked)
+        shutil.rmtree(folder, ignore_errors=True)
+        # unloading torch and jax in order takes a second
+        os._exit(0)
+
+
+def _forked(control: Connection, module: str, arguments: Sequence[Sequence[Any]]) -> list[ForkProcess]:
+    connections = [Connection(reduction.recv_handle(control)) for _ in arguments]
+    target = multiprocessing.get_context("fork").Process
+    forked = [
+        target(target=_run, args=(module, own, given, [control, *connections]))
+        for own, given in zip(connections, arguments, strict=True)
+    ]
+    for process in forked:
+        process.start()
+    for connection in connections:
+        connection.close()
+    return forked
+
+
+def _run(module: str, own: Connection, arguments: Sequence[Any], connections: Sequence[Connection]) -> None:
+    # whoever has the end of another process hides from the parent that this one has ended
+    for connection in connections:
+        if connection is not own:
+            connection.close()
+    importlib.import_module(module).main(own, *arguments)
+
+
+def _ended(forked: Sequence[ForkProcess]) -> list[int]:
+    """End processes and return their exit statuses; one that has exited by itself keeps its own."""
+    for process in forked:
+        process.kill()
+    for process in forked:
+        process.join()
+    return [process.exitcode or 0 for process in forked]
+
+
+_ahead: list[Template] = []
 
 
 @contextlib.contextmanager
-def server_ahead(wanted: bool) -> Iterator[None]:
+def template_ahead(wanted: bool) -> Iterator[None]:
     """Start the process for the first ranks that the block needs, if `wanted`; end it where none took it."""
     if wanted:
-        _ahead.append(Server())
+        _ahead.append(Template(*FOR_RANKS))
     try:
         yield
     finally:
         while _ahead:
-            _ahead.pop().close(is_idle=True)
+            _ahead.pop().close()
 
 
-def take_server() -> Server:
+def take_template() -> Template:
     """Return the process that was started ahead, or a new one."""
-    return _ahead.pop() if _ahead else Server()
-
-
-# How another process finds a loop or a user's problem: by the call that returns it there.
-#
-# Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
+    return _ahead.pop() if _ahead else Template(*FOR_RANKS)
 
 
 @dataclass(frozen=True)
 class Source:
     """A call that returns an object in any process of this machine.
+
+    Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
 
     Attributes:
         module: that has the function.
@@ -199,15 +301,17 @@ def source_of(wanted: Any, what: str) -> Source:
     known = _remembered.get(id(wanted))
     if known is not None and known[0] is wanted:
         return known[1]
-    name = _module_of(wanted)
+    made = wanted.loss if isinstance(wanted, Problem) else wanted
+    name = str(getattr(made, "__module__", None) or type(made).__module__)
     # a decorated loop says that it is of the module of the one inside
     beside = [place for place in sys.modules if place.partition(".")[0] == name.partition(".")[0]]
     for place in (name, *beside):
         module = sys.modules.get(place)
         for path, value in _named(module):
             if value is wanted:
-                remember(wanted, Source(__name__, "found", (place, getattr(module, "__file__", None), path)))
-                return _remembered[id(wanted)][1]
+                source = Source(__name__, found.__name__, (place, getattr(module, "__file__", None), path))
+                remember(wanted, source)
+                return source
     shown = getattr(wanted, "__qualname__", type(wanted).__name__)
     raise UsageError(
         f"{what} {shown} of {name} cannot be imported in another process, as each rank must: define it at the top "
@@ -229,11 +333,6 @@ def found(name: str, file: str | None, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _module_of(wanted: Any) -> str:
-    made = wanted.loss if isinstance(wanted, Problem) else wanted
-    return str(getattr(made, "__module__", None) or type(made).__module__)
-
-
 def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the objects of a module with their paths: its names, entries of its dictionaries, loops of its records."""
     for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -246,9 +345,11 @@ def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _module(name: str, file: str | None) -> Any:
-    if name in sys.modules and name != "__main__":
-        return sys.modules[name]
-    if name != "__main__":
+    # a script's own `if __name__ == "__main__"` must not run again in every rank
+    own = "__gradcheck_suite_main__" if name == "__main__" else name
+    if own in sys.modules:
+        return sys.modules[own]
+    if own == name:
         try:
             module = importlib.import_module(name)
             if file is None or Path(getattr(module, "__file__", None) or "").resolve() == Path(file).resolve():
@@ -258,17 +359,13 @@ def _module(name: str, file: str | None) -> Any:
                 raise
     if file is None:
         raise UsageError(f"{name} has no file, so a rank cannot import it: put the loop into a file")
-    # a script's own `if __name__ == "__main__"` must not run again in every rank
-    own = "__gradcheck_suite_main__" if name == "__main__" else name
-    if own not in sys.modules:
-        spec = importlib.util.spec_from_file_location(own, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[own] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[own]
-            raise
-    return sys.modules[own]
+    spec = importlib.util.spec_from_file_location(own, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[own] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own]
+        raise
+    return module

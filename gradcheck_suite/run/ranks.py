@@ -1,4 +1,4 @@
-"""A loop on several ranks: messages to them, the pool that keeps them, a run over all of them, and what they send."""
+"""A loop on several ranks: messages to them, the pool that keeps them, and a run over all of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
@@ -21,35 +22,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.loops.ranks import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BROADCAST,
-    OF_ACTIVATIONS,
-    RANK_LOOPS,
-    REDUCE_SCATTER,
-    Kinds,
-    Sharing,
-    predicted,
-)
-from gradcheck_suite.run.instance import Instance, generated_instance
+from gradcheck_suite.run.instance import Instance
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
-from gradcheck_suite.run.processes import STARTUP_S as PROCESSES_STARTUP_S
-from gradcheck_suite.run.processes import Source, source_of, take_server
+from gradcheck_suite.run.processes import STARTUP_S, Source, source_of, take_template
 from gradcheck_suite.run.runner import Outcome, is_quiet, run_loop
-from gradcheck_suite.run.time_limits import IDLE, STARTING, STARTUP_S, rest_of_limit
-
-# Messages between processes of the suite, with tensors as numpy arrays.
-#
-# `pickle` takes a tenth of a millisecond for a tensor, since it goes through the file format of `torch.save`; an
-# array takes a few microseconds.
+from gradcheck_suite.run.time_limits import IDLE, STARTING, Allowance
 
 
 class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays: a few microseconds each, where the file format of `torch.save` takes a hundred."""
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             plain, is_bfloat16 = value.detach().cpu(), value.dtype is torch.bfloat16
@@ -74,9 +61,6 @@ def packed(message: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return the message of some bytes, which a process that this program has started, or its parent, has sent."""
     return pickle.loads(data)
-
-
-# What the parent and the ranks send each other: requests and outcomes.
 
 
 @dataclass(frozen=True)
@@ -119,12 +103,6 @@ class Reply:
     cannot_run: bool = False
 
 
-# How long the parent waits for ranks, and where the ones are that do not answer.
-#
-# A rank that waits inside a collective runs no Python code, so no alarm can stop it: the parent looks at it from
-# outside.
-
-
 STILL_S = 1.5
 """Seconds in which ranks that wait for each other forever use no processor."""
 PAUSE_S = 0.25
@@ -136,8 +114,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)
 class Patience:
     """The time that ranks have for one case.
 
+    A rank that waits inside a collective runs no Python code, so no alarm can stop it: the parent looks at it from
+    outside.
+
     Attributes:
-        pause: seconds until it is to be asked again.
         deadlock: whether it ended because ranks wait for each other, and not because of the time limit.
     """
 
@@ -149,10 +129,10 @@ class Patience:
             folder: with the files that ranks write their stacks to.
             time_limit_s: the limit, None for none.
         """
-        self._pids, self._folder, self._limit = list(pids), folder, time_limit_s
-        self.pause, self.deadlock = PAUSE_S, False
-        self._first = self._began = self._still_since = time.monotonic()
-        self._at_start = self._last = self._processor()
+        self._pids, self._folder, self.deadlock = pids, folder, False
+        self._began = self._still_since = time.monotonic()
+        self._last = self._processor()
+        self._allowance = None if time_limit_s is None else Allowance(time_limit_s, self._last)
 
     def is_over(self, open_ranks: Sequence[int]) -> bool:
         """Return whether no answer is to be expected any more from the ranks that have not answered yet."""
@@ -160,37 +140,39 @@ class Patience:
         if sum(used) - sum(self._last) > IDLE * PAUSE_S:
             self._still_since, self._last = now, used
         if now - self._still_since > STILL_S:
-            self.deadlock = all(_waits(self.stack(rank)) for rank in open_ranks)
+            firsts = [_FRAME.search(self.stack(rank)) for rank in open_ranks]
+            self.deadlock = all(first and any(place in first["file"] for place in WAITING) for first in firsts)
             self._still_since = now
-        return self.deadlock or self._is_late(now, used, open_ranks)
 
-    def _is_late(self, now: float, used: list[float], open_ranks: Sequence[int]) -> bool:
-        passed = now - self._began
-        if self._limit is None or passed < self._limit:
-            return False
-        if any(mark in self.stack(rank) for rank in open_ranks for mark in STARTING) and now - self._first < STARTUP_S:
-            self._began, self._at_start = now, used
-            return False
-        # ranks that wait for one which computes are not idle
-        computed = max(b - a for a, b in zip(self._at_start, used, strict=True))
-        return not rest_of_limit(self._limit, passed, computed)
+        def has_loaded() -> bool:
+            return any(mark in self.stack(rank) for rank in open_ranks for mark in STARTING)
+
+        allowance = self._allowance
+        return self.deadlock or bool(allowance and allowance.is_over(now - self._began, used, has_loaded))
 
     def stack(self, rank: int) -> str:
         """Return the Python stack of a rank, its innermost call first; empty where it has ended."""
         file = self._folder / f"stack-{rank}"
-        try:
+        with contextlib.suppress(OSError):
             file.write_text("")
             os.kill(self._pids[rank], signal.SIGUSR1)
             for _ in range(100):
                 time.sleep(0.005)
                 if (text := file.read_text()).endswith("\n"):
                     return text
-        except OSError:
-            pass
         return ""
 
     def _processor(self) -> list[float]:
-        return [_processor_s(pid) for pid in self._pids]
+        """Return the processor seconds of each rank so far; where the system does not tell, the time."""
+        if not Path("/proc/self/stat").exists():
+            return [time.monotonic()] * len(self._pids)  # elsewhere than on Linux every rank seems to compute
+        found = []
+        for pid in self._pids:
+            fields = ["0"] * 13  # of a process that has ended
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        return found
 
 
 def place_of(stack: str) -> str:
@@ -205,24 +187,6 @@ def place_of(stack: str) -> str:
     return f"{inner[-1]['name']} ({where})" if inner else where
 
 
-def _waits(stack: str) -> bool:
-    first = _FRAME.search(stack)
-    return first is not None and any(place in first["file"] for place in WAITING)
-
-
-def _processor_s(pid: int) -> float:
-    """Return the processor seconds of a process so far; where the system does not tell, of this moment."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        # a process that has ended uses none; elsewhere than on Linux every rank seems to compute
-        return 0.0 if Path("/proc/self/stat").exists() else time.monotonic()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-# The parent's side of the ranks: starts them, hands them cases, keeps the time, and starts them again where needed.
-
-
 LAST_LINES = 10
 MISMATCH = "collective mismatch"
 """What gloo says when it ends a process whose collective is not that of the other rank."""
@@ -230,7 +194,7 @@ ENDED = "its process ended"
 
 
 class Pool:
-    """Ranks that live from case to case.
+    """Ranks that live from case to case, and run one request at a time.
 
     Attributes:
         world_size: number of ranks.
@@ -238,26 +202,29 @@ class Pool:
     """
 
     def __init__(self, world_size: int, backend: str) -> None:
-        """Start the server; the ranks start with the first request."""
+        """Start the process that forks them; the ranks start with the first request."""
         self.world_size, self.backend = world_size, backend
-        self._server = take_server()
+        self._template = take_template()
         self._ranks: list[Connection] = []
         self._pids: list[int] = []
-        self._generation = 0
-        self._waiting: deque[Request | None] = deque()
-        """The requests that have no answer yet, in order; None for one whose answer is not wanted any more."""
+        self._folder = self._template.folder
+        self._sent: list[Request | None] = []
+        """The request that ranks run, if any; None for one whose outcomes are not wanted any more."""
+        self._waiting: deque[Request] = deque()
         self._early: list[tuple[Request, list[Outcome]]] = []
-        """Answers to requests that were run ahead, and that came before they were asked for."""
+        """Outcomes of requests that were run ahead, and that came before they were asked for."""
 
     def run_ahead(self, request: Request) -> None:
         """Let ranks that have started run a request, whose outcomes `run` will be asked for."""
         if self._ranks:
-            self._send(request)
+            self._waiting.append(request)
+            self._send()
 
     def forget(self) -> None:
         """Drop the outcomes of requests that were run ahead."""
         self._early.clear()
-        self._waiting = deque([None] * len(self._waiting))
+        self._waiting.clear()
+        self._sent = [None] * len(self._sent)
 
     def run(self, request: Request, time_limit_s: float | None) -> list[Outcome]:
         """Return what a loop did on each rank.
@@ -273,49 +240,55 @@ class Pool:
         while True:
             if not self._ranks:
                 self._start()
-            if request not in self._waiting:
-                self._send(request)
-            first = self._waiting.popleft()
+            if request not in (*self._sent, *self._waiting):
+                self._waiting.append(request)
+            self._send()
+            sent = self._sent[0]
             try:
                 outcomes = self._answers(time_limit_s)
             except UsageError:
-                if first == request:
+                if sent == request:
                     raise
                 continue  # it is raised again where that request is asked for
-            if first == request:
+            if sent == request:
                 return outcomes
-            if first is not None:
-                self._early.append((first, outcomes))
+            if sent is not None:
+                self._early.append((sent, outcomes))
 
-    def _send(self, request: Request) -> None:
-        message = packed(request)
-        self._waiting.append(request)
+    def _send(self) -> None:
+        """Send the next request, unless one is running: a rank must not meet the others in collectives of this one."""
+        if self._sent or not self._waiting:
+            return
+        self._sent.append(self._waiting.popleft())
+        message = packed(self._sent[0])
         try:
             for connection in self._ranks:
-                with contextlib.suppress(BrokenPipeError, ConnectionError):
+                with contextlib.suppress(ConnectionError):
                     connection.send_bytes(message)
         except BaseException:
             self.stop()
             raise
 
     def _answers(self, time_limit_s: float | None) -> list[Outcome]:
-        """Return what a loop did with the first request that has no answer yet."""
+        """Return what a loop did with the request that ranks run."""
         answers: list[Outcome | None] = [None] * self.world_size
+        patience = Patience(self._pids, self._folder, time_limit_s)
         try:
-            patience = Patience(self._pids, self._folder, time_limit_s)
             while (open_ranks := [r for r, answer in enumerate(answers) if answer is None]) and not patience.is_over(
                 open_ranks
             ):
-                ready = wait([self._ranks[r] for r in open_ranks], patience.pause)
+                ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
                 for rank in (r for r in open_ranks if self._ranks[r] in ready):
-                    reply = _received(self._ranks[rank])
-                    answers[rank] = self._died(rank) if reply is None else _outcome_of(reply)
+                    answers[rank] = self._outcome(rank)
         except BaseException:
             # ranks that are in the middle of a case know nothing of the next one
             self.stop()
             raise
-        if all(answer is not None and answer.raised is None for answer in answers):
-            return [answer for answer in answers if answer is not None]
+        done = [answer for answer in answers if answer is not None and answer.raised is None]
+        if len(done) == self.world_size:
+            self._sent.clear()
+            self._send()
+            return done
         stacks = [patience.stack(r) if answer is None else "" for r, answer in enumerate(answers)]
         statuses = self.stop()
         return [
@@ -323,46 +296,41 @@ class Pool:
             for rank, answer in enumerate(answers)
         ]
 
-    @property
-    def _folder(self) -> Path:
-        """For what the ranks write that run now."""
-        return self._server.folder / str(self._generation)
+    def _outcome(self, rank: int) -> Outcome:
+        """Return a rank's outcome; for one that has ended, the last lines that it wrote."""
+        reply = _received(self._ranks[rank])
+        if reply is None:
+            written = (self._folder / f"errors-{rank}").read_text(errors="replace")
+            return Outcome([], {}, {}, raised=ENDED, trace="\n".join(written.splitlines()[-LAST_LINES:]))
+        if reply.outcome is None:
+            raise (CannotRunHere if reply.cannot_run else UsageError)(reply.refused)
+        return reply.outcome
 
     def stop(self) -> list[int]:
         """End the ranks, which start again with the next request; return their exit statuses."""
         for connection in self._ranks:
             connection.close()
         self._ranks, self._pids = [], []
+        self._sent.clear()
         self._waiting.clear()
-        return self._server.end_ranks()
-
-    def _died(self, rank: int) -> Outcome:
-        """Return the outcome of a rank that has ended, with the last lines that it wrote."""
-        written = (self._folder / f"errors-{rank}").read_text(errors="replace")
-        return Outcome([], {}, {}, raised=ENDED, trace="\n".join(written.splitlines()[-LAST_LINES:]))
+        return self._template.end()
 
     def _start(self) -> None:
-        self._generation += 1
-        self._folder.mkdir()
-        pairs = [socket.socketpair() for _ in range(self.world_size)]
-        self._pids = self._server.fork(self._folder, self.backend, [theirs for _, theirs in pairs])
-        self._ranks = [Connection(ours.detach()) for ours, _ in pairs]
-        for _, theirs in pairs:
-            theirs.close()
+        self._folder = Path(tempfile.mkdtemp(dir=self._template.folder))
+        places = [(rank, self.world_size, self.backend, self._folder) for rank in range(self.world_size)]
+        self._pids, self._ranks = self._template.fork("gradcheck_suite.run.rank", places)
         for connection in self._ranks:
-            reply = _received(connection) if connection.poll(PROCESSES_STARTUP_S) else None
+            reply = _received(connection) if connection.poll(STARTUP_S) else None
             if reply is None or reply.refused:
                 self.stop()
-                raise CannotRunHere(
-                    f"{self.world_size} ranks cannot start: "
-                    + (reply.refused if reply and reply.refused else "a rank ended, or did not answer, at its start")
-                )
+                why = (reply and reply.refused) or "a rank ended, or did not answer, at its start"
+                raise CannotRunHere(f"{self.world_size} ranks cannot start: {why}")
 
     def close(self) -> None:
         """End all processes."""
         for connection in self._ranks:
             connection.close()
-        self._server.close()
+        self._template.close()
 
 
 _pools: dict[tuple[int, str], Pool] = {}
@@ -408,9 +376,6 @@ def expect_ranks(world_size: int, device: str) -> str:
     Raises:
         CannotRunHere: none can.
     """
-    import torch
-    import torch.distributed as dist
-
     if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
         raise CannotRunHere(f"{world_size} ranks need os.fork and Unix sockets, which this system lacks: use one rank")
     if not dist.is_available():
@@ -436,13 +401,6 @@ def _received(connection: Connection) -> Reply | None:
         return None
     assert isinstance(reply, Reply)
     return reply
-
-
-def _outcome_of(reply: Reply) -> Outcome:
-    if reply.outcome is None:
-        assert reply.refused is not None
-        raise (CannotRunHere if reply.cannot_run else UsageError)(reply.refused)
-    return reply.outcome
 
 
 def _with_status(outcome: Outcome, status: int) -> Outcome:
@@ -475,12 +433,6 @@ def _hung(answers: list[Outcome | None], stacks: list[str], patience: Patience) 
     )
 
 
-# Steps that ranks share out among them, as `ZeroRedundancyOptimizer` does: each rank's optimizer has a few
-# parameters.
-#
-# Put together, they are one step on all parameters.
-
-
 _T = TypeVar("_T")
 
 
@@ -493,7 +445,10 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
 
 
 def _together(steps: Sequence[Observation]) -> list[Observation]:
-    """Return each rank's step with what the rank that steps on a parameter has of it."""
+    """Return each rank's step with what the rank that steps on a parameter has of it.
+
+    Ranks may share a step out, as under `ZeroRedundancyOptimizer`: each rank's optimizer has a few parameters.
+    """
     owners = _owners(steps)
     if owners is None:
         return list(steps)
@@ -533,9 +488,6 @@ def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
         replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))
         for rank, o in enumerate(outcomes)
     ]
-
-
-# A loop run on all ranks of a case.
 
 
 def run_ranks(
@@ -599,168 +551,3 @@ def _request(loop: Loop, case: Case, problem: Problem | None) -> Request:
         quiet=is_quiet(),
         path=tuple(sys.path),
     )
-
-
-# Communication of a loop on several ranks: how many collectives, and of how many bytes, each window takes.
-#
-# A loop that adds up gradients once per window communicates as much for every number of accumulation steps.
-
-
-STEPS = (1, 4)
-"""The numbers of accumulation steps that are compared."""
-FEW, MANY = 4, 6
-"""Numbers of windows: their difference leaves out what a run communicates once, which takes up to three windows."""
-NAMES = {
-    "allreduce_": ALL_REDUCE,
-    "all_reduce": OF_ACTIVATIONS,
-    "_allgather_base_": ALL_GATHER,
-    "_reduce_scatter_base_": REDUCE_SCATTER,
-    "broadcast_": BROADCAST,
-}
-"""Operation of `c10d`, or of `_c10d_functional` as split layers use it -> the collective's name."""
-ITEMS = 2
-"""Items of each micro-batch."""
-WHY_IT_GROWS = {
-    frozenset({ALL_GATHER}): "every micro-batch gathers the sharded parameters, and each window adds up gradients once",
-    frozenset({OF_ACTIVATIONS}): "every micro-batch adds up activations over the ranks that share the model",
-}
-"""Collectives that a window takes more of with more micro-batches -> why, where that is the wrapper's way."""
-PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
-"""A model of two parameters that every micro-batch reaches."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What rank 0 communicates in each window.
-
-    Attributes:
-        accumulation_steps: K of the windows.
-        kinds: name of each collective that it enters -> how often, and the bytes that it gives to all of these.
-    """
-
-    accumulation_steps: int
-    kinds: Mapping[str, tuple[float, float]]
-
-    @property
-    def collectives(self) -> float:
-        """Number of collectives."""
-        return sum(number for number, _ in self.kinds.values())
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that the rank gives to them."""
-        return sum(size for _, size in self.kinds.values())
-
-    @property
-    def text(self) -> str:
-        """The two numbers in words."""
-        return f"{self.collectives:g} collectives of {self.bytes:g} bytes"
-
-
-def traffic_text(found: tuple[Traffic, ...]) -> str:
-    """Return a sentence about the communication of each window, and whether it grows with the accumulation steps."""
-    first, last = found[0], found[-1]
-    said = f"each window takes {first.text} on every rank"
-    grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
-    if not grown:
-        return f"{said}, whatever its number of micro-batches"
-    why = WHY_IT_GROWS.get(
-        frozenset(grown), "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
-    )
-    return (
-        f"{said} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
-        f"{last.accumulation_steps}: {why}"
-    )
-
-
-def traffic_per_window(
-    loop: Loop, instance_of_plan: Callable[[Plan], Instance], ranks: int, time_limit_s: float | None
-) -> tuple[Traffic, ...]:
-    """Return the communication of a window, for each of `STEPS`; empty where the loop fails.
-
-    Args:
-        loop: the subject.
-        instance_of_plan: returns what it trains under a plan.
-        ranks: number of ranks.
-        time_limit_s: seconds after which the loop is stopped.
-    """
-    found = []
-    for k in STEPS:
-        totals = [_totals(loop, instance_of_plan(_plan(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
-        if totals[0] is None or totals[1] is None:
-            return ()
-        found.append(Traffic(k, _per_window(totals[0], totals[1])))
-    return tuple(found)
-
-
-def _plan(k: int, windows: int, ranks: int) -> Plan:
-    return Plan((ITEMS,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
-
-
-def _per_window(few: Kinds, many: Kinds) -> Kinds:
-    """Return what each window adds, from the totals of two runs."""
-    found = {}
-    for kind, totals in many.items():
-        number, size = ((more - less) / (MANY - FEW) for less, more in zip(few.get(kind, (0, 0)), totals, strict=True))
-        if number:
-            found[kind] = (number, size)
-    return found
-
-
-def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Kinds | None:
-    """Return the collectives of a run by kind, of rank 0; None where a rank fails."""
-    outcomes = run_ranks(loop, instance, time_limit_s=time_limit_s, count_traffic=True)
-    if any(outcome.raised is not None for outcome in outcomes):
-        return None
-    found: dict[str, tuple[float, float]] = {}
-    for (operation, size), times in sorted(outcomes[0].collectives.items()):
-        kind = NAMES.get(operation, operation)
-        number, total = found.get(kind, (0, 0))
-        found[kind] = (number + times, total + size * times)
-    return found
-
-
-@dataclass(frozen=True)
-class TrafficRow:
-    """What a window of a built-in loop communicates, on the model `PLAIN`.
-
-    Attributes:
-        loop: its name.
-        ranks: number of ranks.
-        accumulation_steps: micro-batches of each rank in a window.
-        observed: counted on rank 0.
-        predicted: by the wrapper's law.
-    """
-
-    loop: str
-    ranks: int
-    accumulation_steps: int
-    observed: Kinds
-    predicted: Kinds
-
-
-def traffic_rows(
-    names: Iterable[str] = tuple(RANK_LOOPS), *, ranks: int = 2, time_limit_s: float | None = 60.0
-) -> list[TrafficRow]:
-    """Return the communication of built-in loops for several ranks, counted and predicted.
-
-    Args:
-        names: of the loops, from `RANK_LOOPS`.
-        ranks: number of ranks.
-        time_limit_s: seconds after which a loop is stopped.
-
-    Raises:
-        CannotRunHere: so many ranks cannot start.
-    """
-    rows = []
-    model = generated_instance(Case(PLAIN, _plan(1, 1, ranks))).run().model
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    with kept_ranks():
-        for name in names:
-            loop, wrapper = RANK_LOOPS[name], name.partition("/")[0]
-            found = traffic_per_window(loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s)
-            for traffic in found:
-                sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps, ITEMS)
-                expected = predicted(wrapper, sharing)
-                rows.append(TrafficRow(name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected))
-    return rows

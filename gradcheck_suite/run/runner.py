@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,19 +25,14 @@ from gradcheck_suite.run.observer import (
     Observation,
     Observer,
     RankObserver,
-    ScalerCalls,
     Structure,
     TooManySteps,
     as_before_sharding,
-    scaler_calls,
-    scheduler_steps,
+    recorded_calls,
     structure,
     structure_changes,
 )
 from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
-
-# Exceptions of user code: the line that raised them, and their most likely cause.
-
 
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
@@ -107,15 +102,12 @@ def hint(error: BaseException) -> str | None:
     return next((meaning for part, meaning in _BY_TEXT if part in text), None)
 
 
-# Discard what loops print: trainers that print a line or a progress bar for every epoch of every case.
-
-
 _QUIET = ContextVar("_QUIET", default=False)
 
 
 @contextmanager
 def quiet_loops(quiet: bool) -> Iterator[None]:
-    """Discard the output of the loops that run inside the block, if `quiet`."""
+    """Discard the output of the loops that run inside the block, such as a line for every epoch, if `quiet`."""
     token = _QUIET.set(quiet)
     try:
         yield
@@ -126,11 +118,6 @@ def quiet_loops(quiet: bool) -> Iterator[None]:
 def is_quiet() -> bool:
     """Return whether the output of loops is discarded."""
     return _QUIET.get()
-
-
-def loop_output() -> AbstractContextManager[None]:
-    """Return the context that a loop runs in: one that discards its output, or one that does nothing."""
-    return _discarded_output() if is_quiet() else nullcontext()
 
 
 @contextmanager
@@ -215,15 +202,14 @@ def run_loop(
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
     raised, trace, refused, limit = None, "", None, Limit()
-    scaled, scheduled, epoch = ScalerCalls(), Calls(), epoch_of(run.loader)
+    calls = Calls()
     default_dtype = torch.get_default_dtype()
     try:
         with (
-            loop_output(),
+            _discarded_output() if is_quiet() else nullcontext(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
-            scaler_calls(lambda: len(observer.observations), epoch) as scaled,
-            scheduler_steps(epoch) as scheduled,
+            recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
             time_limit(time_limit_s) as limit,
         ):
             loop(run)
@@ -256,9 +242,9 @@ def run_loop(
         structure=_changes(run.model, before, observer),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         refused=refused,
-        scheduler_steps=scheduled.counts,
-        skipped=tuple(scaled.skipped),
-        scaler_calls=scaled.counts,
+        scheduler_steps=tuple(map(dict, calls.schedulers.values())),
+        skipped=tuple(calls.skipped),
+        scaler_calls=tuple((method, dict(counts)) for (method, *_), counts in calls.scalers.items()),
     )
 
 

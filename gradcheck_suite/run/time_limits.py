@@ -9,14 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-_SHORTEST_S, _LONGEST_FACTOR = 1e-5, 1e3
-"""The pauses before each further attempt lie between 10 microseconds and 10 milliseconds."""
 IDLE = 0.02
 """Share of a core below which a process counts as waiting, rather than as competing for a busy processor."""
 PATIENCE = 10.0
@@ -24,7 +22,7 @@ PATIENCE = 10.0
 STARTUP_S = 300.0
 """Seconds in all that imports and compilation may take beside the limit."""
 LOOKS = 4
-"""How often within the limit the clock is looked at: a process that was stopped meanwhile, as by Ctrl-Z, comes late."""
+"""How often within the limit the clocks are looked at."""
 STARTING = (
     "<frozen importlib._bootstrap>",
     "/torch/_dynamo/convert_frame.py",
@@ -38,6 +36,36 @@ class TimedOut(BaseException):
     """The loop did not return in time. It is no `Exception`, so that a loop's handlers do not catch it."""
 
 
+class Allowance:
+    """The time that a loop has for one case, in one process or in several.
+
+    It is over once a process has computed for as long as the limit, or all have been idle that long. While others keep
+    the processor busy it lasts up to `PATIENCE` times as long, so that a correct loop is not blamed. Imports and
+    compilation do not count: a loop that did such work gets the whole limit again, for `STARTUP_S` seconds at most.
+    """
+
+    def __init__(self, limit_s: float, computed: Sequence[float]) -> None:
+        """Begin, with the processor seconds of each process so far."""
+        self._limit, self._began, self._at_start = limit_s, 0.0, computed
+
+    def is_over(self, passed: float, computed: Sequence[float], has_loaded: Callable[[], bool]) -> bool:
+        """Return whether the loop is to be stopped.
+
+        Args:
+            passed: wall-clock seconds since the loop began.
+            computed: processor seconds of each process so far.
+            has_loaded: returns whether it was importing or compiling since the limit began; called where it is over.
+        """
+        since = passed - self._began
+        used = max(now - before for before, now in zip(self._at_start, computed, strict=True))
+        if since < self._limit or (IDLE * since <= used < self._limit and since < PATIENCE * self._limit):
+            return False
+        if not has_loaded() or passed >= STARTUP_S:
+            return True
+        self._began, self._at_start = passed, computed
+        return False
+
+
 @dataclass
 class Limit:
     """State of a time limit: whether it expired before the block ended."""
@@ -45,55 +73,9 @@ class Limit:
     expired: bool = False
 
 
-class _Start:
-    """The moment that a limit counts from.
-
-    Args:
-        loading: whether the block was importing or compiling at that moment.
-    """
-
-    def __init__(self, *, loading: bool = False) -> None:
-        self._loading = loading
-        self._clock, self._processor, self._modules = time.monotonic(), time.process_time(), len(sys.modules)
-        self._looked = self._clock, self._processor
-
-    def look(self, pause: float) -> None:
-        """Leave out the time in which the process was stopped: the clock went on for longer than the pause asked for.
-
-        Args:
-            pause: seconds after which this was to be called, since the last call.
-        """
-        clock, processor = time.monotonic(), time.process_time()
-        passed, computed = clock - self._looked[0], processor - self._looked[1]
-        if passed > 2 * pause and computed < IDLE * passed:
-            self._clock += passed - pause
-        self._looked = clock, processor
-
-    @property
-    def passed(self) -> float:
-        """Wall-clock seconds since then."""
-        return time.monotonic() - self._clock
-
-    @property
-    def computed(self) -> float:
-        """Processor seconds of all threads since then."""
-        return time.process_time() - self._processor
-
-    @property
-    def has_loaded(self) -> bool:
-        """Whether the block has imported since then; compiled code is imported too."""
-        return self._loading or len(sys.modules) > self._modules
-
-
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
-    """Raise `TimedOut` inside the block after some seconds of wall-clock time, repeatedly until the block ends.
-
-    On a busy machine wall-clock time passes while other processes compute. A process that has computed for less time
-    and was not idle therefore gets up to `PATIENCE` times as long, so that a correct loop is not blamed.
-
-    Imports and compilation do not count: a block that did such work since the limit began gets the whole limit again,
-    for at most `STARTUP_S` seconds in all. Nor does the time in which the process was stopped.
+    """Raise `TimedOut` inside the block once its `Allowance` is over, repeatedly until the block ends.
 
     The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere there is no limit.
     It stops Python code that catches every exception. It does not stop a call into C code that never returns.
@@ -108,67 +90,44 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
     block = generator and generator.f_back and generator.f_back.f_back
     # not the shared generator, which property tests seed
     chance = random.Random(0)
-    first = start = _Start()
-    pause = seconds / LOOKS
+    pause, passed, last = seconds / LOOKS, 0.0, (time.monotonic(), time.process_time())
+    allowance, modules, loading = Allowance(seconds, last[1:]), len(sys.modules), False
 
-    def rest(frame: FrameType | None) -> float:
-        """Return in how many seconds to look again, or 0 where the time is up."""
-        nonlocal start
-        start.look(pause)
-        if start.passed < seconds:
-            return min(seconds / LOOKS, max(seconds - start.passed, _SHORTEST_S))
-        loading = _is_starting(frame, block)
-        if (start.has_loaded or loading) and first.passed < STARTUP_S:
-            start = _Start(loading=loading)
-            return seconds / LOOKS
-        return rest_of_limit(seconds, start.passed, start.computed)
+    def is_over(frame: FrameType | None) -> bool:
+        nonlocal passed, last
+
+        def has_loaded() -> bool:
+            nonlocal modules, loading
+            before, modules, loading = (modules, loading), len(sys.modules), _is_starting(frame, block)
+            return loading or before[1] or modules > before[0]  # compiled code is imported too
+
+        now = time.monotonic(), time.process_time()
+        clock, computed = now[0] - last[0], now[1] - last[1]
+        # the time in which the process was stopped, as by Ctrl-Z, does not count
+        passed += pause if clock > 2 * pause and computed < IDLE * clock else clock
+        last = now
+        return allowance.is_over(passed, now[1:], has_loaded)
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal pause
-        if not _inside(frame, block):
-            return
-        if not limit.expired and (pause := rest(frame)):
-            signal.setitimer(signal.ITIMER_REAL, pause)
+        if not _inside(frame, block) or not (limit.expired or is_over(frame)):
             return
         if limit.expired:
             _raise_at_next_line(frame, block)
         limit.expired = True
         # random pauses interrupt the block at every place, also outside of its exception handlers
-        signal.setitimer(signal.ITIMER_REAL, _SHORTEST_S * _LONGEST_FACTOR ** chance.random())
+        signal.setitimer(signal.ITIMER_REAL, 10 ** (-5 + 3 * chance.random()))
         raise TimedOut
 
-    with _restored():
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, pause)
-        yield limit
-
-
-def rest_of_limit(limit: float, passed: float, computed: float) -> float:
-    """Return how many seconds a block has left, or 0.
-
-    Args:
-        limit: the limit, in seconds.
-        passed: wall-clock seconds since the block began.
-        computed: processor seconds of all threads since the block began.
-    """
-    if computed >= limit or computed < IDLE * passed or passed >= PATIENCE * limit:
-        return 0.0
-    return min(max(limit - computed, 0.1 * limit), PATIENCE * limit - passed)
-
-
-@contextmanager
-def _restored() -> Iterator[None]:
-    """Restore the trace function, signal handler and unraisable hook afterwards."""
-    tracer, handler, report = sys.gettrace(), signal.getsignal(signal.SIGALRM), sys.unraisablehook
-
     def report_others(unraisable: Any) -> None:
+        # a `TimedOut` raised in a finaliser cannot propagate and is not reported
         if not isinstance(unraisable.exc_value, TimedOut):
             report(unraisable)
 
-    # a `TimedOut` raised in a finaliser cannot propagate and is not reported
-    sys.unraisablehook = report_others
+    tracer, report, sys.unraisablehook = sys.gettrace(), sys.unraisablehook, report_others
+    handler = signal.signal(signal.SIGALRM, stop)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_REAL, pause, pause)
+        yield limit
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)

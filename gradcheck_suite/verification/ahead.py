@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
-import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -26,12 +24,11 @@ from gradcheck_suite.reference.jax_gradients import use_kept_gradients
 from gradcheck_suite.reference.large_batch import REFERENCES
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
+from gradcheck_suite.run.processes import end_with_parent
 from gradcheck_suite.run.ranks import forget_ahead, packed, run_ranks_ahead, unpacked
 from gradcheck_suite.run.runner import Outcome, run_loop
 from gradcheck_suite.verification.check import Terms, check_run
-from gradcheck_suite.verification.judge_process import Judge, running_judge
-
-# What the parent sends to the second process, and what it answers.
+from gradcheck_suite.verification.judge_process import NUMBER, Judge, running_judge
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,6 @@ class Run:
 
 Answer = Verdict | None
 """A verdict without violation or finding; None where the parent has to judge the run itself."""
-DROP = None
-"""What the parent sends where it wants no verdict on the runs that wait. Each is answered by None."""
-
-
-# The second process: judges the runs that its parent sends, until the parent is gone.
 
 
 class NeedsLoopError(Exception):
@@ -84,14 +76,14 @@ def answer_to(run: Run) -> Answer:
     return None if verdict.violation or verdict.finding else verdict
 
 
-def main(handle: int) -> None:
-    """Answer until the parent is gone.
+def main(connection: Connection) -> None:
+    """Judge the runs that the parent sends, in the second process, until the parent is gone.
 
     Args:
-        handle: the file descriptor of a socket to the parent.
+        connection: to the parent.
     """
-    connection, waiting = Connection(handle), deque[Run]()
-    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    end_with_parent(connection)
+    waiting, number = deque[tuple[int, Run]](), 0
     try:
         environment.prepare()
         use_kept_gradients()
@@ -101,40 +93,19 @@ def main(handle: int) -> None:
             connection.send_bytes(str(os.getpid()).encode())
             while True:
                 while not waiting or connection.poll(0):
-                    run = _received(connection)
-                    if run is None:
-                        while waiting:
-                            waiting.popleft()
-                            connection.send_bytes(packed(None))
-                    else:
-                        waiting.append(run)
-                connection.send_bytes(packed(answer_to(waiting.popleft())))
+                    if not (message := connection.recv_bytes()):
+                        waiting.clear()
+                        continue
+                    number += 1
+                    waiting.append((number, unpacked(message)))
+                    # other threads load or compile the programs of JAX that judge it
+                    with suppress(Exception):  # a case that cannot be built is reported where its turn comes
+                        REFERENCES.prepare(waiting[-1][1].case)
+                first, run = waiting.popleft()
+                connection.send_bytes(first.to_bytes(NUMBER) + packed(answer_to(run)))
     finally:
         # unloading torch and jax in order takes a second
         os._exit(0)
-
-
-def _end_with_parent(handle: int) -> None:
-    """Wait until no process has the other end of the socket, and end this one, whatever it works on."""
-    parent = select.poll()
-    parent.register(handle, select.POLLHUP)
-    parent.poll()
-    os._exit(0)
-
-
-def _received(connection: Connection) -> Run | None:
-    """Return the next run, or None where those that wait are to be dropped.
-
-    Other threads load or compile the programs of JAX that judge it.
-    """
-    run: Run | None = unpacked(connection.recv_bytes())
-    if run is not None:
-        with suppress(Exception):  # a case that cannot be built is reported where its turn comes
-            REFERENCES.prepare(run.case)
-    return run
-
-
-# What is done for cases before their turn: ranks and the second process work on them, threads compile programs.
 
 
 SLOW_S = 0.1
@@ -158,7 +129,7 @@ class Ahead:
         """
         self._loop, self._problem, self._terms, self._time_limit_s = loop, problem, terms, time_limit_s
         self._waiting: deque[Case] = deque()
-        self._sent: deque[tuple[Judge, Case, Outcome]] = deque()
+        self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
         self._runs, self._slow = runs, False
 
     def prepare(self, case: Case) -> None:
@@ -189,27 +160,25 @@ class Ahead:
         self._slow = time.perf_counter() - began > SLOW_S
         # a run that failed may have taken the whole time limit, and so may the next one
         self._runs = outcome.raised is None
-        if judge.send(message):
-            self._sent.append((judge, case, outcome))
+        if number := judge.send(message):
+            self._sent.append((judge, number, case, outcome))
 
     def result(self, case: Case) -> tuple[Verdict | None, Outcome | None]:
         """Return the verdict on a case, and what the loop did; None for what is not known."""
-        if any(waiting is case for waiting in self._waiting):
-            while self._waiting.popleft() is not case:
-                pass
-        if not any(sent is case for _, sent, _ in self._sent):
-            return None, None
-        while True:
-            judge, sent, outcome = self._sent.popleft()
-            answer = judge.answer()
+        while any(waiting is case for waiting in self._waiting):
+            self._waiting.popleft()
+        while any(sent is case for *_, sent, _ in self._sent):
+            judge, number, sent, outcome = self._sent.popleft()
             if sent is case:
+                answer = judge.answer(number)
                 verdict: Verdict | None = None if answer is None else unpacked(answer)
-                return (verdict if verdict is not None and verdict.case == case else None), outcome
+                return verdict, outcome
+        return None, None
 
     def forget(self) -> None:
         """Drop what was prepared for cases whose turn does not come."""
         forget_ahead()
         self._waiting.clear()
         if self._sent:
-            self._sent[0][0].drop(packed(DROP))
+            self._sent[0][0].drop()
         self._sent.clear()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
-import struct
 import subprocess
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
-from gradcheck_suite.run.processes import start_process
+from gradcheck_suite.run.processes import Child
 
 SERVE = "gradcheck_suite.verification.ahead"
 """The module whose `main` the process runs."""
+NUMBER = 8
+"""Bytes at the start of an answer with the number of its message, which counts from 1."""
 LIMIT_S = 300
 """Seconds after which a process that neither reads nor answers is given up. It may judge a case for two minutes."""
 
@@ -35,16 +33,11 @@ class Judge:
     def __init__(self) -> None:
         """Start it."""
         devnull = subprocess.DEVNULL
-        self._starter, ours = start_process(SERVE, orphan=True, stdout=devnull, stderr=devnull)
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", LIMIT_S, 0))
-        self._socket = os.fstat(ours.fileno()).st_ino
-        self._connection = Connection(ours.detach())
-        self._owner = os.getpid()
-        self.pid = 0
+        self._child = Child(SERVE, orphan=True, stdout=devnull, stderr=devnull, limit_s=LIMIT_S)
+        self._connection = self._child.connection
+        self._socket, self._owner = os.fstat(self._connection.fileno()).st_ino, os.getpid()
+        self.pid = self._number = 0
         self._gone = False
-        self._unwanted = self._owed = 0
-        """Numbers of answers that are to come: first those that nobody wants any more, then the others."""
 
     @property
     def is_ready(self) -> bool:
@@ -53,28 +46,27 @@ class Judge:
             self.wait()
         return bool(self.pid) and self._is_there()
 
-    def send(self, message: bytes) -> bool:
-        """Send a message, to be answered or else dropped; return whether it could be sent."""
-        if self._put(message):
-            self._owed += 1
-        return not self._gone
+    def wait(self) -> None:
+        """Wait until it has started, or has ended."""
+        if not self.pid and (first := self._receive()) is not None:
+            self.pid = int(first)
+            self._child.process.wait()
 
-    def answer(self) -> bytes | None:
-        """Return the answer to the first message whose answer has not been returned; None where there is none."""
-        while self._unwanted:
-            self._unwanted -= 1
-            self._receive()
-        self._owed -= 1
-        return self._receive()
+    def send(self, message: bytes) -> int:
+        """Send a message and return its number, by which `answer` is called; 0 where it could not be sent."""
+        self._number += 1
+        return self._number if self._put(message) else 0
 
-    def drop(self, message: bytes) -> None:
-        """Want no answer to any message so far.
+    def answer(self, number: int) -> bytes | None:
+        """Return the answer to a message, without those to earlier ones; None where there is none."""
+        while (data := self._receive()) is not None:
+            if int.from_bytes(data[:NUMBER]) == number:
+                return data[NUMBER:]
+        return None
 
-        Args:
-            message: tells the process not to work on those that wait. It is not answered.
-        """
-        self._unwanted, self._owed = self._unwanted + self._owed, 0
-        self._put(message)
+    def drop(self) -> None:
+        """Want no answer to any message so far."""
+        self._put(b"")
 
     def _is_there(self) -> bool:
         """Whether this process has the socket still; the number of a closed one may be that of another file by now."""
@@ -94,29 +86,17 @@ class Judge:
         return not self._gone
 
     def _receive(self) -> bytes | None:
-        if not self._is_there():
-            return None
-        try:
-            return self._connection.recv_bytes()
-        except (EOFError, OSError):
-            self._gone = True
-            return None
-
-    def wait(self) -> None:
-        """Wait until it has started, or has ended."""
-        if not self.pid and (first := self._receive()) is not None:
-            self.pid = int(first)
-            self._starter.wait()
+        if self._is_there():
+            try:
+                return self._connection.recv_bytes()
+            except (EOFError, OSError):
+                self._gone = True
+        return None
 
     def close(self) -> None:
         """End the process at once: what it works on is not wanted."""
-        if os.getpid() != self._owner:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._starter.pid, signal.SIGKILL)
-        self._starter.wait()
-        if self._is_there():
-            self._connection.close()
+        if os.getpid() == self._owner:
+            self._child.close(closes=self._is_there())
 
 
 _judges: list[Judge] = []

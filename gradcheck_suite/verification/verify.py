@@ -43,8 +43,9 @@ from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import CannotJudgeError, Reference, Window
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
 from gradcheck_suite.run.observer import Observation
-from gradcheck_suite.run.ranks import PLAIN, kept_ranks, run_ranks, traffic_per_window, traffic_text
+from gradcheck_suite.run.ranks import kept_ranks, run_ranks
 from gradcheck_suite.run.runner import quiet_loops
+from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, SOMETIMES_MOVING, cases, expect_layers_left, size_of
 from gradcheck_suite.strategies.drawing import ATTEMPTS, RedrawError, run_on_cases
 from gradcheck_suite.verification.ahead import Ahead

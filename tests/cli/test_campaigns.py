@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,8 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli import command_of
 from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.errors import CannotRunHere
-from gradcheck_suite.studies import campaign_workers
-from gradcheck_suite.studies import campaigns as cutting
-from gradcheck_suite.studies.campaign_workers import run_locally
-from gradcheck_suite.studies.campaigns import Shards, blocks, merged_result, plan
+from gradcheck_suite.studies import campaigns
+from gradcheck_suite.studies.campaigns import Shards, blocks, cut_up, merged_result, run_locally
 from gradcheck_suite.studies.zoo import BUGS
 
 # It ends its own process, as `kill -9` would, the first time it runs.
@@ -78,7 +74,7 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
         "--assume", "whole-windows", "--assume", "equal-micro-batches", "--time-limit", "3.5", "--quiet-loop",
         "--autocast", "bfloat16", "--problem", "p.py:P", "--ranks", "2", "--device", "cpu",
     )  # fmt: skip
-    cut = plan(asked[0], asked[1:]).shards
+    cut = cut_up(asked[0], asked[1:]).shards
     assert [(c[1], c[3], c[5]) for c in cut] == [
         (loop, str(cases), str(7 + i)) for loop in ("zero_", "plain") for i, cases in enumerate((200, 200, 50))
     ]
@@ -90,7 +86,7 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
 
 
 def test_a_campaign_of_the_zoo_has_each_bug_once_and_the_sound_loops_apart() -> None:
-    cut = plan("zoo", ["--sound-cases", "300"]).shards
+    cut = cut_up("zoo", ["--sound-cases", "300"]).shards
     bugs = [command for command in cut if command[0] == "zoo"]
     assert [command[1] for command in bugs] == list(BUGS)
     assert {parsed(command).sound_cases for command in bugs} == {0}
@@ -99,14 +95,14 @@ def test_a_campaign_of_the_zoo_has_each_bug_once_and_the_sound_loops_apart() -> 
 
 
 def test_a_campaign_of_calibrate_has_all_checks_and_all_planted_cases() -> None:
-    cut = [parsed(command) for command in plan("calibrate", ["--checks", "2500", "--planted", "45"]).shards]
+    cut = [parsed(command) for command in cut_up("calibrate", ["--checks", "2500", "--planted", "45"]).shards]
     assert sum(asked.checks for asked in cut) == 2500
     assert sum(asked.planted for asked in cut) == 45
     assert [asked.seed for asked in cut] == list(range(len(cut)))
 
 
 def test_another_seed_is_another_campaign() -> None:
-    keys = {plan("verify", ["zero_", "--seed", seed]).key for seed in ("0", "0", "1")}
+    keys = {cut_up("verify", ["zero_", "--seed", seed]).key for seed in ("0", "0", "1")}
     assert len(keys) == 2
 
 
@@ -128,34 +124,12 @@ def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> Non
 
 
 @pytest.mark.full
-def test_workers_run_every_shard_once_and_a_lost_worker_is_replaced(tmp_path: Path) -> None:
-    shards, order = Shards(tmp_path), []
-    lost: list[int] = []
-
-    def lose_a_worker(number: int) -> None:
-        order.append(number)
-        if not lost:
-            children = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=True)
-            lost.extend(int(pid) for pid in children.stdout.split() if _is_worker(pid))
-            os.kill(lost[-1], signal.SIGKILL)
-
-    run_locally([("verify", "--list")] * 6, range(6), shards, 2, lose_a_worker)
-    assert sorted(order) == [0, 1, 2, 3, 4, 5]
-    assert len(lost) == 2
-    assert len({shards.output(number) for number in range(6)}) == 1
-    assert "set_to_none" in shards.output(0)
-    assert not list(tmp_path.glob("*.partial"))
-    assert [pid for pid in lost if Path(f"/proc/{pid}").exists()] == []
-
-
-def _is_worker(pid: str) -> bool:
-    return "campaign_workers" in Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def test_a_shard_that_ends_every_worker_stops_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_workers, "WORKER", "no_such_module")
-    with pytest.raises(CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify --list"):
-        run_locally([("verify", "--list")], [0], Shards(tmp_path), 1, lambda number: None)
+def test_a_shard_that_ends_every_process_stops_the_campaign(tmp_path: Path) -> None:
+    loop = tmp_path / "my_loop.py"
+    loop.write_text("import os\ndef train(run): os.kill(os.getpid(), 9)\n")
+    command = ("verify", f"{loop}:train", "--examples", "1")
+    with pytest.raises(CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify .*my_loop"):
+        run_locally([command], [0], Shards(tmp_path), 1, lambda: None)
 
 
 @pytest.mark.full
@@ -166,7 +140,7 @@ def test_a_worker_that_is_killed_loses_nothing(
     """The campaign has the verdict and the records of the same shards run one after the other, each once."""
     if engine == "ray":
         pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
-    monkeypatch.setattr(cutting, "CASES", 3)
+    monkeypatch.setattr(campaigns, "CASES", 3)
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "killed"
     Path("my_loop.py").write_text(KILLS_ITS_WORKER_ONCE.format(marker=marker, factor=factor))
@@ -223,7 +197,7 @@ def test_a_driver_that_is_killed_leaves_no_worker_and_its_successor_goes_on(tmp_
 def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "CHECKS", 40)
+    monkeypatch.setattr(campaigns, "CHECKS", 40)
     monkeypatch.chdir(tmp_path)
     assert (
         main(["campaign", "--json", "c.json", "calibrate", "--checks", "80", "--planted", "4", "--dtypes", "float64"])
@@ -277,7 +251,7 @@ def test_a_shard_whose_file_is_cut_short_is_done_again(tmp_path: Path) -> None:
         (shards.place(0) / name).write_text(content)
         assert not shards.done(0), name
         assert not place.exists()
-    run_locally([("verify", "--list")], [0], shards, 1, lambda number: None)
+    run_locally([("verify", "--list")], [0], shards, 1, lambda: None)
     assert shards.done(0)
     assert shards.lines(0, "verify") == []
 
@@ -291,23 +265,17 @@ def test_ray_that_is_not_installed_is_one_line(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def _answer_as_ssh(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    with connection:
-        connection.sendall(b"SSH-2.0")
-
-
-def test_an_address_that_is_silent_or_no_rays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_workers, "ANSWER_S", 0.2)
+@pytest.mark.full
+def test_an_address_where_something_else_than_ray_listens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
+    monkeypatch.setattr(campaigns, "ANSWER_S", 3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(CannotRunHere, match=f"{address}: no Ray cluster answers there \\(timed out\\)"):
-            campaign_workers.expect_answer(address)
-        silent.accept()[0].close()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(_answer_as_ssh, silent)
-            with pytest.raises(CannotRunHere, match="what listens there is something else"):
-                campaign_workers.expect_answer(address)
+        options = ["--reports", str(tmp_path), "--engine", "ray", "--address", address]
+        assert main(["campaign", *options, "verify", "zero_"]) == 2
+    assert f"--address {address}: no Ray cluster answers there within 3 s" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -316,7 +284,6 @@ def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path
     ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         address = ray.get_runtime_context().gcs_address
-        campaign_workers.expect_answer(address)
         command = [sys.executable, "-m", "gradcheck_suite", "campaign", "--engine", "ray", "--address", address]
         command += ["verify", "zero_", "--examples", "2"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -345,7 +312,7 @@ def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(
             (shards.partial(number) / "output.txt").write_text("gradcheck-suite verify: error: a bug\n")
             shards.finish(number, 70 if commands[number][1] == "grad_none" else 0)
 
-    monkeypatch.setattr(campaign_workers, "run_locally", crash)
+    monkeypatch.setattr(campaigns, "run_locally", crash)
     assert main(arguments) == 70
     said = capsys.readouterr().err
     assert "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug" in said

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
+from multiprocessing.connection import Connection
 
 
-def main(handle: int, *arguments: str) -> None:
+def main(connection: Connection, *arguments: str) -> None:
     """Send the arguments and the number of the parent, and end."""
-    with socket.socket(fileno=handle) as to_parent:
-        to_parent.sendall(json.dumps([*arguments, os.getppid()]).encode())
+    connection.send([*arguments, os.getppid()])

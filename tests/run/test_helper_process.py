@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from gradcheck_suite.run.processes import start_process
+from gradcheck_suite.run.processes import Child
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,16 +25,16 @@ def _shadowed(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_shadowed")
 def test_it_imports_nothing_from_the_current_folder(tmp_path):
-    process, ours = start_process("tests.run.answering", "a b", "\n")
-    with ours:
-        assert json.loads(ours.recv(999)) == ["a b", "\n", os.getpid()]
-    assert process.wait(60) == 0
+    child = Child("tests.run.answering", "a b", "\n")
+    assert child.connection.recv() == ["a b", "\n", os.getpid()]
+    assert child.process.wait(60) == 0
     assert not (tmp_path / "imported").exists()
+    child.close()
 
 
 def test_an_orphan_is_no_child_of_this_process():
-    process, ours = start_process("tests.run.answering", orphan=True)
-    assert process.wait(60) == 0
-    with ours:
-        (parent,) = json.loads(ours.recv(999))
-    assert parent not in (os.getpid(), process.pid)
+    child = Child("tests.run.answering", orphan=True)
+    assert child.process.wait(60) == 0
+    (parent,) = child.connection.recv()
+    assert parent not in (os.getpid(), child.process.pid)
+    child.close()

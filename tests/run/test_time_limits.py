@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gradcheck_suite.run.time_limits import TimedOut, rest_of_limit, time_limit
+from gradcheck_suite.run.time_limits import Allowance, TimedOut, time_limit
 
 SHORT, LONGER = 0.05, 0.5
 FOREVER = 20.0
@@ -36,19 +36,19 @@ def test_a_sleep_is_stopped():
 
 
 @pytest.mark.parametrize(
-    ("passed", "computed", "rest"),
+    ("passed", "computed", "over"),
     [
-        (30.0, 30.0, 0.0),  # computed all the time
-        (30.0, 29.0, 3.0),  # nearly: a tenth of the limit more
-        (30.0, 10.0, 20.0),  # a third: others had the processor
-        (30.0, 0.5, 0.0),  # idle
-        (290.0, 25.0, 5.0),
-        (295.0, 10.0, 5.0),  # no more than ten limits in all
-        (300.0, 10.0, 0.0),
+        (30.0, 30.0, True),
+        (29.9, 35.0, False),  # in several threads
+        (30.0, 29.0, False),
+        (30.0, 10.0, False),  # a third: others had the processor
+        (30.0, 0.5, True),  # idle
+        (299.0, 10.0, False),
+        (300.0, 10.0, True),  # no more than ten limits in all
     ],
 )
-def test_a_busy_machine_gives_more_time(passed, computed, rest):
-    assert rest_of_limit(30.0, passed, computed) == pytest.approx(rest)
+def test_a_busy_machine_gives_more_time(passed, computed, over):
+    assert Allowance(30.0, [1.0, 5.0]).is_over(passed, [1.0 + computed, 5.0], lambda: False) == over
 
 
 def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):

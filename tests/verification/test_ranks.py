@@ -153,8 +153,8 @@ def _right_in_new_ranks():
         return pool.run(request, 30.0)
     finally:
         pool.close()
-        assert pool._server.process.poll() is not None
-        assert not pool._server.folder.exists()
+        assert pool._template.process.poll() is not None
+        assert not pool._template.folder.exists()
 
 
 @pytest.mark.full
@@ -186,7 +186,7 @@ from tests.verification import rank_loops
 with kept_ranks():
     check(rank_loops.right, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
     pool = pool_of(2, "cpu")
-    print(pool._server.folder, pool._server.process.pid, *pool._pids, flush=True)
+    print(pool._template.folder, pool._template.process.pid, *pool._pids, flush=True)
     check(rank_loops.never_ends, probe_case(Plan((1, 1), 1, ranks=(1, 1))))
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from functools import partial
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
@@ -45,25 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
     parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
     from gradcheck_suite.core.text import counted
-    from gradcheck_suite.studies.campaign_workers import run_locally, run_on_ray
-    from gradcheck_suite.studies.campaigns import Shards, failed, merge, outcome, plan
+    from gradcheck_suite.studies.campaigns import Shards, cut_up, failed, found_by, merge, run_locally, run_on_ray
 
-    campaign = plan(arguments.what, arguments.rest)
+    campaign = cut_up(arguments.what, arguments.rest)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
     numbers = range(len(campaign.shards))
     waiting = [number for number in numbers if not shards.done(number)]
     done = len(numbers) - len(waiting)
     before = f", {done} of them done before" if done else ""
     print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
+    engine = partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
     try:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")
             progress.count(done)
-            work = (campaign.shards, waiting, shards, arguments.workers, lambda number: progress.count(1))
-            if waiting and arguments.engine == "ray":
-                run_on_ray(*work, arguments.address)
-            elif waiting:
-                run_locally(*work)
+            if waiting:
+                engine(campaign.shards, waiting, shards, arguments.workers, lambda: progress.count(1))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", flush=True)
         raise
@@ -74,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(message)
         raise RuntimeError(message)
     environment.set_precision()
-    found = outcome(campaign, shards)
+    found = found_by(campaign, shards)
     about = environment.environment()
     merge(shards, numbers, arguments.reports, found.copied)
     if found.record is not None:
