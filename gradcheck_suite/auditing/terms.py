@@ -301,6 +301,8 @@ class Reader:
             return self._reduction(node, index, above, name, inputs[0])
         if row.scalar == PASS and inputs:
             return self._opaque(node, index, above, "one element of many")
+        if name.startswith("Compiled"):
+            return self._opaque(node, index, above, "it was computed inside torch.compile, which `--eager` opens")
         what = f"{name} of a number" if inputs and _elements(*inputs[0]) == 1 else f"{name}, which is no sum"
         return self._opaque(node, index, above, what)
 
