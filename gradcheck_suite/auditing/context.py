@@ -20,8 +20,9 @@ from gradcheck_suite.auditing.forwards import Forward, Forwards
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import KNOWN, Fault, Judge, violation_of
 from gradcheck_suite.auditing.options import AuditFields, AuditOptions
+from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.ranks import End, Ranks, RankWriter, died_before, gather
-from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord, here, living
+from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
 from gradcheck_suite.auditing.replay import Window
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.window_again import Asked, compute_again
@@ -104,6 +105,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._passes = 0
         self._again: Counter[str] = Counter()
         self._functions: set[type] = set()
+        self._copied = False
         self._calls: list[KeptCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -232,7 +234,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _is_full(self) -> bool:
         """Return whether the window that runs is looked at in full."""
-        return self._steps % self.options.every == 0
+        return self._steps % self.options.every == 0 or (self._forwards.copies and not self._copied)
 
     def _name_of(self, key: int) -> str | None:
         """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
@@ -343,6 +345,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             found = compute_again(asked)
         finally:
             self._recorder.muted = False
+        # inputs that the program changes in place are copied in the next window
+        self._copied = self._forwards.copies
         self._forwards.copies |= found.inputs_changed
         for sentence in found.notes:
             self._judge.note(sentence)
@@ -374,11 +378,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         off = Counter(
             f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
         )
-        findings = self._judge.unknown() + self._judge.notes() + off
+        findings = self._judge.unknown() + self._recorder.notes + self._judge.notes() + off
         if self._recorder.off:
             violations = accepted = ()
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
         windows = len(weighed | self._judge.violated)
+        if set(self.options.without) == {"weights", "sums"}:
+            windows = self._again.total()
         return LiveResult(
             script=self._name,
             windows=windows,
@@ -400,7 +406,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         recorder = self._recorder
         if recorder.off:
             return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
-        if set(self.options.without) >= {"weights", "sums"}:
+        if set(self.options.without) >= {"weights", "sums", "batch"}:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:
             return (

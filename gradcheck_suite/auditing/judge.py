@@ -16,7 +16,8 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing import window_again
-from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, Place, StepRecord
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.weights import (
@@ -35,7 +36,6 @@ from gradcheck_suite.auditing.weights import (
 from gradcheck_suite.core.results import LiveViolation, WeightRow
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
-from gradcheck_suite.judge.weights import TOLERANCE as WEIGHTS_TOLERANCE
 from gradcheck_suite.judge.weights import Weights
 
 SENTENCES = {
@@ -372,6 +372,7 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | Non
     result = Weighed()
     modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
+    unequal: defaultdict[Key, list[tuple[Objective, Window]]] = defaultdict(list)
     for one in pending:
         found = _settled(one, modes, usual)
         if fault := _again(one):
@@ -381,7 +382,10 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | Non
         dark = _note_unknown(one, found, result)
         if (found and (one.length == 1 or not dark)) or one.length == 1:
             result.steps.add(one.window.number)
-        _compare_within(one, found, history, result)
+        _compare_within(one, found, history, unequal, result)
+    for several in unequal.values():
+        general = _named([objective for objective, _ in several])
+        result.violations += [_of_unequal(objective, window, general) for objective, window in several]
     if pending:
 
         def note(sentence: str) -> None:
@@ -448,7 +452,11 @@ def _note_unknown(one: Pending, found: Sequence[Objective], result: Weighed) -> 
 
 
 def _compare_within(
-    one: Pending, found: Sequence[Objective], history: defaultdict[Key, list[Use]], result: Weighed
+    one: Pending,
+    found: Sequence[Objective],
+    history: defaultdict[Key, list[Use]],
+    unequal: defaultdict[Key, list[tuple[Objective, Window]]],
+    result: Weighed,
 ) -> None:
     """Judge the weights inside of a window; those that are equal are left for the run to judge."""
     window = one.window
@@ -463,7 +471,7 @@ def _compare_within(
             if status in (BY_PLACE, RESCALED) and covered >= sources:
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
-                result.violations.append(_of_unequal(objective, window))
+                unequal[objective.key].append((objective, window))
             continue
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}
@@ -489,11 +497,17 @@ def violation_of(fault: Fault, window: Window, where: Place, parameter: str | No
         diagnosis=fault.name,
         explanation=fault.sentence,
         step=window.number,
-        where=str(where),
+        where=_loss_line(window, where) or str(where),
         backward=window.passes[max(window.passes)].site.line if window.passes else None,
         stepped=window.step.place.line,
         parameter=parameter,
     )
+
+
+def _loss_line(window: Window, where: Place) -> str | None:
+    """Return the line of the loss that goes backward at a place, where it is known."""
+    records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
+    return next((term.line for record in records for term in record.terms if term.line), None)
 
 
 def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow, ...]:
@@ -526,7 +540,7 @@ def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[We
     )
 
 
-def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
+def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] | None) -> LiveViolation:
     """Return the violation of weights that differ within a window."""
     comparison = objective.comparison
     counts = {
@@ -542,8 +556,8 @@ def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
         coefficient = 1.0 if comparison.status == MEAN_OF_MEANS else coefficient
     name = comparison.status
     sentence = SENTENCES[name].format(note=comparison.note)
-    if name == BY_PLACE:
-        name, sentence = _named(objective, sentence)
+    if name == BY_PLACE and general is not None:
+        name, sentence = general
     if name == MEAN_OF_MEANS and comparison.note:
         sentence = "each rank's mean has the same weight, whatever its count: " + sentence.partition(": ")[2]
     elif name == MEAN_OF_MEANS and count == "elements" and own != "elements":
@@ -554,27 +568,33 @@ def _of_unequal(objective: Objective, window: Window) -> LiveViolation:
     )
 
 
-def _named(objective: Objective, sentence: str) -> tuple[str, str]:
-    """Name weights that no comparison explains, as a loop that is verified would be."""
-    parts = objective.parts
-    observed, counts = (
-        np.array([abs(part.weight) for part in parts]),
-        [p.term.counts.get(p.term.own, 0.0) for p in parts],
-    )
-    usual = float(np.median(observed))
-    tolerance = max(part.term.tolerance for part in parts)
-    same = np.abs(observed - usual) <= tolerance * usual
-    if 2 * same.sum() > len(parts):
+def _named(objectives: Sequence[Objective]) -> tuple[str, str] | None:
+    """Name weights that no comparison explains, as a loop that is verified would be; None for the general name.
+
+    Args:
+        objectives: one objective in all windows where its weights differ.
+    """
+    found = [_weights(one) for one in objectives if one.comparison.status == BY_PLACE]
+    if not found:
+        return None
+    usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
+    if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
-        return BY_PLACE, sentence
-    window = tuple(range(len(parts)))
-    found = diagnose(
-        Weights(observed, tuple(counts), window, len(parts), 0, "mean", tolerance=max(tolerance, WEIGHTS_TOLERANCE))
-    )
-    if names_nothing(found):
-        return "unrecognised-weights", sentence
-    name, said = found.name.partition(" or ")[0], found.sentence.partition("; or: ")[0]
+        return None
+    named = diagnose(found[0], found[1:])
+    if names_nothing(named):
+        return "unrecognised-weights", SENTENCES[BY_PLACE].format(note=objectives[0].comparison.note)
+    name, said = named.name.partition(" or ")[0], named.sentence.partition("; or: ")[0]
     return name, said.replace("run.count(batch)", "the batch's count")
+
+
+def _weights(objective: Objective) -> Weights:
+    parts = objective.parts
+    window = tuple(range(len(parts)))
+    tolerance = max(part.term.tolerance for part in parts)
+    counts = tuple(part.term.counts.get(part.term.own, 0.0) for part in parts)
+    observed = np.array([abs(part.weight) for part in parts])
+    return Weights(observed, counts, window, len(parts), 0, "mean", tolerance=tolerance)
 
 
 def _of_scale(scale: Scale) -> LiveViolation:

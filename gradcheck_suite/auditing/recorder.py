@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import sys
-import sysconfig
 import traceback
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,72 +26,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, leaves_below, place_of
 from gradcheck_suite.errors import CannotRunHere
-
-# Places in the user's program, read off the stack: `train.py:12`.
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SUITE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place in the program.
-
-    Attributes:
-        line: `file:line` of the innermost frame outside torch and the suite.
-        path: `file:line` of the frames of the user's own files, innermost first.
-    """
-
-    line: str
-    path: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if not self.path or self.path[0] == self.line:
-            return self.line
-        return f"{self.line} < {self.path[0]}"
-
-
-NOWHERE = Place("?")
-
-
-@lru_cache(maxsize=4096)
-def _kind_of_file(filename: str) -> str:
-    if filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE)) or filename == contextlib.__file__:
-        return "skip"
-    return "library" if filename.startswith(_INSTALLED) else "user"
-
-
-@lru_cache(maxsize=4096)
-def _shown(filename: str) -> str:
-    try:
-        relative = os.path.relpath(filename)
-    except ValueError:
-        return filename
-    return filename if relative.startswith("..") else relative
-
-
-MOST_FRAMES = 6
-
-
-def here() -> Place:
-    """Return the place in the user's program that runs."""
-    frame: FrameType | None = sys._getframe(1)
-    line, path = "", list[str]()
-    while frame is not None and len(path) < MOST_FRAMES:
-        kind = _kind_of_file(frame.f_code.co_filename)
-        if kind != "skip":
-            shown = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-            line = line or shown
-            if kind == "user":
-                path.append(shown)
-        frame = frame.f_back
-    return Place(line, tuple(path)) if line else NOWHERE
-
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -363,7 +299,7 @@ class Recorder:
         off: instrument -> the error that switched it off.
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
-        idle: steps without a gradient, which are not recorded.
+        notes: what could not be seen -> how often.
     """
 
     def __init__(
@@ -378,11 +314,10 @@ class Recorder:
         self.off: dict[str, str] = {}
         self.parameters: dict[int, Known] = {}
         self.muted = False
-        self.idle = 0
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
-        self.declared: list[tuple[weakref.ref[Any], Any]] = []
+        self.notes: Counter[str] = Counter()
         self._receive, self._full = receive, full
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._keys: dict[int, int] = {}
@@ -391,6 +326,9 @@ class Recorder:
         self._optimizers: list[weakref.ref[Any]] = []
         self._stepping: list[Any] = []
         self._running: dict[int, Running] = {}
+        self._unbound: list[Running] = []
+        self._lines: dict[tuple[Place, tuple[str, ...]], str] = {}
+        self._anomaly: tuple[bool, bool] | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -402,11 +340,21 @@ class Recorder:
         mine.recorder = self
         torch.autograd.Variable._execution_engine = mine
         self._handles = [register_optimizer_step_pre_hook(self._step_begins)]
+        if self._weights:
+            # until the first step every node keeps the stack that made it: so the lines of losses are known
+            self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, self._anomaly[1] and self._anomaly[0])
+
+    def _end_of_stacks(self) -> None:
+        if self._anomaly is not None:
+            torch.set_anomaly_enabled(*self._anomaly)
+            self._anomaly = None
 
     def close(self) -> None:
         """Stop: put the engine back and remove every hook."""
         if isinstance(torch.autograd.Variable._execution_engine, Engine):
             torch.autograd.Variable._execution_engine = self._engine
+        self._end_of_stacks()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -429,11 +377,14 @@ class Recorder:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if place_of(t)[0] is not None]
         if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in roots if isinstance(t, torch.Tensor)):
-            return None  # a transformation of torch.func: what it returns is a value of the program's
+            # what a transformation returns is a value of the program's
+            self.notes["a loss inside of torch.func is not seen: what it returns is no backward pass"] += 1
+            return None
         outer = self._running.get(_task())
         if outer is None:
             record = PassRecord(here(), accumulates)
             running = Running(record, Reader())
+            self._unbound.append(running)
             if self._objectives:
                 self._declare(roots)
             if self._weights and (accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)):
@@ -444,28 +395,29 @@ class Recorder:
                 self._read_inside(running, roots)
         for root in roots:
             # hooks run in the thread of a device: autograd's number of the pass tells which pass they belong to
-            self._handles_of_pass(running, place_of(root)[0])
+            self._bind_at(running, place_of(root)[0])
         if accumulates:
             self._look_below(running, roots)
             if outer is None and self._sums:
                 self._look_at_gradients()
         return running
 
-    def _handles_of_pass(self, running: Running, node: Any) -> None:
-        outermost = running.outer or running
+    def _bind_at(self, running: Running, node: Any) -> None:
+        running.reader.keep(node.register_prehook(lambda _: self._bind(running)))
 
-        def bind(_: Any) -> None:
-            if (task := _task()) not in self._running:
-                self._running[task] = outermost
-                running.tasks.append(task)
-
-        running.reader.keep(node.register_prehook(bind))
+    def _bind(self, running: Running) -> None:
+        """Note autograd's number of a pass, by which the hooks of nodes and parameters find it."""
+        if (task := _task()) not in self._running:
+            self._running[task] = running.outer or running
+            running.tasks.append(task)
+        if running in self._unbound:
+            self._unbound.remove(running)
 
     def _declare(self, roots: Sequence[Any]) -> None:
         """Declare the count of a loss that goes backward at a line for which the user has given an expression."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            place = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
             expression = next((e for where, e in self._objectives.items() if _names_place(where, place)), None)
             if expression is not None:
                 with torch.no_grad():
@@ -520,6 +472,8 @@ class Recorder:
         running.reader.close()
         if running.outer is not None:
             return
+        if running in self._unbound:
+            self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
         self._numbers(running)
@@ -530,7 +484,11 @@ class Recorder:
     def _numbers(self, running: Running) -> None:
         if running.reader.error is not None:
             raise running.reader.error
-        running.record.terms = running.reader.terms()
+        place = running.record.place
+        for term in running.reader.terms():
+            if term.line is not None:
+                self._lines.setdefault((place, term.expression), term.line)
+            running.record.terms.append(replace(term, line=self._lines.get((place, term.expression))))
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
@@ -560,6 +518,9 @@ class Recorder:
     def running(self) -> Running:
         """Return the pass that runs."""
         task = _task()
+        if task not in self._running and len(self._unbound) == 1:
+            # a hook on the tensor that goes backward comes before those of its node
+            self._bind(self._unbound[0])
         running = self._running.get(task)
         if running is None:
             record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
@@ -577,7 +538,7 @@ class Recorder:
         key = self._keys[id(parameter)] = self._next_key
         self._next_key += 1
         self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
-        if parameter.requires_grad and parameter.is_leaf and self._sums:
+        if parameter.requires_grad and parameter.is_leaf:
             found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
             self._handles.append(found)
             _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
@@ -621,6 +582,9 @@ class Recorder:
         record = self.current()
         gradient = parameter.grad
         if not record.accumulates or gradient is None:
+            return
+        if not self._sums:
+            record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
             return
         now = samples.sample(gradient, whole=self._full())
         self.parameters[key].gradient = weakref.ref(gradient), gradient._version, samples.mark(gradient)
@@ -700,6 +664,7 @@ class Recorder:
     def step(self, optimizer: Any) -> None:
         """Note a step: what stands in `.grad`."""
         self.steps_seen += 1
+        self._end_of_stacks()
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -754,14 +719,3 @@ def _arrange(hooks: Any, first: Sequence[int], last: Sequence[int]) -> None:
         if list(dict.keys(hooks)) != keys:
             hooks.clear()
             hooks.update((key, items[key]) for key in keys)
-
-
-def _subclasses(kind: type) -> set[type]:
-    children: list[type] = type.__subclasses__(kind)
-    return {kind}.union(*map(_subclasses, children))
-
-
-def living(kind: type) -> list[Any]:
-    """Return every object of a class that the garbage collector knows; lazy proxies are not touched."""
-    kinds = _subclasses(kind)
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]

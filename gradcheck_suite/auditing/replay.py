@@ -261,10 +261,11 @@ class Replay:
                 if a.before == NONE:
                     state = self._states[rank][key] = State()
                 now, then = alike(a.now, state.sample) if size(state.sample) else (a.now, np.zeros(len(a.now)))
-                arrived = self._arrived[rank, index, key] = now - then
-                coefficients = dict(state.coefficients)
                 if not is_finite(a.now):
                     self._not_finite.add(index)
+                with np.errstate(invalid="ignore"):
+                    arrived = self._arrived[rank, index, key] = now - then
+                coefficients = dict(state.coefficients)
                 if size(arrived):
                     coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
                 else:

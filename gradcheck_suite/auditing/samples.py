@@ -25,6 +25,8 @@ Vector = npt.NDArray[np.float64]
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
+NOTHING: Vector = np.zeros(ELEMENTS)
+"""The sample of an arrival that is not looked at."""
 _random = np.random.default_rng(20260101)
 _SIGNS = _random.choice([-1.0, 1.0], (PROJECTIONS, TILE))
 

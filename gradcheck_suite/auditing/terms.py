@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.auditing.places import in_trace
+from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
+
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
 ROUNDINGS = 16
 """Roundings of a coarse dtype that a factor may have gone through."""
-TOLERANCE = 1e-6
-"""Relative difference above which two weights differ, in float32 and float64."""
 MARK, DECLARED = "gradcheck_suite audit", "gradcheck_suite objective"
 """Entries of a node's metadata: it has gone backward; the count and the reduction that the program declares for it."""
 
@@ -123,6 +124,7 @@ class Term:
         opaque: why it cannot be read as a sum over items.
         partial: whether it sees items through which no gradient flows.
         again: whether it has gone backward before.
+        line: `file:line` of the loss, where it is known.
     """
 
     expression: tuple[str, ...]
@@ -131,10 +133,11 @@ class Term:
     mean: bool = False
     deeper: tuple[tuple[float, float], ...] = ()
     item: tuple[float, float] | None = None
-    tolerance: float = TOLERANCE
+    tolerance: float = LIVE_WEIGHT_TOLERANCE
     opaque: str | None = None
     partial: bool = False
     again: bool = False
+    line: str | None = None
 
     @property
     def own(self) -> str:
@@ -162,16 +165,25 @@ class _Found:
     again: bool = False
     has_dimension: bool = False
     node: Any = None
+    line: str | None = None
     above: int = 0
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def numbers(self) -> Term:
         """Return the term in numbers, once its backward has run."""
-        term = Term(self.expression, None, mean=self.mean, opaque=self.opaque, partial=self.partial, again=self.again)
+        term = Term(
+            self.expression,
+            None,
+            mean=self.mean,
+            opaque=self.opaque,
+            partial=self.partial,
+            again=self.again,
+            line=self.line,
+        )
         arrived = self.seen.get("arrived")
         if arrived is None:
             return term
-        tolerance = ROUNDINGS * COARSE[arrived.dtype] if arrived.dtype in COARSE else TOLERANCE
+        tolerance = ROUNDINGS * COARSE[arrived.dtype] if arrived.dtype in COARSE else LIVE_WEIGHT_TOLERANCE
         counts = {name: float(value) for name, value in self.counts.items()}
         if arrived.numel() == 1:
             weight = float(arrived)
@@ -369,6 +381,7 @@ class Reader:
 
     def _add(self, term: _Found, node: Any, index: int) -> None:
         term.node, term.has_dimension = node, bool(_shape(node, index))
+        term.line = in_trace(node.metadata.get("traceback_", ()))
         self.found.append(term)
         self._hook(node, term, "arrived", index)
 

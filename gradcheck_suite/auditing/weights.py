@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from gradcheck_suite.auditing.recorder import Place
+from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import NEGLIGIBLE, Seen, Source, Window, near
 from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.text import counted
@@ -113,7 +113,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
         return min(faults, key=lambda fault: (MEAN_OF_MEANS, WRONG_COUNT).index(fault.status))
     weights = [part.weight for part in parts]
     ratios = [b / a if a else 0.0 for a, b in pairwise(weights)]
-    if len(ratios) > 1 and _spread(ratios) < 1e-3:
+    if len(ratios) > 2 and _spread(ratios) < 1e-3:  # two ratios may be equal by chance
         return Comparison(RESCALED, note=f"each micro-batch weighs {ratios[0]:.4g} times the one before it")
     return Comparison(BY_PLACE, note="the micro-batches' items weigh " + ", ".join(f"{w:.3g}" for w in weights[:6]))
 

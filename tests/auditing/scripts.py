@@ -507,7 +507,7 @@ for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)
     ),
     # Gradients are summed by hand, with weights that have nothing to do with their micro-batches.
     "faulty_own_buffer_weights": faulty(
-        "unrecognised-weights",
+        "weighted-by-place",
         "*[4] * 12",
         **OWN_BUFFER,
         batch="share, (x, y) in zip((0.1, 0.4, 0.2, 0.3), window, strict=True)",

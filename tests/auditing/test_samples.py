@@ -37,9 +37,7 @@ def test_a_sample_depends_on_the_values_alone():
     expected = sample(matrix, whole=True)
     assert np.array_equal(sample(matrix.t().contiguous().t(), whole=True), expected)
     images = _draw((4, 8, 5, 5), torch.float64, 1)
-    assert np.array_equal(
-        sample(images.to(memory_format=torch.channels_last), whole=True), sample(images, whole=True)
-    )
+    assert np.array_equal(sample(images.to(memory_format=torch.channels_last), whole=True), sample(images, whole=True))
     rows = torch.arange(90).repeat(2)
     twice = torch.sparse_coo_tensor(rows[None], torch.cat([matrix, matrix]), (90, 64), check_invariants=False)
     once = matrix.to_sparse(1)

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import window_again
-from gradcheck_suite.auditing.window_again import LEAST, first_calls, judge_function
+from gradcheck_suite.auditing import functions
+from gradcheck_suite.auditing.functions import LEAST, first_calls, judge_function
 from tests.auditing.running import audited
 
 HOW = {
