@@ -35,7 +35,7 @@ class SecondDeviceTensor(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> SecondDeviceTensor:  # noqa: D102
+    def __new__(cls, inner: torch.Tensor) -> SecondDeviceTensor:
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
 import torch
 
-from gradcheck_suite.auditing.judge import (
-    UNCLEAR,
-    JaxOpinion,
-    KeptCall,
-    ask_jax,
-    dropped_tail,
-    judge,
-    kept_calls,
-    why_unjudged,
-)
-from gradcheck_suite.auditing.losses import DECLARED, Call, Counted, Place, here
+from gradcheck_suite.auditing import recorder as recording
+from gradcheck_suite.auditing.forwards import Forward, Forwards
+from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
+from gradcheck_suite.auditing.judge import KNOWN, Fault, Judge, violation_of
 from gradcheck_suite.auditing.options import AuditFields, AuditOptions
-from gradcheck_suite.auditing.passes import Watched
-from gradcheck_suite.auditing.ranks import Ranks, RankWriter, died_before, gather, judge_together
-from gradcheck_suite.auditing.recorder import Patches, Recorder, configured_steps
-from gradcheck_suite.auditing.sums import KNOWN, Judged, Memory, Step
+from gradcheck_suite.auditing.places import here, living
+from gradcheck_suite.auditing.ranks import End, Ranks, RankWriter, died_before, gather
+from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
+from gradcheck_suite.auditing.replay import Window
+from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.window_again import Asked, compute_again
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.errors import UsageError
 
@@ -43,8 +40,6 @@ def _shown(error: BaseException | None) -> str:
 class StoppedOnViolation(BaseException):
     """Ends a run at its first violation. No `Exception`, so that a program that catches those ends all the same."""
 
-    gradcheck_suite_passes = True
-
 
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge every optimizer step of the code that runs while it is open, unchanged.
@@ -58,12 +53,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     Args:
         steps: number of optimizer steps to judge; all by default.
         every: the first window and every `every`-th after it are computed again.
-        accept: diagnoses that the project lives with, such as `"mean-of-means"`.
+        accept: diagnoses that the project lives with, such as `"mean-of-means"` or `"mean-of-means@train.py:40"`.
         accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
         without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
         stop_on_violation: whether the first violation raises `StoppedOnViolation` in `optimizer.step()`.
         jax: whether JAX computes the first window that is computed again, of a model with at most a million parameters,
             when the run is over.
+        eager: whether what `torch.compile` compiles runs eagerly, so that its losses can be read.
+        objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of
+            its backward, and an expression of the names there.
         name: of the run in the result.
         quiet: whether the first violation is not printed on standard error when it is found.
 
@@ -79,29 +77,47 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         **options: Unpack[AuditFields],
     ) -> None:
         self.options = AuditOptions(**options)
-        if wrong := sorted(set(self.options.accept) - KNOWN):
+        if wrong := sorted({name.partition("@")[0] for name in self.options.accept} - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self._quiet = name or here().line, quiet
-        self._memories: dict[int, Memory] = {}
-        self._violations: dict[str, LiveViolation] = {}
-        self._findings: Counter[str] = Counter()
-        self._windows = 0
-        self._again: Counter[str] = Counter()
-        self._calls: list[KeptCall] | str | None = None
-        self._opinion: JaxOpinion | None = None
         self._result: LiveResult | None = None
-        self._opened = False
-        self._observing = False
+        self._opened = self._observing = False
         self._process = os.getpid()
-        self._ranks = Ranks.of()
-        self._writer: RankWriter | None = None
+        self._steps = 0
+        self._told: set[str] = set()
+        self._stop = False
+        self._events: list[Event] = []
+        self._names: dict[int, str] = {}
+        self._dtypes: dict[int, str] = {}
         self._recorder = Recorder(
-            self._judge,
+            self._receive,
+            self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
-            every=None if "batch" in self.options.without or self._ranks is not None else self.options.every,
+            objectives=dict(given.split("=", 1) for given in self.options.objectives),
         )
-        self._patches = Patches(self._recorder)
+        self._stance = contextlib.ExitStack()
+        self._judge = self._new_judge(1)
+        self._ranks = Ranks.of()
+        self._writer: RankWriter | None = None
+        self._forwards = Forwards(self._records_calls, self._keep_cotangent, self._forwards_failed)
+        self._running: dict[int, Running] = {}
+        self._passes = 0
+        self._again: Counter[str] = Counter()
+        self._functions: set[type] = set()
+        self._copied = False
+        self._calls: list[KeptCall] | str | None = None
+        self._opinion: JaxOpinion | None = None
+
+    def _new_judge(self, ranks: int) -> Judge:
+        return Judge(
+            ranks,
+            self._dtypes,
+            given=self.options.accumulation_steps,
+            weights="weights" not in self.options.without,
+            sums="sums" not in self.options.without,
+            name_of=self._name_of,
+        )
 
     def __enter__(self) -> audit:
         return self.open()
@@ -109,33 +125,36 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
-    def open(self, *, scan: bool = True) -> audit:
+    def open(self) -> audit:
         """Begin to observe.
-
-        Args:
-            scan: whether to look for optimizers that exist already.
 
         Raises:
             UsageError: this audit was open before, or another one is.
+            CannotRunHere: this torch lacks what the audit needs.
         """
         if self._opened:
             raise UsageError("audit: this audit was closed; make a new one with gradcheck_suite.audit()")
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
+        recording.expect_supported()
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
         _open.append(self)
         self._start = time.perf_counter()
-        self._patches.install()
-        self._recorder.open(scan=scan)
+        if self.options.eager:
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        self._recorder.open()
+        if self._writer is None and "batch" not in self.options.without:
+            self._forwards.open()
         return self
 
     def _detach(self) -> None:
         if self._observing:
             self._observing = False
-            self._patches.remove()
+            self._forwards.close()
             self._recorder.close()
+            self._stance.close()
 
     def close(self, error: BaseException | None = None) -> LiveResult:
         """Stop observing and return the result; a second call returns the same.
@@ -152,13 +171,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self in _open:
             _open.remove(self)
         if self._ranks is not None and self._writer is not None:
-            given = self.options.accumulation_steps
-            tail = self._writer.tail(self._recorder.watched, given) if complete else None
-            self._writer.end(self._recorder.findings, _shown(error), tail)
+            self._write_events()
+            self._name_of(0)
+            recorder = self._recorder
+            end = End(_shown(error), complete, recorder.off, self._dtypes, self._names, recorder.steps_seen)
+            self._writer.end(end)
             self._result = self._of_all_ranks(self._ranks, error)
             return self._result
-        if complete:
-            self._at_the_end()
+        try:
+            self._judge_events()
+            self._judge.end(complete=complete)
+        except Exception as fault:
+            self._recorder.switch_off("steps", fault)
         if self.options.jax and not isinstance(error, KeyboardInterrupt):
             calls = self._calls or []
             self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
@@ -171,22 +195,32 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
             return replace(self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size)
         files = gather(ranks)
-        together = judge_together(files, self.options.accumulation_steps)
-        self._violations, self._windows = together.violations, together.windows
-        self._findings, self._recorder.findings = together.findings, Counter()
+        complete = all(file.end is not None and file.end.complete for file in files)
+        self._judge = self._judged([file.events for file in files], complete=complete)
+        if self._judge.alone:
+            each = [self._judged([file.events], complete=complete) for file in files]
+            self._judge = max(each, key=lambda judge: len(judge.violations()))
+            self._judge.note(
+                "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself"
+            )
         for file in files:
-            if file.ended is None:
-                wrote = "it died, or runs on another machine" if file.writer else "it wrote nothing on this machine"
-                self._findings[f"rank {file.rank} has not ended: {wrote}"] += 1
-            elif file.ended:
-                self._findings[f"rank {file.rank} ended with {file.ended}"] += 1
-            if file.tail:
-                self._violations.setdefault(file.tail.diagnosis, file.tail)
+            if file.fate is not None:
+                self._judge.note(file.fate)
         if "batch" not in self.options.without:
-            self._findings["windows are not computed again where there are several ranks"] += 1
-        result = replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
+            self._judge.note("windows are not computed again where there are several ranks")
         shutil.rmtree(ranks.folder, ignore_errors=True)
-        return result
+        return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
+
+    def _judged(self, events: Sequence[Sequence[Event]], *, complete: bool) -> Judge:
+        judge = self._new_judge(len(events))
+        for row in zip(*events, strict=False):
+            try:
+                judge.take(row)
+            except ValueError as error:
+                judge.note(f"{error}: judged up to there")
+                break
+        judge.end(complete=complete)
+        return judge
 
     @property
     def result(self) -> LiveResult:
@@ -198,94 +232,207 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Whether steps are still judged in this process."""
         return self._observing and self._process == os.getpid()
 
-    def declare(self, loss: torch.Tensor, count: float | torch.Tensor, reduction: str, place: Place) -> None:
-        """Note a loss that `objective` declares."""
-        with self._recorder.guarded("a declared loss"):
-            if loss.requires_grad and self.options.without != ("weights",):
-                items = float(count) if not isinstance(count, torch.Tensor) else count.detach()
-                number = int(items) if not isinstance(items, torch.Tensor) else 1
-                counted = Counted(reduction, items, number, number)
-                self._recorder.declare(loss, Call(DECLARED, place, counted, None))
+    def _is_full(self) -> bool:
+        """Return whether the window that runs is looked at in full."""
+        return self._steps % self.options.every == 0 or (self._forwards.copies and not self._copied)
+
+    def _name_of(self, key: int) -> str | None:
+        """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
+        if key not in self._names:
+            known = self._recorder.parameters
+            for module in living(torch.nn.Module):
+                if "_parameters" in module.__dict__:
+                    named = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+                    for other, about in known.items():
+                        name = named.get(id(about.reference()), "").removeprefix("module.").removeprefix("_orig_mod.")
+                        if len(name) > len(self._names.get(other, "")):
+                            self._names[other] = name
+            self._names.setdefault(key, f"parameter {key}")
+        return self._names[key]
 
     # Judging
 
-    def _judge(self, state: Watched, place: Place) -> None:
+    def _receive(self, event: Event) -> None:
         if self._process != os.getpid():
             return
-        if self._writer is not None:
-            state.detail = True
-            self._writer.step(state, self._recorder.watched.index(state), place, configured_steps())
-            self._windows += 1
-            if self.options.steps is not None and self._windows >= self.options.steps:
+        self._events.append(event)
+        if not isinstance(event, StepRecord):
+            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+                self._running[self._passes] = self._recorder.last
+            self._passes += 1
+        else:
+            was_full = self._is_full()
+            self._steps += 1
+            if self._writer is not None:
+                self._write_events()
+            else:
+                self._judge_events(event if was_full else None)
+            if self.options.steps is not None and self._steps >= self.options.steps:
                 self._detach()
+
+    def _taken(self) -> list[Event]:
+        """Return what was recorded since the last step."""
+        events, self._events = self._events, []
+        recording.settle(events)
+        for key, known in self._recorder.parameters.items():
+            self._dtypes.setdefault(key, known.dtype)
+        return events
+
+    def _write_events(self) -> None:
+        if self._writer is not None:
+            self._writer.write(*self._taken())
+
+    def _judge_events(self, step: StepRecord | None = None) -> None:
+        """Judge what was recorded since the last step.
+
+        Args:
+            step: of a window that is to be computed again, or None.
+        """
+        for event in self._taken():
+            self._judge.take([event])
+        if step is not None and self._judge.window is not None and "batch" not in self.options.without:
+            self._compute_again(self._judge.window)
+        for index in [i for i, running in self._running.items() if step is not None]:
+            del self._running[index]
+        for violation in self._judge.violations():
+            if violation.diagnosis not in self._told and not self.options.accepts(violation.diagnosis, violation.where):
+                self._told.add(violation.diagnosis)
+                self._tell(violation)
+
+    # The window again
+
+    def _records_calls(self) -> bool:
+        return self._is_full() and not self._recorder.muted
+
+    def _keep_cotangent(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
+        if not self._recorder.muted:
+            self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
+
+    def _forwards_failed(self, error: Exception) -> None:
+        self._recorder.switch_off("the window again", error)
+
+    def _compute_again(self, window: Window) -> None:
+        violation, used = self._judge.of_last_step(), self._judge.used
+        own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
+        weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
+        if violation is not None and violation.weights:
+            weights = _righted(violation, weights)
+        if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
-        memory = self._memories.setdefault(id(state), Memory())
-        given = self.options.accumulation_steps
-        step = Step(state, place, self._recorder.steps_seen - 1, memory, given, configured_steps())
-        recorder = self._recorder
-        judged = judge(step, weights=recorder.weights, sums=recorder.sums, batch=recorder.due(state))
-        known = self._violations.get(judged.violation.diagnosis) if judged.violation is not None else None
-        self._recorder.forwards.copies |= judged.copies
-        state.measure = judged.copies or (judged.violation is not None and judged.error is None and known is None)
-        self._note(judged)
-        if self.options.steps is not None and self._windows >= self.options.steps:
-            self._detach()
-
-    def _note(self, judged: Judged) -> None:
-        self._findings.update(judged.findings)
-        if (
-            judged.weights
-            or judged.violation is not None
-            or ((judged.sums or judged.again) and not self._recorder.weights)
-        ):
-            self._windows += 1
-        if judged.again is not None:
-            self._again[judged.again] += 1
+        known = self._recorder.parameters
+        hooked = {k for seen in window.passes.values() for record in seen.records for k in record.hooked}
+        live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
+        observed = {
+            id(p): p.grad
+            for k, p in live.items()
+            if p.grad is not None and p.grad.layout == torch.strided and (k not in hooked or violation is not None)
+        }
+        self._recorder.muted = True
+        try:
+            runs = [
+                self._running.get(index, Running(seen.records[0], Reader()))
+                for index, seen in window.passes.items()
+                if index in weights
+            ]
+            asked = Asked(
+                runs,
+                [weights[i] for i in window.passes if i in weights],
+                window.factor or 1.0,
+                observed,
+                violation is not None,
+                self._functions,
+            )
+            found = compute_again(asked)
+        finally:
+            self._recorder.muted = False
+        # inputs that the program changes in place are copied in the next window
+        self._copied = self._forwards.copies
+        self._forwards.copies |= found.inputs_changed
+        for sentence in found.notes:
+            self._judge.note(sentence)
+        if found.how is not None:
+            self._again[found.how] += 1
             if self.options.jax and self._calls is None:
-                self._calls = kept_calls(judged.parts)
-        if judged.violation is not None:
-            self._violate(judged.violation)
+                self._calls = kept_calls(found.parts)
+        if violation is not None and found.error is not None:
+            self._judge.note_size(window.number, found.error)
+        elif found.name is not None:
+            key = next((k for k, p in live.items() if id(p) == found.parameter), None)
+            name = None if key is None else self._name_of(key)
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(Fault(found.name, found.sentence), window, last, name)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
-    def _violate(self, violation: LiveViolation) -> None:
-        known = self._violations.get(violation.diagnosis)
-        self._violations[violation.diagnosis] = violation if known is None else known.again(violation)
-        if known is None and violation.diagnosis not in self.options.accept:
-            if not self._quiet:
-                from gradcheck_suite.core.text import violation_lines
+    def _tell(self, violation: LiveViolation) -> None:
+        if not self._quiet:
+            from gradcheck_suite.core.text import violation_lines
 
-                print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
-            if self.options.stop_on_violation:
-                raise StoppedOnViolation
-
-    def _at_the_end(self) -> None:
-        """Judge what is left when the run is over: micro-batches without a step, and what stayed unclear."""
-        for state in self._recorder.watched:
-            memory = self._memories.get(id(state), Memory())
-            self._findings.update(memory.strays())
-            if memory.unclear is not None and "not-linear" not in self._violations:
-                self._findings[UNCLEAR] += 1
-            if dropped := dropped_tail(state, memory.steps(self.options.accumulation_steps)):
-                self._violate(dropped)
+            print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
+        if self.options.stop_on_violation and self._observing:
+            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> LiveResult:
-        accepted = tuple(v for name, v in self._violations.items() if name in self.options.accept)
-        violations = tuple(v for name, v in self._violations.items() if name not in self.options.accept)
-        findings = self._findings + self._recorder.findings
+        found = self._judge.violations()
+        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
+        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
+        off = Counter(
+            f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
+        )
+        findings = self._judge.unknown() + self._recorder.notes + self._judge.notes() + off
+        if self._recorder.off:
+            violations = accepted = ()
+        weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
+        windows = len(weighed | self._judge.violated)
+        if set(self.options.without) == {"weights", "sums"}:
+            windows = self._again.total()
         return LiveResult(
             script=self._name,
-            windows=self._windows,
+            windows=windows,
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
             accepted=accepted,
             again=dict(self._again),
-            findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
             second_opinion=self._opinion.summary() if self._opinion else None,
             disagreements=tuple(self._opinion.findings) if self._opinion else (),
-            unjudged=None if violations or accepted else why_unjudged(self._recorder, self._windows, self._findings),
+            findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
+            unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
         )
+
+    def _why_unjudged(self, windows: int, findings: Mapping[str, int]) -> str | None:
+        """Return why nothing could be judged, and what to do; None where something was."""
+        recorder = self._recorder
+        if recorder.off:
+            return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
+        if set(self.options.without) >= {"weights", "sums", "batch"}:
+            return "every instrument was switched off"
+        if not recorder.steps_seen and recorder.passes_seen:
+            return (
+                f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: the script trains "
+                "without a torch.optim optimizer"
+            )
+        if not recorder.steps_seen:
+            return (
+                "no backward pass and no optimizer.step() was seen in this process: the script trains nothing here, or "
+                "in another process"
+            )
+        if windows:
+            return None
+        return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
+
+
+def _righted(violation: LiveViolation, weights: Mapping[int, float]) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+    ratios: dict[int, set[float]] = {}
+    for row in violation.weights:
+        if row.observed and row.count:
+            ratios.setdefault(row.micro_batch, set()).add(round(row.expected / row.observed, 6))
+    order = dict(enumerate(sorted(weights)))
+    if any(len(found) > 1 for found in ratios.values()):
+        return {}
+    return {index: weights[index] * next(iter(ratios.get(j, {1.0}))) for j, index in order.items()}
 
 
 def objective(
@@ -308,7 +455,7 @@ def objective(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError("objective: expected a scalar tensor, the loss of one micro-batch")
     if _open and _open[-1].observing and not torch.compiler.is_compiling():
-        _open[-1].declare(loss, count, reduction, here())
+        declare(loss, count, reduction)
     return loss
 
 

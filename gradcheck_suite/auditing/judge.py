@@ -1,687 +1,891 @@
-"""The judgement of one optimizer step: its sums, its weights, the window again, and JAX's opinion."""
+"""The one judge of a live run: from the events of 1 to N ranks to violations, findings and what could not be judged.
+
+Each step is asked about its sums when it comes: is every pass of the window in `.grad`, once, with one factor? The
+weights are read at the same time, and judged with the windows before and after it, since one window alone often fits
+two readings. They are judged again after each of the first windows, then from time to time, and when the run is over.
+"""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
 
 import numpy as np
-import torch
-from torch.utils import _pytree as pytree
 
-from gradcheck_suite.auditing import weights as naming
-from gradcheck_suite.auditing import weights as objectives
-from gradcheck_suite.auditing.passes import (
-    Forward,
-    Pass,
-    RandomState,
-    Sketch,
-    Watched,
-    as_array,
-    is_differentiable,
-    is_finite,
-    leaves_of,
-    point_of,
-    supported,
+from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing import window_again
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, StepRecord
+from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
+from gradcheck_suite.auditing.samples import size
+from gradcheck_suite.auditing.weights import (
+    BY_PLACE,
+    EQUAL,
+    MEAN_OF_MEANS,
+    RESCALED,
+    UNEVEN,
+    WRONG_COUNT,
+    Key,
+    Objective,
+    Reading,
+    Scale,
+    Use,
 )
-from gradcheck_suite.auditing.recorder import Recorder
-from gradcheck_suite.auditing.sums import SENTENCES, Explanation, Judged, Step, clip_factor, judge_sum, parameter_name
-from gradcheck_suite.auditing.weights import TWICE, Term, term
-from gradcheck_suite.auditing.window_again import (
-    BY_MICRO_BATCH,
-    LEAST,
-    ONE_BATCH,
-    Difference,
-    How,
-    InputsChanged,
-    NotRecomputed,
-    Part,
-    Replayed,
-    Total,
-    backward_hooks,
-    by_micro_batch,
-    compare,
-    distance,
-    first_calls,
-    in_one_batch,
-    is_exact,
-    judge_function,
-    norm,
-    parts_of,
-    quiet,
-    replay,
-    reproduced,
+from gradcheck_suite.core.results import LiveViolation, WeightRow
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.judge.naming import diagnose, names_nothing
+from gradcheck_suite.judge.weights import Weights
+
+SENTENCES = {
+    "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
+    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step",
+    "reset-inside-window": "only the last backward passes of the window are in the gradient: "
+    "reset once per window, not per micro-batch",
+    "dropped-micro-batch": "some backward passes of the window are not in the gradient",
+    "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
+    "running-loss": "earlier losses go backward several times, as when the running sum of the losses goes backward "
+    "each time: send each loss through once",
+    "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
+    "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
+    "between the backward passes (clipping per micro-batch, noise, a shared buffer)",
+    "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
+    "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
+    "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
+    "reset the gradients of this optimizer before its own backward passes",
+    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
+    "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
+    "look for what resets or replaces its `.grad`",
+    "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
+    "computed with different ones: write to parameters between windows, not inside one",
+    "moving-parameters": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
+    "window: let both step once per window",
+    "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
+    "forward and the backward of the window's last micro-batch outside no_sync",
+    "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
+    MEAN_OF_MEANS: "each micro-batch's mean has the same weight, whatever its count: divide each summed loss by the "
+    "window's count (mean loss * count of the micro-batch / count of the window)",
+    WRONG_COUNT: "each micro-batch is weighted by the number of {note}",
+    BY_PLACE: "items of different micro-batches have different weights: {note}",
+}
+"""Name -> what is wrong and what to do."""
+KNOWN = (
+    frozenset(SENTENCES) - {"hook", "foreign"}
+    | {"wrong-scale", "tail-leak", "unrecognised-weights"}
+    | {"weighted-by-count", "rounded-weights"}
+    | frozenset(window_again.SENTENCES)
 )
-from gradcheck_suite.core.comparison import FEW_DRAWS, student_factor
-from gradcheck_suite.core.results import LiveViolation
-
-if TYPE_CHECKING:
-    from gradcheck_suite.bridge import Lowered
-
-
-# The judgement of the weights: whether the items of a window weigh the same, and 1/N.
-
-
-SINGLES = 3
-"""Windows of one micro-batch in a row that are no short last windows, where more micro-batches are asked for."""
+"""Every diagnosis of a live run."""
+MAX_ROWS = 64
+"""Rows of the table of weights that a violation keeps."""
+MOST_WINDOWS = 512
+"""Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
+EVERY = 64
+"""Windows after which the weights are judged again, once there have been so many."""
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
-def _pending_scale(state: Watched) -> float:
-    """Return the factor by which a fused optimizer divides its gradients inside its step, as GradScaler asks it to."""
-    scale = getattr(state.optimizer(), "grad_scale", None)
-    return float(scale) if isinstance(scale, torch.Tensor) else 1.0
-
-
-def _coefficient(note: str) -> str:
-    """Return a coefficient in words, without its value, which may differ from window to window."""
-    return note.split(" of ")[0] + (TWICE if TWICE in note else "")
-
-
-def judge_weights(step: Step, found: Explanation | None, result: Judged) -> None:
-    """Judge the weights of the items of a window.
-
-    Args:
-        step: the step.
-        found: what the gradient is made of, or None where sums are not judged.
-        result: what the step showed; this adds to it.
-    """
-    passes, memory = step.passes, step.memory
-    factor = 1.0 if found is None else found.factor / clip_factor(passes) / _pending_scale(step.state)
-    coefficients = [1.0] * len(passes) if found is None else [c * factor for c in found.coefficients]
-    if found is None:
-        # without sums: what another optimizer has stepped on is not this one's
-        coefficients = [0.0 if p.consumers or not p.accumulates else 1.0 for p in passes]
-    by_call: dict[int, Term] = {}
-    used = [(p, c) for p, c in zip(passes, coefficients, strict=True) if c]
-    for index, (backward, coefficient) in enumerate(used):
-        for received in backward.received:
-            received.settle()
-            if np.isfinite(received.high):
-                one = term(received, index, coefficient)
-                before = by_call.get(id(received.call))
-                # a call that several passes reach weighs what they give it together
-                by_call[id(received.call)] = (
-                    one if before is None else replace(before, weight=before.weight + one.weight)
-                )
-    terms = list(by_call.values())
-    unknown = sorted({p.unknown for p, _ in used if p.unknown})
-    if not terms:
-        return
-    result.findings += [f"a part of the loss ({name}) was not recognised: {DECLARE}" for name in unknown]
-    length, steps = len({t.micro_batch for t in terms}), step.whole
-    accumulates = steps is not None and steps > 1
-    readings = objectives.readings(terms, steps if accumulates else None, memory.histories, step.number)
-    memory.lengths[length] += 1
-    memory.singles = memory.singles + 1 if length == 1 else 0
-    for reading in readings:
-        if reading.status == "unknown":
-            line = reading.terms[0].line
-            remedy = f": {DECLARE}" if reading.note.startswith("with different") else ""
-            result.findings.append(f"{line}: a loss {reading.note} was not judged{remedy}")
-        elif reading.status == "coefficient" and reading.note.startswith("a coefficient of ") and reading.length > 1:
-            result.findings.append(f"{reading.terms[0].line}: the loss has {_coefficient(reading.note)}")
-    judged = [reading for reading in readings if reading.status != "unknown"]
-    result.weights = bool(judged)
-    faulty = next((reading for reading in judged if not reading.holds), None)
-    if faulty is not None:
-        violation = naming.weight_violation(faulty, steps)
-        number = step.number if faulty.step is None else faulty.step
-        result.violation = replace(violation, step=number, backward=step.backward, stepped=step.place.line)
-    elif step.given is not None and step.given > 1 and memory.singles == SINGLES:
-        violation = step.violation("step-per-micro-batch", SENTENCES["step-per-micro-batch"].format(steps=step.given))
-        result.violation = replace(violation, kind="step-count")
-
-
-# The judgement of a window that is computed again: whether `.grad` is its gradient, and what is to blame if it is
-# not.
-#
-# Blame needs a cause that is seen: other parameters or another mode in a part of the window, or a backward pass that
-# is not linear. Without one, the difference is a finding, since parameters may be used outside of the recorded
-# modules.
-
-
-Observed = dict[int, torch.Tensor]
-
-
-def _scale_of(part: Part) -> float:
-    # a larger float16 number may overflow
-    return 1.0 if any(g.dtype == torch.float16 for g in part.cotangents.values()) else How.scale
-
-
-def _computed(
-    parts: Sequence[Part], observed: Observed, factor: float, how: How
-) -> tuple[Difference, Total, list[Replayed]]:
-    """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
-
-    def each(seed: int | None) -> tuple[Total, list[Replayed]]:
-        return by_micro_batch(parts, lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part))))
-
-    total, replayed = each(None)
-    return compare(observed, total, factor, lambda seed: each(seed)[0]), total, replayed
-
-
-def _common_modes(parts: Sequence[Part], passes: Sequence[Pass]) -> dict[Part, tuple[bool, ...]]:
-    """Return the parts that ran in another mode than the same call of most passes, with the mode of those."""
-    by_pass: dict[tuple[str, int], list[Part]] = {}
-    for part in parts:
-        by_pass.setdefault((passes[part.index].place.line, part.index), []).append(part)
-    calls: dict[tuple[str, int, int, int], list[Part]] = {}
-    for (line, _), members in by_pass.items():
-        for position, part in enumerate(members):
-            calls.setdefault((line, len(members), position, id(part.forward.module)), []).append(part)
-    found = {}
-    for same in calls.values():
-        modes = [part.forward.modes for part in same]
-        most = max(modes, key=lambda mode: (sum(mode), modes.count(mode)))
-        found.update({part: most for part in same if part.forward.modes != most})
-    return found
-
-
-def _again(part: Part, seed: int | None = None) -> Replayed:
-    return replay(part.forward, part.forward.arguments, part.cotangents, How(seed=seed))
-
-
-def _numbers(parts: Sequence[Part]) -> str:
-    return ", ".join(str(index) for index in sorted({part.index for part in parts}))
-
-
-def _of_the_forward(
-    parts: Sequence[Part], replayed: Sequence[Replayed], passes: Sequence[Pass]
-) -> tuple[str, str] | None:
-    """Return the diagnosis and sentence of outputs that are not reproduced; None where all are.
-
-    Raises:
-        NotRecomputed: they are not, and it is not seen that parameters are to blame.
-    """
-    pairs = list(zip(parts, replayed, strict=True))
-    steady = [is_exact(part, found) for part, found in pairs if _is_now(part)]
-    exactly = bool(steady) and all(steady)
-    lost = [part for part, found in pairs if not reproduced(part, found, partial(_again, part), exactly=exactly)]
-    if not lost:
-        return None
-    if len({one.steps for one in passes}) > 1:
-        raise NotRecomputed("another optimizer has stepped inside of it")
-    last = [part for part in parts if part.index == parts[-1].index]
-    if (
-        all(_is_now(part) and part not in lost for part in last)
-        and not any(map(_is_now, lost))
-        and all(map(_is_deterministic, lost))
-    ):
-        return "stale-parameters", SENTENCES["stale-parameters"].format(numbers=_numbers(lost))
-    if any(not _is_now(part) for part in parts):
-        raise NotRecomputed("parameters were written between the window's calls of the model and the step")
-    raise NotRecomputed("the model gives other outputs when it is called again: it has a state of its own")
-
-
-def _is_now(part: Part) -> bool:
-    return part.forward.point == point_of(part.forward.module)
-
-
-def _is_deterministic(part: Part) -> bool:
-    one, two = _again(part), _again(part)
-    return all(torch.equal(one.outputs[i], two.outputs[i]) for i in part.cotangents)
-
-
-def _of_the_backward(parts: Sequence[Part], observed: Observed, factor: float, error: float) -> tuple[str, str] | str:
-    """Return the diagnosis and sentence of a backward pass that is not linear, or what is a finding about it.
-
-    Raises:
-        NotRecomputed: the gradient is not that of the recorded calls.
-    """
-    hooked = sorted({name for part in parts for name in backward_hooks(part.forward.module)})
-    exact, _, replayed = _computed(parts, observed, factor, How(hooks=True, scale=1.0))
-    if exact.worst is not None:
-        raise NotRecomputed("parameters get gradients from outside of the recorded calls of modules")
-    scaled, _, _ = _computed(parts, observed, factor, How(hooks=True))
-    if scaled.worst is None:
-        names = ", ".join(hooked[:3])
-        return f"a backward hook on a module ({names}) changes the gradient by {error:.2g} of its size"
-    functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
-    what = (
-        f"a hook on a module ({', '.join(hooked[:3])})" if hooked else f"custom function {', '.join(functions) or '?'}"
-    )
-    return "not-linear", SENTENCES["nonlinear-backward"].format(what=what)
-
-
-def _weights(step: Step, found: Explanation | None, result: Judged) -> tuple[list[Pass], list[float], float]:
-    """Return the passes that a window should consist of, the right weight of each, and the factor of `.grad`.
-
-    Raises:
-        NotRecomputed: the sum was not judged, or several losses have different errors.
-    """
-    passes = step.passes
-    if found is None:
-        used = [p for p in passes if p.accumulates and not p.consumers]
-        return used, [1.0] * len(used), clip_factor(passes)
-    if result.violation is not None and not result.violation.weights:
-        used = [p for p in passes if p.accumulates and not p.consumers]
-        return used, [1.0] * len(used), found.factor
-    pairs = [(p, c) for p, c in zip(passes, found.coefficients, strict=True) if c]
-    weights = [c for _, c in pairs]
-    for index, (one, coefficient) in enumerate(pairs if result.violation is not None else ()):
-        rows = [row for row in result.violation.weights if row.micro_batch == index]  # type: ignore[union-attr]
-        ratios = {round(row.expected / row.observed, 6) for row in rows if row.observed and row.count}
-        if len(ratios) > 1 or len(rows) != len({id(r.call) for r in one.received}):
-            raise NotRecomputed("several losses go backward together, with different errors")
-        weights[index] = coefficient * ratios.pop() if ratios else coefficient
-    return [p for p, _ in pairs], weights, found.factor
-
-
-def _recompute(step: Step, found: Explanation | None, result: Judged) -> None:
-    passes, weights, factor = _weights(step, found, result)
-    if not passes:
-        return
-    parts = result.parts = parts_of(passes, weights)
-    edited = {key for p in passes for key in p.edited}
-    live = {key: p.grad for key, p in step.state.live() if p.grad is not None and supported(p.grad)}
-    observed = {k: gradient for k, gradient in live.items() if k not in edited or result.violation is not None}
-    modes = _common_modes(parts, passes)
-    whole = None if modes else in_one_batch(parts)
-    if whole is not None:
-        difference = compare(observed, whole, factor, lambda seed: whole)
-        if difference.worst is None or result.violation is not None:
-            result.again, result.error = ONE_BATCH, difference.error
-            _judge_functions(step, parts, whole.functions, result)
-            return
-    difference, total, replayed = _computed(parts, observed, factor, How())
-    if not total.gradients.keys() & observed.keys():
-        raise NotRecomputed("no parameter of the optimizer is in a recorded call")
-    result.again, result.error = BY_MICRO_BATCH, difference.error
-    if result.violation is not None:
-        return
-    fault: tuple[str, str] | str | None = _of_the_forward(parts, replayed, passes)
-    if fault is None and difference.worst is not None:
-        fault = _of_the_backward(parts, observed, factor, difference.error)
-    if fault is None and modes:
-        other = [part for part in parts if part in modes]
-        mixed = Total()
-        for part in parts:
-            how = How(modes=modes.get(part), scale=_scale_of(part))
-            mixed.add(replay(part.forward, part.forward.arguments, part.cotangents, how), part.weight)
-        difference = compare(observed, mixed, factor, lambda seed: mixed)
-        if difference.worst is not None:
-            result.error = difference.error
-            fault = "mixed-modes", SENTENCES["mixed-modes"].format(numbers=_numbers(other))
-    if isinstance(fault, str):
-        result.findings.append(fault)
-    elif fault is not None:
-        _blame(step, fault, parts, replayed, difference, result)
-    else:
-        _judge_functions(step, parts, total.functions, result)
-
-
-def _judge_functions(step: Step, parts: Sequence[Part], kinds: Set[type], result: Judged) -> None:
-    """Judge those custom functions on the way that no earlier window has shown."""
-    new = kinds - step.memory.functions
-    if not new or result.violation is not None:
-        return
-    step.memory.functions |= new
-    before = RandomState.now()
-    with first_calls(new) as calls:
-        for part in parts:
-            if calls.keys() != new:
-                _again(part)
-    with quiet():
-        verdicts = [judge_function(call) for call in calls.values()]
-    before.set()
-    for verdict in verdicts:
-        if verdict.note:
-            result.findings.append(f"custom function {verdict.name}: {verdict.note}")
-        if verdict.fault and result.violation is None:
-            sentence = SENTENCES["wrong-backward"].format(name=verdict.name, fault=verdict.fault)
-            result.violation = replace(step.violation("wrong-backward", sentence), error=verdict.error, allowed=LEAST)
-            result.error = None  # the window was computed again with the same fault
-
-
-def _blame(
-    step: Step,
-    fault: tuple[str, str],
-    parts: Sequence[Part],
-    replayed: Sequence[Replayed],
-    difference: Difference,
-    result: Judged,
-) -> None:
-    outputs = [
-        distance(part.forward.outputs[i], found.outputs[i])
-        for part, found in zip(parts, replayed, strict=True)
-        for i in part.cotangents
-    ]
-    error = max(difference.error, *outputs)
-    result.error = error
-    violation = step.violation(*fault)
-    worst = None if difference.worst is None else parameter_name(step.state, difference.worst)
-    allowed = error / difference.ratio if difference.ratio else None
-    result.violation = replace(violation, parameter=worst, error=error, allowed=allowed)
-
-
-def judge_batch(step: Step, found: Explanation | None, result: Judged) -> None:
-    """Compute a window again and judge its gradient; a violation that was found already gets its size.
-
-    Args:
-        step: the step.
-        found: what the gradient is made of, or None where sums are not judged.
-        result: what the step showed; this adds to it.
-    """
-    try:
-        _recompute(step, found, result)
-    except NotRecomputed as reason:
-        result.again = result.error = None
-        result.copies = isinstance(reason, InputsChanged)
-        result.findings.append(f"a window was not computed again: {reason}")
-    except Exception as error:
-        result.again = result.error = None
-        result.findings.append(f"a window was not computed again: {type(error).__name__}: {str(error).splitlines()[0]}")
-    if result.violation is not None and result.error is not None:
-        result.violation = replace(result.violation, gradient_error=result.error)
-
-
-# The judgement of one optimizer step from what arrived since the one before.
-
-
-def _same(gradients: dict[int, Sketch], previous: dict[int, Sketch]) -> bool:
-    return all(key in previous and np.array_equal(g, previous[key]) for key, g in gradients.items())
-
-
-def _note_use(step: Step, found: Explanation, result: Judged) -> None:
-    """Note which passes the step trains on; find optimizers that step between the micro-batches of this one."""
-    used = [p for p, c in zip(step.passes, found.coefficients, strict=True) if abs(c) >= 1e-3]
-    own = id(step.state)
-    step.memory.windows += 1
-    step.memory.lines.update({p.place.line for p in used})
-    for other in {key for p in used for key in p.trained} - {own}:
-        steps = [p.trained.get(other) for p in used]
-        if len(set(steps)) > 1:
-            between = len({n for n in steps[:-1] if n is not None})
-            result.violation = step.violation("moving-parameters", SENTENCES["moving-parameters"].format(steps=between))
-    for one in used:
-        one.trained[own] = step.state.steps
-
-
-def judge(step: Step, *, weights: bool, sums: bool, batch: bool) -> Judged:
-    """Judge one step of one optimizer.
-
-    Args:
-        step: the step.
-        weights: whether to judge weights.
-        sums: whether to judge sums.
-        batch: whether to compute the window again.
-    """
-    result, state, passes = Judged(), step.state, step.passes
-    gradients = state.gradients() if sums else {}
-    previous, state.previous = {key: as_array(s) for key, s in state.previous.items()}, dict(gradients)
-    if (missing := state.missing()) is not None:
-        result.findings.append(f"a step was not judged: {missing}")
-        return result
-    if not passes:
-        if sums and previous and any(np.abs(g).max() for g in gradients.values()) and _same(gradients, previous):
-            result.violation = step.violation("stale-window")
-        return result
-    if not all(is_finite(as_array(s)) for p in passes for s in p.arrivals.values()):
-        result.findings.append("a gradient was not finite: that window was not judged")
-        return result
-    if not all(is_finite(s) for s in gradients.values()):
-        result.findings.append(
-            "`.grad` was infinite or NaN at a step, though every gradient of the window was finite: that window was "
-            "not judged; look for an overflow in the sum, or for what writes to `.grad`"
-        )
-        return result
-    found: Explanation | None = None
-    if sums and any(p.arrivals for p in passes):
-        found = judge_sum(step, gradients, previous, result)
-    if found is not None and result.violation is None:
-        _note_use(step, found, result)
-    if weights and result.violation is None and not result.handmade:
-        judge_weights(step, found, result)
-    if batch and not (result.handmade or result.edited) and (found is not None or not sums):
-        judge_batch(step, found, result)
-    return result
-
-
-# JAX's opinion on a live run: the recorded calls of one window, over the bridge, in float64.
-#
-# The calls of small models are copied when their window is computed again, and JAX is asked when the run is over:
-# training goes on undisturbed, and JAX is not imported before. The gradients that reached a module's outputs are
-# recorded, so the sum of their products with the outputs is a loss whose gradient both frameworks compute. Custom
-# functions keep their own backward there: `custom_functions` judges them.
-
-
-MOST_PARAMETERS = 1_000_000
-"""Elements of a model's parameters above which JAX is not asked: their copy in float64 takes 8 MB."""
-BUDGET_S = 20.0
-"""Seconds after which JAX is asked about no further call."""
-RESOLUTION, NARROW_RESOLUTION = 2.0**-26, 2.0**-10
-"""Share of a parameter's gradient below which a difference is none: in float64, and where the model itself asks for
-float32 inside. Rounding is 2^-53 and 2^-24; a wrong derivative is larger."""
-RESOLUTION_OF_ALL = 2.0**-40
-"""The same as a share of the gradient of all parameters, for a parameter whose own gradient cancels to zero."""
-
-
-class _Refused(Exception):
-    """Why JAX is not asked about a call."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeptCall:
-    """A call to ask JAX about.
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a window.
 
     Attributes:
-        forward: the call, with a copy of the module and of its arguments in float64, without autocast.
-        cotangents: index of an output -> the gradient that it received.
-        micro_batch: index of the backward pass in its window.
+        name: the diagnosis.
+        sentence: what is wrong and what to do.
+        key: of a parameter that shows it, or None.
+        kind: the part of the promise.
     """
 
-    forward: Forward
-    cotangents: dict[int, torch.Tensor]
-    micro_batch: int
+    name: str
+    sentence: str
+    key: int | None = None
+    kind: str = "gradient"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What `.grad` is made of at a step.
+
+    Attributes:
+        fault: what is wrong, or None.
+        excuse: why passes that are missing are no fault, or None.
+        coefficients: of each pass that is in it.
+        by_hand: whether the program put it together itself, from what arrived.
+    """
+
+    fault: Fault | None = None
+    excuse: str | None = None
+    coefficients: Mapping[Source, float] = field(default_factory=dict)
+    by_hand: bool = False
+
+
+def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
+    return Sums(Fault(name, SENTENCES[name] if sentence is None else sentence, key))
+
+
+class _Members:
+    """The passes of a window, sorted by what may be asked of them.
+
+    Attributes:
+        mean: index of a pass -> its coefficient in `.grad`, the median over parameters.
+        own: passes that the window must have.
+        optional: passes that another optimizer has stepped on.
+        by_hand: passes whose results the program puts into `.grad` itself.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
+        for key, coefficients in window.coefficients.items():
+            for index, seen in window.passes.items():
+                ranks = [
+                    rank
+                    for rank, record in enumerate(seen.records)
+                    if key in record.arrivals and (rank, index, key) not in window.null
+                ]
+                if ranks:
+                    largest = max((coefficients.get((rank, index), 0.0) for rank in ranks), key=abs)
+                    self.by_parameter[index].append((key, largest))
+        self.mean = {
+            i: float(np.median([c for _, c in found])) if found else 0.0 for i, found in self.by_parameter.items()
+        }
+        told = [i for i, found in self.by_parameter.items() if found or not self._is_null(i)]
+        self.by_hand = [i for i in told if window.passes[i].by_hand]
+        rest = [i for i in told if i not in self.by_hand]
+        self.own = [i for i in rest if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))]
+        self.optional = [i for i in rest if window.seen[i]] if self.own else []
+        if not self.own:
+            rest = [i for i in rest if self.is_in(i)] or rest
+        self.required = [i for i in rest if i not in self.optional]
+
+    def _is_null(self, index: int) -> bool:
+        window, records = self.window, self.window.passes[index].records
+        reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
+        return bool(reached) and all(place in window.null for place in reached)
+
+    def is_in(self, index: int) -> bool:
+        """Return whether a pass is in `.grad`."""
+        return abs(self.mean[index]) > NEGLIGIBLE
+
+    def places(self, indices: Sequence[int]) -> set[Place]:
+        """Return where these passes were called."""
+        return {self.window.passes[i].site for i in indices}
+
+    def missing_parameters(self) -> list[int]:
+        """Return the parameters that a pass reached and that have no gradient."""
+        window = self.window
+        return sorted(
+            {
+                key
+                for index, seen in window.passes.items()
+                for rank, record in enumerate(seen.records)
+                for key in record.arrivals
+                if key in window.keys and key not in window.coefficients and (rank, index, key) not in window.null
+            }
+        )
+
+    def moved(self, index: int) -> bool:
+        """Return whether parameters had other values in this pass than in the window's last one."""
+        points = [self.window.passes[i].records[0].points for i in (index, self.required[-1])]
+        return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
+
+
+def judge_sums(window: Window, usual: int | None) -> Sums:
+    """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
+
+    Args:
+        window: the window.
+        usual: the number of passes of most windows in which nothing is missing, where it is known.
+    """
+    if not window.passes and any(window.coefficients.values()):
+        return _fault(
+            "stale-window",
+            "nothing went backward since the last step, and `.grad` is not empty: " + SENTENCES["stale-window"],
+        )
+    members = _Members(window)
+    missing = members.missing_parameters()
+    if window.edit == "all reset" or (members.required and not window.coefficients):
+        return _fault("no-gradient")
+    if (stale := _stale_key(window)) is not None:
+        return _fault("stale-window", key=stale)
+    left = [i for i in members.optional if members.is_in(i)]
+    if left and not members.places(left) & members.places(members.own):
+        return _fault("stale-window", SENTENCES["foreign"])
+    if not members.own and _another_stepped_between(window, members):
+        return _fault("moving-parameters")
+    if window.edit == BY_HAND:
+        return _judge_by_hand(members)
+    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
+        return _fault("not-linear")
+    lost = [i for i in members.required if not members.is_in(i)]
+    if lost and window.edit == "free" and window.is_made_by_hand(lost):
+        return Sums(by_hand=True)
+    if lost:
+        found = _judge_lost(members, lost, usual)
+        if found.excuse is not None or found.fault is not None:
+            return replace(found, coefficients=_used(window))
+    if unequal := _judge_parameters(members, missing):
+        return unequal
+    if window.edit == "reset":
+        return _fault("missing-gradient")
+    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
+        return _fault("stale-parameters")
+    return Sums(coefficients=_used(window))
+
+
+def _stale_key(window: Window) -> int | None:
+    """Return a parameter in whose `.grad` an earlier window is, None where there is none."""
+    for key, coefficients in window.coefficients.items():
+        for (_, index), c in coefficients.items():
+            if abs(c) > NEGLIGIBLE and (index == EARLIER or 0 <= index < window.before):
+                return key
+    return None
+
+
+def _another_stepped_between(window: Window, members: _Members) -> bool:
+    indices = members.required
+    between = any(
+        at <= indices[-1] for i in indices[:-1] for other, at in window.seen[i].items() if other != window.optimizer
+    )
+    return len(indices) > 1 and between and any(members.is_in(i) for i in indices[:-1])
+
+
+def _judge_by_hand(members: _Members) -> Sums:
+    """Judge a gradient that the program put together: a pass that is written over by the next one of the same place."""
+    places = {True: set[Place](), False: set[Place]()}
+    for i in members.by_hand:
+        places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
+    if places[True] & places[False]:
+        return _fault("reset-inside-window", "results of `torch.autograd.grad` are written over: add them up")
+    return Sums(coefficients=_used(members.window))
+
+
+def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Sums:
+    """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
+    window = members.window
+    kept = [i for i in members.required if i not in lost]
+    elsewhere = not members.places(lost) & members.places(kept)
+    if window.not_finite & set(lost):
+        return Sums(excuse="gradients were not finite, and were reset")
+    if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
+        return Sums(excuse="passes that another optimizer steps on were reset")
+    if all(members.moved(i) for i in lost):
+        return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
+    if elsewhere and window.first:
+        return Sums(excuse="passes from before the training were reset")
+    if elsewhere:
+        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
+        lines = ", ".join(sorted(place.line for place in members.places(lost)))
+        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
+    if kept and usual and len(kept) == usual:
+        if len(lost) % usual == 0:
+            return Sums(excuse="a whole window was reset without a step")
+        if len(lost) < usual:
+            sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch"))
+            return Sums(Fault("tail-dropped", sentence, kind="step-count"))
+    if kept and max(lost) > min(kept):
+        return _fault("dropped-micro-batch")
+    return _fault("reset-inside-window")
+
+
+def _judge_parameters(members: _Members, missing: Sequence[int]) -> Sums | None:
+    """Judge passes whose coefficients differ between parameters, or between each other."""
+    off = {k: c for i in members.required for k, c in members.by_parameter[i] if not near(c, members.mean[i], 1e-3)}
+    if off or missing:
+        key = next(iter(off), None) if off else missing[0]
+        if not off or any(abs(c) < NEGLIGIBLE for c in off.values()):
+            number = counted(len(set(off) | set(missing)), "parameter")
+            return _fault("reset-inside-window", f"in {number}, {SENTENCES['reset-inside-window']}", key)
+        return _fault("rescaled-accumulator", key=key)
+    values = [members.mean[i] for i in members.required if members.by_parameter[i]]
+    if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
+        ratios = [a / b for a, b in pairwise(values)]
+        listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
+        name = RESCALED if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
+        return _fault(name, f"{SENTENCES[name]} (factors between the passes: {listed})")
+    return None
+
+
+def _used(window: Window) -> dict[Source, float]:
+    found = {
+        (rank, index): window.of_pass((rank, index))
+        for index, seen in window.passes.items()
+        for rank in range(len(seen.records))
+    }
+    return {source: c for source, c in found.items() if c is not None}
+
+
+# The weights of the windows of one optimizer, together.
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A window whose weights are judged with those of the others.
+
+    Attributes:
+        window: the window.
+        where: the place of its last pass.
+        coefficients: of its passes.
+        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
+            where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
+    """
+
+    window: Window
+    where: Place
+    coefficients: Mapping[Source, float]
+    readings: Sequence[Reading]
+    factor: float
+
+    @property
+    def length(self) -> int:
+        """The number of passes that are in `.grad`."""
+        return len({index for _, index in self.coefficients})
 
 
 @dataclass
-class JaxOpinion:
-    """What JAX said of a window.
+class Weighed:
+    """What the weights of an optimizer's windows showed.
 
     Attributes:
-        calls: number of recorded calls.
-        answered: number of these whose gradient JAX computed.
-        refusal: why JAX could not compute the first of the others, or None.
-        findings: parameters whose gradients differ, one sentence for each call.
+        violations: with the number of the step.
+        notes: what is worth knowing -> how often.
+        unknown: what could not be judged, and what to do -> how often.
+        steps: the steps whose weights were judged.
     """
 
-    calls: int = 0
-    answered: int = 0
-    refusal: str | None = None
-    findings: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        """Return a sentence."""
-        if not self.answered:
-            return f"JAX gives no second opinion: {self.refusal or 'no window was computed again'}"
-        text = f"JAX gave a second opinion on {self.answered} of {self.calls} calls of one window"
-        if not self.findings:
-            text += ", and agrees with torch"
-        return text if self.refusal is None else f"{text}; the first call that it could not compute: {self.refusal}"
+    violations: list[LiveViolation] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    steps: set[int] = field(default_factory=set)
 
 
-def _float64(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().to(torch.float64) if value.is_floating_point() else value.detach().clone()
+def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int) -> Weighed:
+    """Judge the weights of the windows of one optimizer.
+
+    Args:
+        pending: the windows.
+        usual: the most frequent number of passes.
+        said: the accumulation steps that the user states or the trainer is configured with.
+        ranks: number of ranks.
+    """
+    result = Weighed()
+    modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
+    history: defaultdict[Key, list[Use]] = defaultdict(list)
+    unequal: defaultdict[Key, list[tuple[Objective, Window]]] = defaultdict(list)
+    for one in pending:
+        found = _settled(one, modes, usual)
+        if fault := _again(one):
+            result.steps.add(one.window.number)
+            result.violations.append(violation_of(fault, one.window, one.where))
+            continue
+        dark = _note_unknown(one, found, result)
+        if (found and (one.length == 1 or not dark)) or one.length == 1:
+            result.steps.add(one.window.number)
+        _compare_within(one, found, history, unequal, result)
+    for several in unequal.values():
+        general = _named([objective for objective, _ in several])
+        result.violations += [_of_unequal(objective, window, general) for objective, window in several]
+    if pending:
+
+        def note(sentence: str) -> None:
+            result.notes[sentence] += 1
+
+        for scale in reading_weights.scales(history, ranks, said, note):
+            result.violations.append(_of_scale(scale))
+    return result
 
 
-def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
-    """Return copies of a window's calls, or why there are none."""
-    copies: dict[int, torch.nn.Module] = {}
-    kept = []
-    for part in parts:
-        forward = part.forward
-        size = sum(p.numel() for p in forward.module.parameters())
-        if size > MOST_PARAMETERS:
-            return f"the model has {size:,} parameters, and JAX computes only models of at most {MOST_PARAMETERS:,}"
-        if id(forward.module) not in copies:
-            try:
-                copies[id(forward.module)] = copy.deepcopy(forward.module).double()
-            except Exception as error:
-                return f"the model cannot be copied: {type(error).__name__}: {error}"
-        wide = replace(
-            forward,
-            module=copies[id(forward.module)],
-            arguments=[_float64(value) for value in forward.arguments],
-            autocast=(forward.autocast[0], forward.autocast[1], False),
-        )
-        kept.append(KeptCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
-    return kept
+def _settled(one: Pending, modes: Mapping[tuple[int, Key], Sequence[str]], usual: int | None) -> list[Objective]:
+    """Return the objectives of a window, the factor after its last pass taken as a part of them or not."""
+    own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
+    found = [reading_weights.objectives(reading, own) for reading in one.readings]
+    right = bool(found[0]) and all(objective.is_right for objective in found[0])
+    lengths = {1 / one.length, 1 / (usual or one.length)} - {1.0}
+    return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]
 
 
-def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
-    """Compare the gradients of calls by torch and by JAX, both in float64."""
-    opinion, began = JaxOpinion(len(calls)), time.perf_counter()
-    before = RandomState.now()
-    try:
-        for call in calls:
-            if opinion.answered and time.perf_counter() - began > BUDGET_S:
-                break
-            try:
-                with quiet():
-                    finding = _compare(call)
-            except _Refused as error:
-                opinion.refusal = opinion.refusal or str(error)
-            except Exception as error:
-                opinion.refusal = opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+def _again(one: Pending) -> Fault | None:
+    """Return the fault of losses that go backward more than once."""
+    found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
+    repeated = [(sum(term.again for term in terms), len(terms)) for terms in found if terms]
+    if not any(again for again, _ in repeated):
+        return None
+    name = "running-loss" if any(0 < again < number for again, number in repeated) else "repeated-micro-batch"
+    return Fault(name, SENTENCES[name])
+
+
+PARTIAL = (
+    "the loss sees items through which no gradient flows: it is no sum over the window's micro-batches, and its "
+    "weights are not added up"
+)
+
+
+def _note_unknown(one: Pending, found: Sequence[Objective], result: Weighed) -> bool:
+    """Note what of a window's losses could not be read, and return whether there is such a part."""
+    window = one.window
+    records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
+    dark: Counter[str] = Counter()
+    for record in records.values():
+        for term in record.terms:
+            if term.opaque:
+                dark[f"{record.place}: {term.opaque}: the weights of this loss are unknown; {DECLARE}"] += 1
+            elif term.partial:
+                dark[f"{record.place}: {PARTIAL}"] += 1
+        if not record.terms and record.unread:
+            dark[f"{record.place}: {record.unread}: the weights of this loss are unknown"] += 1
+    if one.length > 1:
+        result.unknown.update(dict.fromkeys(dark, 1))
+        whole = {key for record in records.values() for key in record.whole if key in window.keys}
+        if whole and any(term.partial for record in records.values() for term in record.terms):
+            result.notes[
+                f"{one.where}: {counted(len(whole), 'parameter')} outside of the cached items (a logit scale) get a "
+                f"gradient from each of the {one.length} passes over the same items: {one.length} times too large"
+            ] += 1
+    uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
+    for objective in uneven:
+        result.unknown[
+            f"{objective.place}: the number of terms differs between micro-batches: their weights are unknown; "
+            f"{DECLARE}"
+        ] += 1
+    return bool(dark) or bool(uneven)
+
+
+def _compare_within(
+    one: Pending,
+    found: Sequence[Objective],
+    history: defaultdict[Key, list[Use]],
+    unequal: defaultdict[Key, list[tuple[Objective, Window]]],
+    result: Weighed,
+) -> None:
+    """Judge the weights inside of a window; those that are equal are left for the run to judge."""
+    window = one.window
+    site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
+    right = [o for o in found if o.is_right]
+    covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
+    for objective in found:
+        status, sources = objective.comparison.status, {part.source for part in objective.parts}
+        if status == UNEVEN:
+            continue
+        if status != EQUAL:
+            if status in (BY_PLACE, RESCALED) and covered >= sources:
+                result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
-                opinion.answered += 1
-                if finding:
-                    opinion.findings.append(finding)
-    finally:
-        before.set()
-    return opinion
+                unequal[objective.key].append((objective, window))
+            continue
+        # the window's length is that of the call sites that this objective comes from
+        here = {site[source] for source in sources}
+        passes = {source[1] for source in one.coefficients if site[source] in here}
+        history[objective.key].append(
+            Use(
+                window,
+                objective,
+                length=len(passes),
+                whole={source[1] for source in sources} == passes,
+                others_right=any(o.key != objective.key for o in right),
+            )
+        )
 
 
-def _compare(call: KeptCall) -> str | None:
-    """Return what differs, or None.
-
-    Raises:
-        _Refused: the call draws random numbers.
-        BridgeError: the model cannot be translated.
-    """
-    found = _by_torch(call, None)
-    if found.random:
-        raise _Refused("the model draws random numbers, which JAX draws differently")
-    gradients, narrow = _by_jax(call, found.functions)
-    names = {id(p): name for name, p in call.forward.module.named_parameters()}
-    total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
-    share = NARROW_RESOLUTION if narrow else RESOLUTION
-    off = {key: norm(g.cpu() - gradients[names[key]]) for key, g in found.gradients.items()}
-    allowed = {key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()}
-    over = [key for key in off if not off[key] <= allowed[key]]
-    if over:
-        draws = [_by_torch(call, seed).gradients for seed in range(FEW_DRAWS)]
-        for key in over:
-            moved = sum(norm(drawn[key] - found.gradients[key]) ** 2 for drawn in draws) / FEW_DRAWS
-            allowed[key] += student_factor(FEW_DRAWS) * moved**0.5
-    wrong = [key for key in over if not off[key] <= allowed[key]]
-    if not wrong:
-        return None
-    worst = max(wrong, key=lambda key: off[key] / allowed[key])
-    size = norm(found.gradients[worst])
-    relative = f"by {off[worst] / size:.2g} of its size" if size else f"by {off[worst]:.2g}, where torch's is 0"
-    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return (
-        f"torch and JAX differ in the gradient of {names[worst]} {relative}{others}, both in float64, in a call of "
-        f"{type(call.forward.module).__name__} in micro-batch {call.micro_batch}: no loop is to blame"
-    )
+# Violations, in words.
 
 
-def _by_torch(call: KeptCall, seed: int | None) -> Replayed:
-    return replay(call.forward, call.forward.arguments, call.cotangents, How(seed=seed, scale=1.0))
-
-
-def _by_jax(call: KeptCall, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the gradients by name, and whether the model asks for less than float64 inside.
-
-    Args:
-        call: the call.
-        functions: custom functions whose own backward is taken.
-    """
-    from gradcheck_suite.bridge import arguments_of, lower
-
-    model, structure = call.forward.module, call.forward.structure
-    for part, training in zip(model.modules(), call.forward.modes, strict=True):
-        part.training = training
-    positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)
-    places = [i for i, leaf in enumerate(leaves_of(model(*positional, **keywords))) if is_differentiable(leaf)]
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        positional, keywords = pytree.tree_unflatten(list(batch["arguments"]), structure)
-        outputs = leaves_of(model(*positional, **keywords))
-        products = [(outputs[places[i]] * gradient).sum() for i, gradient in batch["gradients"].items()]
-        return torch.stack(products).sum()
-
-    batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}
-    lowered: Lowered = lower(model, loss, batch, own_backwards=functions)
-    _, gradients, _ = lowered.value_and_gradient(*arguments_of(model, batch))
-    return {name: torch.from_numpy(g.copy()) for name, g in gradients.items()}, bool(lowered.narrow)
-
-
-# What is said when an audit ends: micro-batches without a step, and why nothing could be judged.
-
-
-UNCLEAR = (
-    "at a step, `.grad` was not the sum of the window's backward passes, and it is unclear why: "
-    "it was edited before the step, or other code writes to `.grad`"
-)
-WRAP = (
-    "Call what writes to the parameters (an extension in C++, a loop over them) in the step() of a subclass of "
-    "torch.optim.Optimizer"
-)
-
-
-def dropped_tail(state: Watched, accumulation_steps: int | None) -> LiveViolation | None:
-    """Return the violation of a short last window that was accumulated and never stepped, or None.
-
-    Args:
-        state: of an optimizer, when the run is over.
-        accumulation_steps: micro-batches of its windows; None where that is not known.
-    """
-    left = [p for p in state.pending if p.accumulates and not p.consumers and p.received]
-    if not left or accumulation_steps is None or not len(left) < accumulation_steps > 1 or not state.steps:
-        return None
+def violation_of(fault: Fault, window: Window, where: Place, parameter: str | None = None) -> LiveViolation:
+    """Return the violation that a fault of a window is."""
     return LiveViolation(
-        "step-count",
-        "tail-dropped",
-        SENTENCES["tail-dropped"].format(lost=len(left)).replace("reset without", "left without"),
-        where=left[-1].received[-1].call.place.line,
-        backward=min({p.place.line for p in left}),
+        kind=fault.kind,  # type: ignore[arg-type]
+        diagnosis=fault.name,
+        explanation=fault.sentence,
+        step=window.number,
+        where=_loss_line(window, where) or str(where),
+        backward=window.passes[max(window.passes)].site.line if window.passes else None,
+        stepped=window.step.place.line,
+        parameter=parameter,
     )
 
 
-def why_unjudged(recorder: Recorder, windows: int, findings: Iterable[str]) -> str | None:
-    """Return why nothing could be judged, or None where something was.
+def _loss_line(window: Window, where: Place) -> str | None:
+    """Return the line of the loss that goes backward at a place, where it is known."""
+    records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
+    return next((term.line for record in records for term in record.terms if term.line), None)
+
+
+def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow, ...]:
+    """Return the weight of each item, by micro-batch: expected and observed."""
+    order = {index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))}
+    ranks = len({part.source[0] for part in objective.parts}) > 1
+    rows = [
+        WeightRow(
+            order[part.source[1]],
+            objective.place.line,
+            part.term.counts.get(count, part.term.counts.get(part.term.own, 0.0)),
+            expected,
+            abs(part.weight),
+            part.source[0] if ranks else None,
+        )
+        for part in objective.parts
+    ]
+    return tuple(rows[:MAX_ROWS])
+
+
+def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[WeightRow, ...]) -> LiveViolation:
+    error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
+    share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
+    return replace(
+        violation,
+        explanation=f"{violation.explanation} (weights are off by up to {share})",
+        error=error,
+        allowed=max(part.term.tolerance for part in objective.parts),
+        weights=rows,
+    )
+
+
+def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] | None) -> LiveViolation:
+    """Return the violation of weights that differ within a window."""
+    comparison = objective.comparison
+    counts = {
+        name: sum(p.term.counts.get(name, 0.0) for p in objective.parts) for name in objective.parts[0].term.counts
+    }
+    own = objective.parts[0].term.own
+    count = comparison.count or own
+    total = counts.get(count) or counts.get(own) or 1.0
+    weights = [abs(part.weight) * part.term.counts.get(count, 0.0) for part in objective.parts]
+    # the program's coefficient: of a mean of means, what all the means weigh together; else what all items weigh
+    coefficient = sum(weights) or 1.0
+    if near(coefficient, round(coefficient) or 1.0, 1e-3) or comparison.status != MEAN_OF_MEANS:
+        coefficient = 1.0 if comparison.status == MEAN_OF_MEANS else coefficient
+    name = comparison.status
+    sentence = SENTENCES[name].format(note=comparison.note)
+    if name == BY_PLACE and general is not None:
+        name, sentence = general
+    if name == MEAN_OF_MEANS and comparison.note:
+        sentence = "each rank's mean has the same weight, whatever its count: " + sentence.partition(": ")[2]
+    elif name == MEAN_OF_MEANS and count == "elements" and own != "elements":
+        sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
+    fault = Fault(name, sentence)
+    return _with_weights(
+        violation_of(fault, window, objective.place), objective, _rows(objective, count, coefficient / total)
+    )
+
+
+def _named(objectives: Sequence[Objective]) -> tuple[str, str] | None:
+    """Name weights that no comparison explains, as a loop that is verified would be; None for the general name.
 
     Args:
-        recorder: of the run.
-        windows: number of windows that were judged.
-        findings: of the audit so far, beside the recorder's own.
+        objectives: one objective in all windows where its weights differ.
     """
-    if not recorder.weights and not recorder.sums and recorder.every is None:
-        return "every instrument was switched off"
-    if not recorder.steps_seen and recorder.passes_seen:
-        return (
-            f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: the script trains "
-            f"without a torch.optim optimizer. {WRAP}"
-        )
-    if not recorder.steps_seen:
-        return (
-            "no backward pass and no optimizer.step() was seen in this process: the script trains nothing here, or in "
-            "another process"
-        )
-    if windows:
+    found = [_weights(one) for one in objectives if one.comparison.status == BY_PLACE]
+    if not found:
         return None
-    for line, node in recorder.unrecognised.items():
-        made = "was computed inside torch.compile" if node.startswith("Compiled") else f"comes from {node}"
-        return f"the loss that goes backward at {line} {made} and was not recognised: {DECLARE}"
-    reasons = [*findings, *recorder.findings][:2] or ["no loss went backward"]
-    return f"no step could be judged: {'; '.join(reasons)}"
+    usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
+    if all(2 * same.sum() > len(same) for same in usual):
+        # a special case for the first or the last micro-batch, a loss scale, a coefficient
+        return None
+    named = diagnose(found[0], found[1:])
+    if names_nothing(named):
+        return "unrecognised-weights", SENTENCES[BY_PLACE].format(note=objectives[0].comparison.note)
+    name, said = named.name.partition(" or ")[0], named.sentence.partition("; or: ")[0]
+    return name, said.replace("run.count(batch)", "the batch's count")
+
+
+def _weights(objective: Objective) -> Weights:
+    parts = objective.parts
+    window = tuple(range(len(parts)))
+    tolerance = max(part.term.tolerance for part in parts)
+    counts = tuple(part.term.counts.get(part.term.own, 0.0) for part in parts)
+    observed = np.array([abs(part.weight) for part in parts])
+    return Weights(observed, counts, window, len(parts), 0, "mean", tolerance=tolerance)
+
+
+def _of_scale(scale: Scale) -> LiveViolation:
+    """Return the violation of a common weight that follows from how the window is cut up."""
+    use = scale.use
+    total = use.items or 1.0
+    times = use.own / scale.expected
+    sentence = f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
+    if scale.name == "tail-leak":
+        sentence += (
+            "; the gradient of micro-batches that belong to the window before is still in it: "
+            "step after an epoch's last micro-batch too, and reset after it"
+        )
+    fault = Fault(scale.name, sentence)
+    rows = _rows(use.objective, use.count, scale.expected / total)
+    return _with_weights(violation_of(fault, use.window, use.objective.place), use.objective, rows)
+
+
+# The run.
+
+
+class Judge:
+    """Takes the events of a run, one of each rank at a time, and judges it.
+
+    Args:
+        ranks: number of ranks.
+        dtypes: key of a parameter -> the dtype of its gradient.
+        given: the accumulation steps that the user states.
+        weights: whether weights are judged.
+        sums: whether sums are.
+        name_of: gives the name of a parameter.
+
+    Attributes:
+        window: the last one.
+        used: the coefficients of its passes, where its sums were judged.
+        judged: the steps of which something was judged.
+        alone: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each rank may
+            train by itself.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        dtypes: dict[int, str],
+        *,
+        given: int | None = None,
+        weights: bool = True,
+        sums: bool = True,
+        name_of: Callable[[int], str | None] = lambda key: None,
+    ) -> None:
+        self.window: Window | None = None
+        self._last: dict[int, Window] = {}
+        self.used: Mapping[Source, float] = {}
+        self.judged: set[int] = set()
+        self.alone = False
+        self._by_hand: set[str] = set()
+        self._sizes: dict[int, float] = {}
+        self._replay = Replay(ranks, dtypes)
+        self._ranks, self._given = ranks, given
+        self._judges_weights, self._judges_sums = weights, sums
+        self._name_of = name_of
+        self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._configured: dict[int, int] = {}
+        self._singles: Counter[int] = Counter()
+        self._windows: Counter[int] = Counter()
+        self._places: dict[tuple[int, str], list[int]] = {}
+        self._violations: list[LiveViolation] = []
+        self._notes: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+        self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
+        self._since: Counter[int] = Counter()
+        self._weighed: dict[int, Weighed] = {}
+        self._forgotten: list[LiveViolation] = []
+
+    def take(self, row: Sequence[Event]) -> None:
+        """Take the event of each rank.
+
+        Raises:
+            ValueError: the ranks do different things.
+        """
+        passes = [event for event in row if isinstance(event, PassRecord)]
+        steps = [event for event in row if isinstance(event, StepRecord)]
+        if len(passes) == len(row):
+            self._replay.on_pass(passes)
+        elif len(steps) == len(row) and len({step.optimizer for step in steps}) == 1:
+            self._on_step(steps)
+        else:
+            raise ValueError("the ranks do different things")
+
+    def usual(self, optimizer: int) -> int | None:
+        """Return K: what the user or the trainer says, else the most frequent number of passes."""
+        found = self._lengths[optimizer].most_common(1)
+        return self._said(optimizer) or (found[0][0] if found else None)
+
+    def _said(self, optimizer: int) -> int | None:
+        return self._given or self._configured.get(optimizer)
+
+    def violations(self) -> list[LiveViolation]:
+        """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
+        # one window of a gradient that is put together by hand may look reset before another one shows what it is
+        found = [v for v in self._violations if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
+        found += self._forgotten
+        found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
+        found = [replace(v, gradient_error=self._sizes.get(v.step)) if v.step in self._sizes else v for v in found]
+        united: dict[tuple[str, str | None], LiveViolation] = {}
+        for violation in sorted(found, key=lambda v: v.step if v.step is not None else 1 << 62):
+            key = violation.diagnosis, violation.where
+            united[key] = violation if key not in united else united[key].again(violation)
+        return list(united.values())
+
+    def notes(self) -> Counter[str]:
+        """Return what is worth knowing -> how often."""
+        return sum((weighed.notes for weighed in self._weighed.values()), self._notes)
+
+    def unknown(self) -> Counter[str]:
+        """Return what could not be judged, and what to do -> how often."""
+        return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
+
+    @property
+    def weighed(self) -> set[int]:
+        """The steps whose weights were judged."""
+        return set().union(*(weighed.steps for weighed in self._weighed.values()))
+
+    def add(self, violation: LiveViolation) -> None:
+        """Add a violation that another instrument found."""
+        self._violations.append(violation)
+
+    def note(self, sentence: str) -> None:
+        """Add what another instrument found worth knowing."""
+        self._notes[sentence] += 1
+
+    def of_last_step(self) -> LiveViolation | None:
+        """Return the violation of the last step, or None."""
+        assert self.window is not None
+        found = [*self._violations, *(v for w in self._weighed.values() for v in w.violations)]
+        return next((v for v in found if v.step == self.window.number), None)
+
+    def note_size(self, step: int, error: float) -> None:
+        """Note by how much the gradient of a violated step is off."""
+        self._sizes[step] = error
+
+    @property
+    def violated(self) -> set[int]:
+        """The steps that are violated."""
+        found = [*self._violations, *self._forgotten]
+        found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
+        return {violation.step for violation in found if violation.step is not None}
+
+    def _violate(self, fault: Fault, window: Window, where: Place) -> None:
+        name = None if fault.key is None else self._name_of(fault.key)
+        self._violations.append(violation_of(fault, window, where, name))
+
+    def _on_step(self, steps: Sequence[StepRecord]) -> None:
+        window = self.window = self._replay.on_step(steps)
+        self.used = {}
+        if not window.passes and not any(window.coefficients.values()):
+            if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
+                self._unknown[
+                    f"{window.step.place}: the gradients of this step were written by hand to parameters that no "
+                    "backward pass reaches (master copies): neither sums nor weights were judged"
+                ] += 1
+            return
+        optimizer = window.optimizer
+        self._last[optimizer] = window
+        if window.step.steps is not None:
+            self._configured[optimizer] = window.step.steps
+        members = _Members(window)
+        required = members.required or list(window.passes)
+        self._windows[optimizer] += 1
+        for index, seen in window.passes.items():
+            self._places.setdefault((optimizer, str(seen.site)), [0, 0, 0])[bool(members.is_in(index))] += 1
+        for site in {str(seen.site) for seen in window.passes.values()}:
+            self._places[optimizer, site][2] += 1
+        if required and all(members.is_in(i) for i in required):
+            self._lengths[optimizer][len(required)] += 1
+        where = window.passes[max(window.passes)].site if window.passes else window.step.place
+        used = self._judge_sums(window, where) if self._judges_sums else self._assumed(window)
+        if used is None:
+            return
+        self.judged.add(window.number)
+        self.used = used
+        if used and self._judges_weights:
+            self._read(window, where, used)
+        self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
+        if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
+            sentence = SENTENCES["step-per-micro-batch"].format(steps=self._given)
+            self._violate(Fault("step-per-micro-batch", sentence, kind="step-count"), window, where)
+
+    def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
+        """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
+        if window.local and not window.step.wrapped:
+            self.alone = True
+            return None
+        found = judge_sums(window, self.usual(window.optimizer)) if not window.local else _fault("not-reduced")
+        fault = found.fault or self._of_hooks(window)
+        if found.excuse:
+            self._notes[found.excuse] += 1
+        if fault is not None:
+            self.judged.add(window.number)
+            self._violate(fault, window, where)
+            return None
+        if found.by_hand:
+            self._by_hand.add(str(where))
+        if found.by_hand or (any(seen.by_hand for seen in window.passes.values()) and window.edit == "free"):
+            self._unknown[
+                f"{where}: gradients are put together by hand from what arrived: neither sums nor weights were judged"
+            ] += 1
+            return None
+        if window.edit == "free":
+            self._notes[
+                "`.grad` is edited between the last backward pass and the step, which is the program's decision"
+            ] += 1
+        return found.coefficients
+
+    def _assumed(self, window: Window) -> Mapping[Source, float]:
+        """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""
+        own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
+        return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
+
+    def _of_hooks(self, window: Window) -> Fault | None:
+        hooked: dict[int, bool] = {}
+        for seen in window.passes.values():
+            for record in seen.records:
+                for key in record.hooked.keys() & set(window.keys):
+                    hooked[key] = hooked.get(key, True) and record.hooked[key]
+        if len(window.passes) > 1 and not all(hooked.values()):
+            return Fault("not-linear", SENTENCES["hook"], next(key for key, fixed in hooked.items() if not fixed))
+        if hooked:
+            number = counted(len(hooked), "parameter")
+            self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
+        return None
+
+    def _read(self, window: Window, where: Place, used: Mapping[Source, float]) -> None:
+        scale = window.step.scale or 1.0
+        factor = (window.factor or 1.0) if self._judges_sums else 1.0 if window.step.fused else 1 / scale
+        # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
+        left = factor * (1.0 if window.step.fused else scale)
+        factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
+        readings = [
+            reading_weights.read(window.passes, {source: c * f / scale for source, c in used.items()}) for f in factors
+        ]
+        pending = self._pending[window.optimizer]
+        pending.append(Pending(window, where, used, readings, factors[0]))
+        self._since[window.optimizer] += 1
+        if len(pending) <= EVERY or self._since[window.optimizer] >= EVERY:
+            self._weigh(window.optimizer)
+
+    def _weigh(self, optimizer: int) -> None:
+        pending = self._pending[optimizer]
+        usual, said = self.usual(optimizer), self._said(optimizer)
+        weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks)
+        self._since[optimizer] = 0
+        if len(pending) > MOST_WINDOWS:
+            # the first windows of a run and the last ones say most about it
+            lost = {one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]}
+            self._forgotten += [violation for violation in weighed.violations if violation.step in lost]
+            self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
+
+    def end(self, *, complete: bool) -> None:
+        """Judge what only the whole run shows.
+
+        Args:
+            complete: whether the run ended by itself: what is left in `.grad` then never reaches a step.
+        """
+        for optimizer in list(self._pending):
+            self._weigh(optimizer)
+        for (optimizer, place), (lost, used, windows) in self._places.items():
+            if lost and not used:
+                self._notes[f"{place}: what goes backward here is in no step of the whole run"] += 1
+            elif windows < (every := self._windows[optimizer]):
+                self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
+        if complete and self._judges_sums:
+            self._tails()
+
+    def _tails(self) -> None:
+        """Find what went backward after an optimizer's last step and is never stepped on."""
+        for optimizer, before in self._replay.last.items():
+            usual = self.usual(optimizer)
+            last = self._last.get(optimizer)
+            if last is None or usual is None or usual < 2:
+                continue
+            left = {
+                index: seen
+                for index, seen in self._replay.passes.items()
+                if index >= before
+                and not seen.consumers
+                and seen.has(set(last.keys))
+                and (optimizer, str(seen.site)) in self._places
+            }
+            if left and len(left) < usual:
+                sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
+                fault = Fault("tail-dropped", sentence, kind="step-count")
+                violation = violation_of(fault, last, left[max(left)].site)
+                self._violations.append(replace(violation, step=None, backward=None, stepped=None))

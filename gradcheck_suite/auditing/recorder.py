@@ -1,38 +1,41 @@
-"""The recorder of a live run: what the replaced functions of torch report, put together into windows.
+"""The recorder of a live run: what went backward, what stood in `.grad`, and when an optimizer stepped, as plain data.
 
-Nothing here judges. An error of the recorder is noted as a finding and never raised into the user's program.
+There is one choke point. Every way from Python into autograd calls `Variable._execution_engine.run_backward`, which is
+replaced by a subclass; all else are public hooks. No function of torch, of a trainer or of an optimizer is patched.
+
+Nothing here judges, and no error of this module reaches the program: it switches its instrument off, and that is said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import traceback
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType, FunctionType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_suite.auditing import losses
-from gradcheck_suite.auditing import losses as calls
-from gradcheck_suite.auditing.losses import LOSSES, NOWHERE, Call, Place, declared_denominator, here, living, reached
-from gradcheck_suite.auditing.passes import Forward, Forwards, Gate, Pass, Watched, sketch, supported
+from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
+from gradcheck_suite.auditing.samples import Raw
+from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, leaves_below, place_of
+from gradcheck_suite.errors import CannotRunHere
 
-# The accumulation steps that a trainer is configured with, read off the stack at a step; no trainer is imported.
-#
-# A window is held only to a number that the trainer divides by. transformers' Trainer keeps the window's own length
-# in `current_gradient_accumulation_steps` since transformers#39659, and divides by that: a short window there says
-# nothing about K.
+# What trainers are configured with, read off the stack at a step; no trainer is imported.
 
 
 def _of_transformers(trainer: Any) -> Any:
+    # since transformers#39659 a Trainer divides by the window's own length, which then says nothing about K
     steps = trainer.args.gradient_accumulation_steps
     return steps if getattr(trainer, "current_gradient_accumulation_steps", steps) == steps else None
 
@@ -50,491 +53,669 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
 """The module of a trainer's methods -> how to read its accumulation steps off `self`."""
 
 
-def configured_steps() -> int | None:
-    """Return the accumulation steps of the outermost trainer that runs, or None where there is none or it has 1."""
-    found: Any = None
+def _of_the_stack() -> tuple[int | None, float | None]:
+    """Return the accumulation steps of the outermost trainer that runs, and the scale of a GradScaler that steps."""
+    steps: Any = None
+    scale: float | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        read = TRAINERS.get(frame.f_globals.get("__name__", ""))
-        if read is not None and (owner := frame.f_locals.get("self")) is not None:
+        name = frame.f_globals.get("__name__", "")
+        if (configured := TRAINERS.get(name)) is not None and (owner := frame.f_locals.get("self")) is not None:
             with contextlib.suppress(AttributeError):  # another class of that module, or another release
-                found = read(owner)
+                steps = configured(owner)
+        elif name == "torch.amp.grad_scaler" and scale is None:
+            found = getattr(frame.f_locals.get("self"), "_scale", None)
+            scale = None if found is None else float(found)
         frame = frame.f_back
-    return found if type(found) is int and found > 1 else None
+    return (steps if type(steps) is int and steps > 1 else None), scale
 
 
-Judge = Callable[[Watched, Place], None]
+# What is recorded.
 
 
-def _in_backward() -> int:
-    # the public API does not tell; torch/utils/checkpoint.py reads the same
+NONE, KEPT, TOUCHED, BY_HAND = "none", "kept", "touched", "by hand"
+
+
+@dataclass
+class Arrival:
+    """One gradient that arrived at one parameter.
+
+    Attributes:
+        before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
+            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself.
+        was: a sample of `.grad` before it, where it was touched.
+        now: a sample of `.grad` after it, or of the result.
+    """
+
+    before: str
+    was: Raw | None
+    now: Raw
+
+
+@dataclass
+class PassRecord:
+    """One backward pass.
+
+    Attributes:
+        place: of the call.
+        accumulates: whether it adds to `.grad`.
+        terms: of what went backward.
+        arrivals: key of a parameter -> what arrived.
+        points: key of a parameter -> a checksum of its values.
+        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
+            before.
+        whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
+        unread: why its terms were not read.
+    """
+
+    place: Place
+    accumulates: bool
+    terms: list[Term] = field(default_factory=list)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    points: dict[int, int] = field(default_factory=dict)
+    hooked: dict[int, bool] = field(default_factory=dict)
+    whole: list[int] = field(default_factory=list)
+    unread: str | None = None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether its results are put into `.grad` by the program, if at all."""
+        return not self.accumulates
+
+    def raws(self) -> list[tuple[Any, str]]:
+        """Return the holders and names of fields that may lie on a device."""
+        return [(a, name) for a in self.arrivals.values() for name in ("was", "now") if getattr(a, name) is not None]
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        optimizer: its index in the order of first steps.
+        place: of the call.
+        gradients: key of a parameter -> a sample of its `.grad`, or None.
+        scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
+        fused: whether the optimizer divides by `scale` inside its step.
+        steps: the accumulation steps that a trainer is configured with.
+        wrapped: whether a `DistributedDataParallel` holds one of the parameters.
+        distributed: whether a process group is there.
+    """
+
+    optimizer: int
+    place: Place
+    gradients: dict[int, Raw | None]
+    scale: float | None = None
+    fused: bool = False
+    steps: int | None = None
+    wrapped: bool = False
+    distributed: bool = False
+
+    def raws(self) -> list[tuple[Any, Any]]:
+        """Return the holders and names of fields that may lie on a device."""
+        return [(self.gradients, key) for key, raw in self.gradients.items() if raw is not None]
+
+
+@dataclass
+class Known:
+    """What is known of a parameter.
+
+    Attributes:
+        reference: to the parameter.
+        dtype: of its gradient.
+        gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
+        point: version, address and checksum of its values.
+        hooks: of this parameter's own, around those of the program.
+        raw: what arrived before the program's hooks.
+        ratio: by which these changed it in the last pass.
+    """
+
+    reference: weakref.ref[torch.Tensor]
+    dtype: str
+    gradient: tuple[Any, int, bytes | None] | None = None
+    point: tuple[int, int, int] | None = None
+    hooks: tuple[Any, Any] | None = None
+    raw: torch.Tensor | None = None
+    ratio: torch.Tensor | None = None
+
+
+Event = PassRecord | StepRecord
+
+
+def settle(events: Sequence[Event]) -> None:
+    """Turn samples that lie on a device into arrays; waits for the device once."""
+    holders = [pair for event in events for pair in event.raws()]
+    values = [h[n] if isinstance(h, dict) else getattr(h, n) for h, n in holders]
+    for (holder, name), value in zip(holders, samples.read(values), strict=True):
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
+
+
+# The choke point.
+
+
+_engine_class: Any = type(torch.autograd.Variable._execution_engine)
+
+
+class Engine(_engine_class):  # type: ignore[misc]
+    """Autograd's engine, which tells a recorder of every pass."""
+
+    recorder: Recorder | None = None
+
+    def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass; the arguments are those of torch's `_engine_run_backward`."""
+        recorder = self.recorder
+        # dynamo traces Python that runs while it compiles, and a window that is computed again is nobody's pass
+        if recorder is None or recorder.muted or torch.compiler.is_dynamo_compiling():
+            return super().run_backward(tensors, *args, **kwargs)
+        inputs = args[3] if len(args) > 3 else ()
+        running = recorder.begin(tensors, bool(kwargs.get("accumulate_grad", False)), inputs)
+        try:
+            result = super().run_backward(tensors, *args, **kwargs)
+        finally:
+            recorder.end(running)
+        recorder.by_hand(running, inputs, result)
+        return result
+
+
+def expect_supported() -> None:
+    """Refuse a torch that lacks what the recorder needs.
+
+    Raises:
+        CannotRunHere: it lacks something.
+    """
+    probe = (torch.zeros(1, requires_grad=True) * 1).sum().grad_fn
+    needed = {
+        "torch.autograd.Variable._execution_engine": hasattr(torch.autograd.Variable, "_execution_engine"),
+        "torch._C._current_graph_task_id": hasattr(torch._C, "_current_graph_task_id"),
+        "Tensor.register_post_accumulate_grad_hook": hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
+        "Node._input_metadata": hasattr(probe, "_input_metadata"),
+        "torch.compiler.is_dynamo_compiling": hasattr(torch.compiler, "is_dynamo_compiling"),
+    }
+    if missing := [name for name, there in needed.items() if not there]:
+        raise CannotRunHere(f"audit: torch {torch.__version__} has no {missing[0]}: expected torch 2.9 or later")
+
+
+@dataclass
+class Running:
+    """A pass that runs.
+
+    Attributes:
+        record: of the pass, or of the outer one.
+        reader: of its terms.
+        outermost: whether it runs inside no other.
+        outer: the outermost pass, which is this one where `outermost`.
+        tasks: the ids that autograd gave it.
+    """
+
+    record: PassRecord
+    reader: Reader
+    outer: Running | None = None
+    tasks: list[int] = field(default_factory=list)
+    forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
+PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
+
+
+def _task() -> int:
+    # the public API does not tell; torch/utils/checkpoint.py reads the same. -1 outside of a backward
     return torch._C._current_graph_task_id()
 
 
+def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method return None where it or its instrument failed: nothing is raised into the program."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def inner(self: Recorder, *args: Any) -> Any:
+            if self.is_off(instrument):
+                return None
+            try:
+                return function(self, *args)
+            except Exception as error:
+                self.switch_off(instrument, error)
+                return None
+
+        return inner
+
+    return wrap
+
+
 class Recorder:
-    """What has happened since each optimizer's last step.
+    """Writes events.
+
+    Args:
+        receive: called with each pass and each step, in the order in which they end.
+        full: tells whether the window that runs now is looked at in full.
+        weights: whether the terms of losses are read.
+        sums: whether what arrives at parameters is.
+        objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean
+            divides by.
 
     Attributes:
-        findings: what could not be seen or judged -> how often.
-        watched: the optimizers, in the order in which they were found.
-        unrecognised: `file:line` of a call of backward -> name of an autograd node there that is no recognised loss.
+        off: instrument -> the error that switched it off.
+        parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
-        every: one window in so many is recorded, to be computed again; None for none.
+        notes: what could not be seen -> how often.
     """
 
-    def __init__(self, judge: Judge, *, weights: bool = True, sums: bool = True, every: int | None = None) -> None:
-        self.findings: Counter[str] = Counter()
-        self.watched: list[Watched] = []
-        self.unrecognised: dict[str, str] = {}
-        self.losses_seen = 0
-        self.passes_seen = 0
-        self.steps_seen = 0
-        self.weights, self.sums, self.every = weights, sums, every
+    def __init__(
+        self,
+        receive: Callable[[Event], None],
+        full: Callable[[], bool],
+        *,
+        weights: bool,
+        sums: bool,
+        objectives: Mapping[str, str] | None = None,
+    ) -> None:
+        self.off: dict[str, str] = {}
+        self.parameters: dict[int, Known] = {}
         self.muted = False
-        self.forwards = Forwards(self._recording, self._receive_output, self.guarded)
-        self._judge = judge
-        self._gates: dict[int, Gate] = {}
-        self._pass: Pass | None = None
-        self._depth = 0
-        self._task = -1
-        self._loss_depth = 0
+        self.steps_seen = 0
+        self.passes_seen = 0
+        self.last: Running | None = None
+        self.notes: Counter[str] = Counter()
+        self._receive, self._full = receive, full
+        self._weights, self._sums, self._objectives = weights, sums, objectives or {}
+        self._keys: dict[int, int] = {}
+        self._next_key = 0
+        self._wrapped: dict[int, bool] = {}
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._stepping: list[Any] = []
+        self._running: dict[int, Running] = {}
+        self._unbound: list[Running] = []
+        self._lines: dict[tuple[Place, tuple[str, ...]], str] = {}
+        self._anomaly: tuple[bool, bool] | None = None
+        self._before: dict[int, tuple[str, Raw | None]] = {}
         self._handles: list[Any] = []
+        self._engine: Any = None
 
-    # Optimizers
+    def open(self) -> None:
+        """Begin to record."""
+        self._engine = torch.autograd.Variable._execution_engine
+        mine = Engine()
+        mine.recorder = self
+        torch.autograd.Variable._execution_engine = mine
+        self._handles = [register_optimizer_step_pre_hook(self._step_begins)]
+        if self._weights:
+            # until the first step every node keeps the stack that made it: so the lines of losses are known
+            self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, self._anomaly[1] and self._anomaly[0])
 
-    def open(self, *, scan: bool) -> None:
-        """Watch the optimizers that exist already, if `scan` says to look for them, and every step of any."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
-        ]
-        if self.every is not None:
-            self.forwards.open()
-        for optimizer in living(torch.optim.Optimizer) if scan else ():
-            if hasattr(optimizer, "param_groups"):
-                self.watch(optimizer)
+    def _end_of_stacks(self) -> None:
+        if self._anomaly is not None:
+            torch.set_anomaly_enabled(*self._anomaly)
+            self._anomaly = None
 
     def close(self) -> None:
-        """Remove every hook."""
-        self.forwards.close()
+        """Stop: put the engine back and remove every hook."""
+        if isinstance(torch.autograd.Variable._execution_engine, Engine):
+            torch.autograd.Variable._execution_engine = self._engine
+        self._end_of_stacks()
         for handle in self._handles:
             handle.remove()
-        for gate in self._gates.values():
-            gate.close()
-        self._gates.clear()
+        self._handles.clear()
+        self._running.clear()
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> Watched:
-        """Watch an optimizer, and those of its parameters that are new."""
-        state = self.state(optimizer)
-        if state is None:
-            state = Watched(weakref.ref(optimizer))
-            self.watched.append(state)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in state.parameters:
-                    self._watch_parameter(state, parameter)
-        return state
+    def is_off(self, instrument: str) -> bool:
+        """Return whether an instrument is switched off by an error."""
+        return PASSES in self.off or instrument in self.off
 
-    def state(self, optimizer: torch.optim.Optimizer) -> Watched | None:
-        """Return what is known of an optimizer."""
-        return next((state for state in self.watched if state.optimizer() is optimizer), None)
+    def switch_off(self, instrument: str, error: Exception) -> None:
+        """Note the error that ends an instrument, with its place in the suite."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        self.off.setdefault(instrument, f"{type(error).__name__}: {error} ({where})")
 
-    def _watch_parameter(self, state: Watched, parameter: torch.Tensor) -> None:
-        key = id(parameter)
-        state.parameters[key] = weakref.ref(parameter)
-        if not self.sums and not self.weights and self.every is None:
-            return
-        gate = self._gates.get(key)
-        if gate is None or gate.parameter() is not parameter:
-            if not parameter.requires_grad:
-                # a frozen parameter gets its hook when it is first trained
-                state.parameters.pop(key)
-                return
-            gate = self._gates[key] = Gate(parameter, self)
-        gate.owners.append(state)
-        if parameter.grad is not None and supported(parameter.grad):
-            state.previous[key] = sketch(parameter.grad)
+    # Passes
 
-    # Losses
-
-    def call_loss(self, name: str, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call a loss function and note the call where its result may go backward."""
-        self._loss_depth += 1
-        try:
-            output = function(*args, **kwargs)
-        finally:
-            self._loss_depth -= 1
-        if self._loss_depth or not self.weights or type(output) is not torch.Tensor or not output.requires_grad:
-            return output
-        if torch._C._functorch.is_functorch_wrapped_tensor(output):
-            self.findings["a loss inside of torch.func is not seen: its weights were not judged"] += 1
-            return output
-        with self.guarded("a call of a loss"):
-            counted, target = losses.counted(name, args, kwargs)
-            call = Call(name, here(), counted, calls.target_place(target), declared=declared_denominator())
-            self.note_call(output, call)
-        return output
-
-    def note_call(self, output: torch.Tensor, call: Call) -> None:
-        """Note the call of a loss."""
-        self.losses_seen += 1
-        calls.watch(output, call, self._receive)
-
-    def declare(self, output: torch.Tensor, call: Call) -> None:
-        """Note a loss that the user declares; recognised calls that it is made of are part of it."""
-        for other in reached(output.grad_fn).calls:
-            if other is not None:
-                other.inner = True
-        self.note_call(output, call)
-
-    def _receive(self, call: Call, cotangent: torch.Tensor) -> None:
-        with self.guarded("a cotangent"):
-            backward = self.current_pass()
-            if call.inner or backward is None:
-                return
-            if not backward.accumulates:
-                call.inner = True
-            ordinal = sum(1 for other in backward.received if other.call.place.line == call.place.line)
-            found, call.summand = calls.received(call, cotangent), None
-            found.ordinal = ordinal
-            backward.received.append(found)
-
-    # Calls of modules
-
-    def due(self, state: Watched) -> bool:
-        """Whether the next window of an optimizer is computed again."""
-        return self.every is not None and (state.measure or state.steps % self.every == 0)
-
-    def _recording(self) -> bool:
-        return not self.muted and (not self.watched or any(map(self.due, self.watched)))
-
-    def _receive_output(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
-        backward = self.current_pass()
-        if backward is not None:
-            backward.forwards.setdefault(forward, {})[index] = cotangent
-
-    # Backward passes
-
-    def current_pass(self) -> Pass | None:
-        """Return the backward pass that runs; begin one where backward was called in a way that was not seen."""
-        if self.muted:
+    @_guarded(PASSES)
+    def begin(self, tensors: Any, accumulates: bool, inputs: Any) -> Running | None:
+        """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
+        roots = [t for t in tensors if place_of(t)[0] is not None]
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in roots if isinstance(t, torch.Tensor)):
+            # what a transformation returns is a value of the program's
+            self.notes["a loss inside of torch.func is not seen: what it returns is no backward pass"] += 1
             return None
-        task = _in_backward()
-        if self._depth == 0 and task != self._task:
-            self._task = task
-            self._begin(NOWHERE, accumulates=True)
-        return self._pass
+        outer = self._running.get(_task())
+        if outer is None:
+            record = PassRecord(here(), accumulates)
+            running = Running(record, Reader())
+            self._unbound.append(running)
+            if self._objectives:
+                self._declare(roots)
+            if self._weights and (accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)):
+                self._read(running, roots)
+        else:
+            running = Running(outer.record, Reader(), outer)
+            if self._weights and accumulates:
+                self._read_inside(running, roots)
+        for root in roots:
+            # hooks run in the thread of a device: autograd's number of the pass tells which pass they belong to
+            self._bind_at(running, place_of(root)[0])
+        if accumulates:
+            self._look_below(running, roots)
+            if outer is None and self._sums:
+                self._look_at_gradients()
+        return running
 
-    @contextmanager
-    def backward(self, roots: Any, *, accumulates: bool) -> Iterator[None]:
-        """Surround a call of backward or of `torch.autograd.grad`; calls inside another one belong to that."""
-        if self._depth == 0:
-            with self.guarded("the beginning of a backward pass"):
-                self._begin(here(), accumulates=accumulates)
-                self._look_at(roots)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0:
-                with self.guarded("the end of a backward pass"):
-                    self._end()
+    def _bind_at(self, running: Running, node: Any) -> None:
+        running.reader.keep(node.register_prehook(lambda _: self._bind(running)))
 
-    def _begin(self, place: Place, *, accumulates: bool) -> None:
-        self.forwards.reset()
-        self._pass = Pass(self.passes_seen, place, accumulates, steps=self.steps_seen)
-        self.passes_seen += 1
-        for state in self.watched:
-            optimizer = state.optimizer()
-            if optimizer is None:
-                continue
-            if self._depth == 0:
-                state.stepping = state.stepping and state.in_closure
-            if sum(len(group["params"]) for group in optimizer.param_groups) != len(state.parameters):
-                self.watch(optimizer)
-        for gate in self._gates.values():
-            gate.arrange()
+    def _bind(self, running: Running) -> None:
+        """Note autograd's number of a pass, by which the hooks of nodes and parameters find it."""
+        if (task := _task()) not in self._running:
+            self._running[task] = running.outer or running
+            running.tasks.append(task)
+        if running in self._unbound:
+            self._unbound.remove(running)
 
-    def _look_at(self, roots: Any) -> None:
-        """Note where no recognised loss is part of what goes backward."""
-        backward = self._pass
-        if backward is None or not self.weights:
-            return
-        tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
-        for root in tensors:
-            node = getattr(root, "grad_fn", None)
-            if node is not None:
-                found = reached(node)
-                for inner in found.log_probabilities:
-                    self._watch_log_probabilities(inner, backward.place)
-                for call, summand in found.summands.items():
-                    calls.watch_summands(summand, call)
-                if found.other is not None:
-                    backward.unknown = found.other
-                    self.unrecognised.setdefault(backward.place.line, found.other)
-
-    def _watch_log_probabilities(self, node: Any, place: Place) -> None:
-        """Read the weights off what goes backward into a node that computes the log-probability of each target."""
-        name, declared = node.name(), declared_denominator()
-
-        def hook(cotangents: Any) -> None:
-            handle.remove()
-            if cotangents[0] is not None:
-                counted = losses.each(cotangents[0])
-                self._receive(Call(name, place, counted, None, declared=declared), -cotangents[0])
-
-        handle = node.register_prehook(hook)
-        self.losses_seen += 1
-
-    def _end(self) -> None:
-        backward, self._pass = self._pass, None
-        if backward is None or not self.sums or not backward.accumulates:
-            return
-        for state in self.watched:
-            if state.detail and state.pending and state.pending[-1] is backward:
-                for key, parameter in state.live():
-                    if parameter.grad is not None and supported(parameter.grad):
-                        backward.after[key] = sketch(parameter.grad)
-                        backward.held[key] = TensorWeakRef(parameter.grad)
-
-    def note_clip(self, parameters: Any, norm: Any, largest: float) -> None:
-        """Note that the gradients of some parameters were clipped to a largest norm."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        keys = frozenset(id(p) for p in tensors)
-        for state in self.watched:
-            if state.pending and keys & state.parameters.keys():
-                state.pending[-1].clips.append((keys, norm, float(largest)))
+    def _declare(self, roots: Sequence[Any]) -> None:
+        """Declare the count of a loss that goes backward at a line for which the user has given an expression."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            expression = next((e for where, e in self._objectives.items() if _names_place(where, place)), None)
+            if expression is not None:
+                with torch.no_grad():
+                    count = eval(expression, frame.f_globals, frame.f_locals)
+                for root in roots:
+                    declare(root, count, "mean")
                 return
+            frame = frame.f_back
 
-    def note_unsupported(self, gradient: torch.Tensor) -> None:
-        """Note a gradient that cannot be sketched."""
-        what = f"{type(gradient).__name__}, {gradient.layout}, {gradient.dtype}, {gradient.device.type}"
-        self.findings[f"gradients of a kind that has no sketch ({what}) were not compared with what arrived"] += 1
+    @_guarded(WEIGHTS)
+    def _read(self, running: Running, roots: list[Any]) -> None:
+        running.reader.read(roots)
+        self._mark(running)
+
+    def _mark(self, running: Running) -> None:
+        if running.record.accumulates:
+            for term in running.reader.found:
+                term.again = MARK in term.node.metadata
+                term.node.metadata[MARK] = True
+
+    @_guarded(WEIGHTS)
+    def _read_inside(self, running: Running, roots: list[Any]) -> None:
+        """Read the loss itself where a checkpoint computes it again: its terms replace the node of the checkpoint."""
+        terms = running.outer.reader.found  # type: ignore[union-attr]
+        checkpoints = [t for t in terms if t.opaque and "Checkpoint" in t.expression[-1]]
+        if checkpoints and len(roots) == 1 and isinstance(roots[0], torch.Tensor) and roots[0].numel() == 1:
+            running.reader.read(roots)
+            self._mark(running)
+            terms[:] = [t for t in terms if t not in checkpoints] + running.reader.found
+
+    @_guarded(PASSES)
+    def _look_below(self, running: Running, roots: list[Any]) -> None:
+        """Watch the parameters that a pass reaches, and see which terms join items with and without a gradient."""
+        leaves, joins = leaves_below(place_of(root)[0] for root in roots)
+        for leaf in leaves:
+            self._watch(leaf)
+        for term in running.reader.found if joins else ():
+            if leaves_below([term.node])[1]:
+                term.partial = True
+                outside, _ = leaves_below([term.node], joins)
+                running.record.whole = sorted({k for p in outside if (k := self._keys.get(id(p))) is not None})
+        for key, known in self.parameters.items():
+            parameter = known.reference()
+            if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:
+                self._surround(key, known, parameter)
+
+    @_guarded(PASSES)
+    def end(self, running: Running | None) -> None:
+        """Note the end of a pass."""
+        if running is None:
+            return
+        running.reader.close()
+        if running.outer is not None:
+            return
+        if running in self._unbound:
+            self._unbound.remove(running)
+        for task in running.tasks:
+            self._running.pop(task, None)
+        self._numbers(running)
+        if running.record.accumulates:
+            self._finish(running)
+
+    @_guarded(WEIGHTS)
+    def _numbers(self, running: Running) -> None:
+        if running.reader.error is not None:
+            raise running.reader.error
+        place = running.record.place
+        for term in running.reader.terms():
+            if term.line is not None:
+                self._lines.setdefault((place, term.expression), term.line)
+            running.record.terms.append(replace(term, line=self._lines.get((place, term.expression))))
+
+    def _finish(self, running: Running) -> None:
+        self.passes_seen += 1
+        running.record.points = {
+            key: self._point(known, p) for key, known in self.parameters.items() if (p := known.reference()) is not None
+        }
+        self.last = running
+        self._receive(running.record)
+
+    @_guarded(SUMS)
+    def by_hand(self, running: Running | None, inputs: Any, results: Any) -> None:
+        """Note the results of `torch.autograd.grad` for parameters, which the program may put into `.grad` itself."""
+        if running is None or running.outer is not None or running.record.accumulates:
+            return
+        for parameter, gradient in zip(inputs, results or (), strict=False):
+            given = isinstance(parameter, torch.nn.Parameter) and gradient is not None and not gradient.requires_grad
+            if given and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
+                key = self._watch(parameter)
+                running.record.arrivals[key] = Arrival(BY_HAND, None, samples.sample(gradient, whole=self._full()))
+        if running.record.arrivals:
+            self._finish(running)
+
+    def current(self) -> PassRecord:
+        """Return the pass that runs; one that was entered from C++ is seen by the hooks of parameters alone."""
+        return self.running().record
+
+    def running(self) -> Running:
+        """Return the pass that runs."""
+        task = _task()
+        if task not in self._running and len(self._unbound) == 1:
+            # a hook on the tensor that goes backward comes before those of its node
+            self._bind(self._unbound[0])
+        running = self._running.get(task)
+        if running is None:
+            record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
+            running = self._running[task] = Running(record, Reader())
+            self.last = running
+            self._receive(record)
+        return running
+
+    # Parameters
+
+    def _watch(self, parameter: torch.Tensor) -> int:
+        key = self._keys.get(id(parameter))
+        if key is not None and self.parameters[key].reference() is parameter:
+            return key
+        key = self._keys[id(parameter)] = self._next_key
+        self._next_key += 1
+        self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+        if parameter.requires_grad and parameter.is_leaf:
+            found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
+            self._handles.append(found)
+            _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
+        return key
+
+    def _point(self, known: Known, parameter: torch.Tensor) -> int:
+        """Return a checksum of a parameter's values; they are read where its version or its storage is another."""
+        point = known.point
+        if point is None or point[0] != parameter._version or point[1] != parameter.data_ptr():
+            some = samples.mark(samples.local(parameter.detach()))
+            checksum = zlib.crc32(some) if some is not None else parameter._version
+            point = known.point = (parameter._version, parameter.data_ptr(), checksum)
+        return point[2]
+
+    @_guarded(SUMS)
+    def _look_at_gradients(self) -> None:
+        """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
+        self._before.clear()
+        for key, known in self.parameters.items():
+            parameter = known.reference()
+            if parameter is None:
+                continue
+            gradient = parameter.grad
+            if gradient is None:
+                self._before[key] = NONE, None
+            elif self._is_kept(known, gradient):
+                self._before[key] = KEPT, None
+            else:
+                self._before[key] = TOUCHED, samples.sample(gradient, whole=self._full())
+
+    def _is_kept(self, known: Known, gradient: torch.Tensor) -> bool:
+        if known.gradient is None or known.gradient[2] is None:
+            return False
+        reference, version, some = known.gradient
+        return reference() is gradient and version == gradient._version and some == samples.mark(gradient)
+
+    @_guarded(SUMS)
+    def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
+        if self.muted:
+            return
+        record = self.current()
+        gradient = parameter.grad
+        if not record.accumulates or gradient is None:
+            return
+        if not self._sums:
+            record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
+            return
+        now = samples.sample(gradient, whole=self._full())
+        self.parameters[key].gradient = weakref.ref(gradient), gradient._version, samples.mark(gradient)
+        if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
+            record.arrivals[key].now = now
+        else:
+            before, was = self._before.get(key, (NONE, None))
+            record.arrivals[key] = Arrival(before, was, now)
+
+    def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
+        """Look at a gradient before and after the program's own hooks on a parameter."""
+        hooks = parameter._backward_hooks
+        if known.hooks is None:
+            known.hooks = (
+                parameter.register_hook(lambda g, known=known: self._raw(known, g)),
+                parameter.register_hook(lambda g, known=known: self._hooked(key, known, g)),
+            )
+            self._handles += known.hooks
+        _arrange(hooks, [known.hooks[0].id], [known.hooks[1].id])
+
+    @_guarded(SUMS)
+    def _raw(self, known: Known, gradient: torch.Tensor) -> None:
+        known.raw = gradient.detach().clone()
+
+    @_guarded(SUMS)
+    def _hooked(self, key: int, known: Known, gradient: torch.Tensor) -> None:
+        """Compare the factors by which the program's hooks change a gradient with those of the last pass."""
+        raw, known.raw = known.raw, None
+        if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided or torch.equal(raw, gradient):
+            return
+        ratio = torch.where(raw != 0, gradient.detach() / raw, torch.nan)
+        last, known.ratio = known.ratio, ratio
+        fixed = True
+        if last is not None:
+            both = ~(ratio.isnan() | last.isnan())
+            fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
+        self.current().hooked[key] = fixed
+
+    def _forget_dead(self) -> None:
+        dead = [(i, key) for i, key in self._keys.items() if self.parameters[key].reference() is None]
+        for identity, key in dead:
+            del self._keys[identity], self.parameters[key]
 
     # Steps
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        state = self.state(optimizer)
-        if state is None:
-            state = self.watch(optimizer)
-            state.late = True
-        if state.stepping:
-            # `step` of a subclass that calls the one of its base class
+    def index(self, optimizer: Any) -> int:
+        """Return the index of an optimizer."""
+        for index, reference in enumerate(self._optimizers):
+            if reference() is optimizer:
+                return index
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def optimizer(self, index: int) -> Any:
+        """Return the optimizer of an index, or None where it is gone."""
+        return self._optimizers[index]()
+
+    @_guarded(STEPS)
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        # a step of a subclass that calls the one of its base class is one step
+        inside = _callers_step(optimizer)
+        if self.muted or inside:
             return None
-        state.stepping = True
-        place = here()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._step(state, place)
+            self.step(optimizer)
             return None
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            state.in_closure = True
-            try:
-                value = closure(*arguments, **keywords)
-            finally:
-                state.in_closure = False
-            self._step(state, place)
+            value = closure(*arguments, **keywords)
+            self.step(optimizer)
             return value
 
         return args[:1] + args[2:], {**kwargs, "closure": run}
 
-    def _step(self, state: Watched, place: Place) -> None:
+    @_guarded(STEPS)
+    def step(self, optimizer: Any) -> None:
+        """Note a step: what stands in `.grad`."""
         self.steps_seen += 1
-        self.forwards.reset()
-        self.muted = True
-        try:
-            with self.guarded("a step"):
-                self._judge(state, place)
-        finally:
-            self.muted = False
-            state.steps += 1
-            for backward in state.pending:
-                backward.consumers.add(id(state))
-            state.pending.clear()
-            state.overflown = state.late = False
-
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        state = self.state(optimizer)
-        if state is not None:
-            state.stepping = False
-
-    def skip_step(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
-        """Forget a window whose step a GradScaler skipped."""
-        state = self.state(optimizer)
-        if state is not None and state.steps == steps_before and state.pending:
-            state.pending.clear()
-            state.previous = dict(state.gradients())
-            self.findings[
-                "a GradScaler skipped a step, since gradients were not finite: that window was not judged"
-            ] += 1
-
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """Turn an error of the recorder into a finding."""
-        try:
-            yield
-        except Exception as error:
-            if getattr(error, "gradcheck_suite_passes", False):
-                raise
-            self.findings[f"{what} could not be observed ({type(error).__name__}: {error}); please report it"] += 1
+        self._end_of_stacks()
+        gradients: dict[int, Raw | None] = {}
+        self._forget_dead()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            key, gradient = self._watch(parameter), parameter.grad
+            gradients[key] = None
+            if gradient is not None and self._sums:
+                gradients[key] = samples.sample(gradient, whole=self._full())
+                self.parameters[key].gradient = weakref.ref(gradient), gradient._version, samples.mark(gradient)
+        steps, scale = _of_the_stack()
+        given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
+        fused = isinstance(given, torch.Tensor)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        index = self.index(optimizer)
+        if distributed and index not in self._wrapped:
+            # a search through all objects, once for each optimizer
+            self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
+        self._receive(
+            StepRecord(
+                index,
+                here(),
+                gradients,
+                float(given) if isinstance(given, torch.Tensor) else scale,
+                fused,
+                steps,
+                self._wrapped.get(index, False),
+                distributed,
+            )
+        )
 
 
-# What is replaced in torch for as long as an audit lasts.
-#
-# The loss functions are replaced in `torch.nn.functional` and wherever a module had imported them by name. An active
-# `TorchFunctionMode` would see the same calls, but Dynamo traces into it and fails to compile. The replacements step
-# aside while torch compiles or scripts a function, so a compiled region computes what it always did, unseen.
+def _names_place(given: str, place: str) -> bool:
+    """Return whether `file:line`, with or without its folder, is this place."""
+    return place == given or place.endswith(os.sep + given)
 
 
-def _transformed(outputs: Any) -> bool:
-    """Whether the results belong to a transformation of torch.func, which calls `torch.autograd.grad` itself."""
-    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-    return isinstance(first, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(first)
+def _callers_step(optimizer: Any) -> bool:
+    """Return whether a step of the same optimizer is on the stack already, above the hook's own."""
+    frame: FrameType | None = sys._getframe(2)
+    found = 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            found += frame.f_locals.get("args", (None,))[:1] == (optimizer,)
+        frame = frame.f_back
+    return found > 1
 
 
-class Patches:
-    """The replaced attributes of one audit."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self.active = False
-
-    @property
-    def watching(self) -> bool:
-        """Whether calls are noted: not while torch compiles, nor while a window is computed again."""
-        return self.active and not self._recorder.muted and not torch.compiler.is_compiling()
-
-    def install(self) -> None:
-        """Replace the functions."""
-        self.active = True
-        losses = {name: getattr(functional, name) for name in LOSSES if hasattr(functional, name)}
-        wrappers = {name: self._loss(name, function) for name, function in losses.items()}
-        for name, wrapper in wrappers.items():
-            self._replace(functional, name, wrapper)
-        by_identity = {id(function): wrappers[name] for name, function in losses.items()}
-        clip = torch.nn.utils.clip_grad_norm_
-        by_identity[id(clip)] = self._clip(clip)
-        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._replace(place, "clip_grad_norm_", by_identity[id(clip)])
-        self._replace_imported(by_identity)
-        self._replace(torch.autograd, "backward", self._backward(torch.autograd.backward, accumulates=True))
-        self._replace(torch.autograd, "grad", self._backward(torch.autograd.grad, accumulates=False))
-        self._replace(torch.jit, "script", self._script(torch.jit.script))
-        optimizer = torch.optim.Optimizer
-        self._replace(optimizer, "add_param_group", self._add_param_group(optimizer.add_param_group))
-        scaler = torch.amp.GradScaler
-        self._replace(scaler, "step", self._scaler_step(scaler.step))
-
-    def remove(self) -> None:
-        """Put the functions back."""
-        self.active = False
-        for holder, name, original, replacement in reversed(self._replaced):
-            if holder.__dict__.get(name) is replacement:
-                setattr(holder, name, original)
-        self._replaced.clear()
-
-    def _replace(self, holder: Any, name: str, replacement: Any) -> None:
-        self._replaced.append((holder, name, holder.__dict__[name], replacement))
-        setattr(holder, name, replacement)
-
-    def _replace_imported(self, by_identity: dict[int, Any]) -> None:
-        """Replace the functions in modules that did `from torch.nn.functional import ...` before the audit."""
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None)
-            if type(names) is not dict or getattr(module, "__name__", "torch").split(".")[0] == "torch":
-                continue
-            for name, value in list(names.items()):
-                if type(value) is FunctionType and id(value) in by_identity:
-                    self._replace(module, name, by_identity[id(value)])
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Put the originals back for a while."""
-        for holder, name, original, _ in self._replaced:
-            setattr(holder, name, original)
-        try:
-            yield
-        finally:
-            for holder, name, _, replacement in self._replaced:
-                setattr(holder, name, replacement)
-
-    def _loss(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            if not patches.watching:
-                return function(*args, **kwargs)
-            return recorder.call_loss(name, function, args, kwargs)
-
-        return loss
-
-    def _backward(self, function: Callable[..., Any], *, accumulates: bool) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            if not patches.watching or _transformed(roots):
-                return function(*args, **kwargs)
-            with recorder.backward(roots, accumulates=accumulates):
-                return function(*args, **kwargs)
-
-        return backward
-
-    def _clip(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            if not patches.watching:
-                return function(parameters, max_norm, *args, **kwargs)
-            kept = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
-            norm = function(kept, max_norm, *args, **kwargs)
-            with recorder.guarded("gradient clipping"):
-                recorder.note_clip(kept, norm, max_norm)
-            return norm
-
-        return clip_grad_norm_
-
-    def _script(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches = self
-
-        @functools.wraps(function)
-        def script(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
-            # torch looks up the names that a class uses in its caller's frame, which is now one further up
-            with patches._aside():
-                return function(*args, _frames_up=_frames_up + 1, **kwargs)
-
-        return script
-
-    def _add_param_group(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            result = function(optimizer, *args, **kwargs)
-            if patches.active:
-                with recorder.guarded("an optimizer"):
-                    recorder.watch(optimizer)
-            return result
-
-        return add_param_group
-
-    def _scaler_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        patches, recorder = self, self._recorder
-
-        @functools.wraps(function)
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not patches.active:
-                return function(scaler, optimizer, *args, **kwargs)
-            state = recorder.state(optimizer)
-            before = -1 if state is None else state.steps
-            result = function(scaler, optimizer, *args, **kwargs)
-            recorder.skip_step(optimizer, before)
-            return result
-
-        return step
+def _arrange(hooks: Any, first: Sequence[int], last: Sequence[int]) -> None:
+    """Put hooks in order: autograd walks the OrderedDict as a plain dict, where `move_to_end` changes nothing."""
+    if len(hooks) > len(first) + len(last):
+        items = dict(hooks)
+        keys = [*first, *(key for key in items if key not in first and key not in last), *last]
+        if list(dict.keys(hooks)) != keys:
+            hooks.clear()
+            hooks.update((key, items[key]) for key in keys)

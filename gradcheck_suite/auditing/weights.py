@@ -1,685 +1,531 @@
-"""What each item weighed: terms read off a loss, objectives over a window, and the name of a fault."""
+"""The weights of a window's items: equal, and 1/N, over all its micro-batches and ranks?
+
+A term is one reduction of one backward pass (`terms.py`). Terms of one backward are never compared with each other:
+what a program adds up in one loss is its own. The terms that one call site sends backward with one expression are an
+objective, and its terms in the passes of a window must give each item the same weight, C/N, where N counts the
+window. Whether C is the program's coefficient or follows from how the window is cut up is asked of the whole run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
-import numpy as np
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.replay import NEGLIGIBLE, Seen, Source, Window, near
+from gradcheck_suite.auditing.terms import Term
+from gradcheck_suite.core.text import counted
 
-from gradcheck_suite.auditing.losses import Received
-from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
-from gradcheck_suite.core.results import MAX_ROWS, LiveViolation, WeightRow
-from gradcheck_suite.judge.naming import diagnose, names_nothing
-from gradcheck_suite.judge.weights import Diagnosis, Weights
-
-# A call of a loss as it is in the gradient of a step: its count, and the weight of each item.
-
-
-ROUNDINGS = 16
-"""Roundings between a loss and what goes backward: scaling, division by counts, a sum of losses, a cast."""
+EQUAL, MEAN_OF_MEANS, WRONG_COUNT = "equal", "mean-of-means", "wrong-count"
+RESCALED, BY_PLACE, UNEVEN = "rescaled-accumulator", "weighted-by-place", "uneven"
 
 
 @dataclass(frozen=True)
-class Term:
-    """One call of a loss, as it is in the gradient of a step.
+class Part:
+    """One term of an objective in one pass.
 
     Attributes:
-        name: of the loss function.
-        line: `file:line` of the call.
-        path: `file:line` of the user's frames, innermost first.
-        reduction: of the call.
-        count: what a mean divides by; the items with a weight for `"none"`, the targets for `"sum"`.
-        rows: size of the leading dimension.
-        elements: of the unreduced loss.
-        weight: of each item in `.grad`.
-        spread: largest relative difference of the weights of two items of this call.
-        micro_batch: index of the backward pass in the window.
-        ordinal: index among the calls of this line in this pass.
-        target: storage address, first byte and last byte of the target, or None.
-        unit: unit roundoff of the cotangent.
-        declared: the count by which the trainer has the window divided, or None.
-        summed: the term of the elements that a reduction adds up, which the user has made of an unreduced loss, such as
-            its products with weights of the samples; None where there are none, or their own weights differ.
-        sample_weights: of such a term, the sum of those weights.
+        source: its rank and pass.
+        term: in numbers.
+        coefficient: of the pass in `.grad`.
     """
 
-    name: str
-    line: str
-    path: tuple[str, ...]
-    reduction: str
-    count: float
-    rows: int
-    elements: int
-    weight: float
-    spread: float
-    micro_batch: int
-    ordinal: int
-    target: tuple[int, int, int] | None
-    unit: float
-    declared: float | None = None
-    summed: Term | None = None
-    sample_weights: float = 0.0
+    source: Source
+    term: Term
+    coefficient: float
 
     @property
-    def tolerance(self) -> float:
-        """Relative difference of weights that rounding explains."""
-        return max(LIVE_WEIGHT_TOLERANCE, ROUNDINGS * self.unit)
-
-
-def term(received: Received, micro_batch: int, factor: float) -> Term:
-    """Return what a cotangent says, with the weights multiplied by the factor with which the pass is in `.grad`."""
-    call, low, high = received.call, float(received.low), float(received.high)
-    counted = call.counted
-    count = float(received.items)
-    if counted.reduction == "none" and count == 0:
-        low = high = 0.0
-    largest = max(abs(low), abs(high))
-    found = Term(
-        name=call.name,
-        line=call.place.line,
-        path=call.place.path,
-        reduction=counted.reduction,
-        count=count,
-        rows=counted.rows,
-        elements=counted.elements,
-        weight=high * factor,
-        spread=abs(high - low) / largest if largest else 0.0,
-        micro_batch=micro_batch,
-        ordinal=received.ordinal,
-        target=call.target,
-        unit=received.unit,
-        declared=None if call.declared is None else float(call.declared),
-    )
-    return replace(found, summed=_summed(found, received, factor))
-
-
-def _summed(found: Term, received: Received, factor: float) -> Term | None:
-    """Return the term of the elements that a reduction adds up, where these weigh the same."""
-    of = received.summands
-    if of is None or not of.high or not near(float(of.low), float(of.high), found.tolerance):
-        return None
-    weight, total = float(of.high), float(of.total)
-    return replace(found, weight=weight * factor, spread=0.0, elements=of.elements, sample_weights=total / weight)
-
-
-def near(a: float, b: float, tolerance: float) -> bool:
-    """Return whether two numbers are equal up to a relative tolerance."""
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-
-def group(terms: Iterable[Term], key: Callable[[Term], Hashable]) -> dict[Hashable, list[Term]]:
-    """Return the terms by a key, in their order."""
-    groups: dict[Hashable, list[Term]] = {}
-    for one in terms:
-        groups.setdefault(key(one), []).append(one)
-    return groups
-
-
-# How the weights of some calls read as one objective: right, a coefficient of the user's, a fault, or unknown.
-
-
-TWICE = ", or is divided twice by its 2 micro-batches: nothing here tells which"
-MAX_SEEN = 256
-"""Windows of an objective that are remembered: the first and the latest."""
+    def weight(self) -> float:
+        """The weight of each item in `.grad`."""
+        return (self.term.weight or 0.0) * self.coefficient
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the weights of some calls read as one objective.
+class Comparison:
+    """How the terms of one objective in one window compare.
 
     Attributes:
-        status: `right`, `coefficient` (equal weights, some scale), `unequal`, `scale` or `unknown`.
-        terms: the calls.
-        count: N, what the window's mean divides by.
-        factor: weight of an item over 1/N, where all are equal.
-        coefficient: what `factor` should be, as other windows show: 1 where the loss has no coefficient of its own.
-        length: micro-batches of the window in which the objective occurs.
-        note: what a finding or an explanation says about it.
-        step: the number of the step, where it is an earlier one than the one that is judged.
-        changes: whether the coefficient is not the same in all micro-batches of the window.
+        status: `equal`, or the name of a fault.
+        coefficients: what may be counted -> C, the weight of an item times the window's count.
+        weight: of each item, where they are equal.
+        counts: what may be counted -> the counts of the parts.
+        note: what is unequal, in words.
+        count: by which the means are equal, where that is the fault.
     """
 
     status: str
-    terms: tuple[Term, ...]
-    count: float = 0.0
-    factor: float = 1.0
-    length: int = 1
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    counts: Mapping[str, Sequence[float]] = field(default_factory=dict)
     note: str = ""
-    step: int | None = None
-    changes: bool = False
-    coefficient: float = 1.0
+    count: str = ""
 
-    @property
-    def holds(self) -> bool:
-        """Whether the reading shows no fault."""
-        return self.status in ("right", "coefficient", "unknown")
+    def right(self, tolerance: float) -> bool:
+        """Return whether some way of counting makes C equal to 1."""
+        return self.status == EQUAL and any(near(c, 1.0, tolerance) for c in self.coefficients.values())
 
-
-@dataclass
-class History:
-    """What earlier windows showed of one objective.
-
-    Attributes:
-        seen: (N, length of the window, factor, weight) of windows with equal weights.
-        integers: windows in which one over the weight is a whole number that is no count of ours.
-        first: the first window, where a factor that is not 1 reads as a coefficient until a longer window is right.
-    """
-
-    seen: list[tuple[float, int, float, float]] = field(default_factory=list)
-    integers: int = 0
-    first: Reading | None = None
-
-    def add(self, reading: Reading, number: int) -> None:
-        """Add a window with equal weights, that of step `number`."""
-        if not self.seen and reading.status == "coefficient":
-            self.first = replace(reading, step=number)
-        weight = next((t.weight for t in reading.terms if t.count), 0.0)
-        count = sum(t.count for t in reading.terms)
-        self.seen.append((count, reading.length, weight * count, weight))
-        if len(self.seen) > MAX_SEEN:
-            del self.seen[1]
-
-    def short_first(self, reading: Reading) -> Reading | None:
-        """Return the first window as a fault where this longer one shows that it was divided by too much."""
-        first, self.first = self.first, self.first if reading.status == "coefficient" else None
-        if first is None or reading.status != "right" or reading.length <= first.length:
-            return None
-        if not all(
-            near(factor, first.factor, LIVE_WEIGHT_TOLERANCE) and r == first.length for _, r, factor, _ in self.seen
-        ):
-            return None  # a coefficient that grows
-        if not near(first.factor, first.length / reading.length, max(t.tolerance for t in first.terms)):
-            return None
-        note = f"{first.length}/{reading.length}: divided by {reading.length}, where the run's first window has "
-        return replace(first, status="scale", note=f"{note}{first.length} micro-batch(es)")
+    def cost(self, tolerance: float) -> float:
+        """Return how badly a reading fits: 0 for right weights, 1 for equal ones, else 3."""
+        return 3.0 if self.status != EQUAL else 0.0 if self.right(tolerance) else 1.0
 
 
-def _totals(terms: Sequence[Term]) -> list[float]:
-    """Return what the window's mean may divide by: one number for a mean, several for what the user reduced himself."""
-    counts = [sum(t.count for t in terms)]
-    if terms[0].reduction != "mean":
-        counts += [float(sum(t.elements for t in terms)), float(sum(t.rows for t in terms))]
-    return counts
+def _levels(term: Term) -> list[tuple[float, Mapping[str, float]]]:
+    """Return the weight and the counts of a term, from its outermost reduction inwards."""
+    found: list[tuple[float, Mapping[str, float]]] = [(term.weight or 0.0, term.counts)]
+    if term.item is not None:
+        found.append((term.item[0], {"nonzero": term.item[1]}))
+    return found + [(weight, {"elements": number}) for weight, number in term.deeper]
 
 
-def _scale_fault(factor: float, length: int, steps: int | None, tolerance: float, ranks: int = 1) -> str:
-    """Return what a wrong factor is in terms of the window; empty where it is none of these."""
-    names: list[tuple[float, str]] = []
-    if ranks > 1:
-        names += [
-            (ranks, f"{ranks}, the number of ranks: the ranks' means are added up and not averaged"),
-            (
-                1 / ranks,
-                f"1/{ranks}: each loss is divided by the count of all ranks, and gradients are averaged over {ranks} "
-                "ranks besides",
-            ),
-        ]
-    if length > 1:
-        names.append((length, f"{length}, the number of the window's micro-batches: no mean over them is taken"))
-    if length > 2:
-        # with two micro-batches it may as well be the coefficient of `0.5 * loss`
-        names.append((1 / length, f"1/{length}: the mean over the window's micro-batches is taken twice"))
-    if steps is not None and steps != length:
-        names += [
-            (length / steps, f"{length}/{steps}: divided by {steps}, where the window has {length} micro-batch(es)"),
-            (length / steps**2, f"{length}/{steps}**2: divided twice by {steps}, in a window of {length}"),
-        ]
-    if steps is not None and steps > 1 and steps != length:
-        names.append((1 / steps, f"1/{steps}"))
-    return next((name for value, name in names if near(factor, value, tolerance)), "")
+def _spread(values: Sequence[float]) -> float:
+    """Return by how much values differ, relative to the largest one."""
+    largest = max(map(abs, values), default=0.0)
+    return (max(values) - min(values)) / largest if largest else 0.0
 
 
-def _weighted_samples(terms: Sequence[Term], length: int, steps: int | None) -> Reading | None:
-    """Read the products of an unreduced loss and weights of the samples, of which only the loop knows the scale.
-
-    Returns None where that shows neither that all weigh the same, nor that each micro-batch is a mean of its own.
-    """
-    products = tuple(t.summed for t in terms if t.summed is not None)
-    if len(products) < len(terms):
-        return None
-    tolerance = max(t.tolerance for t in products)
-    if all(near(t.weight, products[0].weight, tolerance) for t in products):
-        count = _totals(products)[0]
-        note = "a coefficient of the samples' weights"
-        return Reading("coefficient", products, count, products[0].weight * count, length, note)
-    shares = [1 / length] if steps is None else [1 / length, 1 / steps]
-    for counts in (
-        [t.count for t in products],
-        [float(t.elements) for t in products],
-        [t.sample_weights for t in products],
-    ):
-        if any(all(near(t.weight * n, s, tolerance) for t, n in zip(products, counts, strict=True)) for s in shares):
-            counted = tuple(replace(t, count=n) for t, n in zip(products, counts, strict=True))
-            return Reading("unequal", counted, sum(counts), length=length)
-    return None
-
-
-def read(terms: Sequence[Term], steps: int | None, history: History, ranks: int = 1) -> Reading:
-    """Read some calls of a window as one objective.
-
-    Args:
-        terms: the calls.
-        steps: the number of micro-batches in a whole window, where it is known.
-        history: of this objective; the caller adds the window to it.
-        ranks: over how many ranks the calls are spread, where their counts differ between ranks.
-    """
-    length = len({t.micro_batch for t in terms})
-    counted = [t for t in terms if t.count]
-    given = tuple(terms)
-    if not counted:
-        return Reading("unknown", given, note="without valid targets")
-    tolerance = max(t.tolerance for t in counted)
-    weights = [t.weight for t in counted]
-    largest = max(abs(w) for w in weights)
-    spread = any(t.spread > tolerance for t in counted)
-    unequal = max(abs(w - weights[0]) for w in weights) > tolerance * largest
-    if spread or (unequal and all(t.count == 1 for t in counted)):
-        # the weight of a single sample looks like a weight of its micro-batch
-        weighted = _weighted_samples(counted, length, steps)
-        if weighted is not None and (spread or weighted.holds):
-            return weighted
-    if spread:
-        return Reading("unknown", given, note="with different weights for its items, whose right weights are not known")
-    totals = _totals(counted)
-    if not largest:
-        return Reading("unknown", given, note="multiplied by 0")
-    if unequal:
-        return Reading("unequal", given, totals[0], length=length)
-    weight = sum(weights) / len(weights)
-    factors = [weight * total for total in totals]
-    return _scaled(given, counted, weight, totals, factors, length, steps, history, tolerance, ranks)
+def compare(parts: Sequence[Part]) -> Comparison:
+    """Compare the terms of one objective: the same weight at some level, else what makes them unequal."""
+    tolerance = max(part.term.tolerance for part in parts)
+    levels = [_levels(part.term) for part in parts]
+    best: Comparison | None = None
+    faults: list[Comparison] = []
+    for depth in range(min(map(len, levels))):
+        weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
+        if weights[0] < 0:  # the sign is the program's
+            weights = [-weight for weight in weights]
+        names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)))
+        counts = {name: [level[depth][1][name] for level in levels] for name in names}
+        if _spread(weights) <= tolerance:
+            found = {name: weights[0] * sum(count) for name, count in counts.items()}
+            if best is None:
+                best = Comparison(EQUAL, found, weights[0], counts)
+            else:
+                deeper = {f"{name}@{depth}": c for name, c in found.items()}
+                best = replace(best, coefficients={**best.coefficients, **deeper})
+        else:
+            faults += _unequal(parts, weights, counts, 10 * tolerance, outermost=depth == 0)
+    if best is not None:
+        return best
+    if faults:
+        return min(faults, key=lambda fault: (MEAN_OF_MEANS, WRONG_COUNT).index(fault.status))
+    weights = [part.weight for part in parts]
+    ratios = [b / a if a else 0.0 for a, b in pairwise(weights)]
+    if len(ratios) > 2 and _spread(ratios) < 1e-3:  # two ratios may be equal by chance
+        return Comparison(RESCALED, note=f"each micro-batch weighs {ratios[0]:.4g} times the one before it")
+    return Comparison(BY_PLACE, note="the micro-batches' items weigh " + ", ".join(f"{w:.3g}" for w in weights[:6]))
 
 
-def _scaled(  # noqa: PLR0913 - all that is known of one window
-    given: tuple[Term, ...],
-    counted: Sequence[Term],
-    weight: float,
-    totals: Sequence[float],
-    factors: Sequence[float],
-    length: int,
-    steps: int | None,
-    history: History,
+def _unequal(
+    parts: Sequence[Part],
+    weights: Sequence[float],
+    counts: Mapping[str, Sequence[float]],
     tolerance: float,
-    ranks: int,
-) -> Reading:
-    """Judge the common weight of a window's items."""
-
-    def reading(status: str, note: str = "", index: int = 0) -> Reading:
-        return Reading(status, given, totals[index], factors[index], length, note)
-
-    declared = counted[0].declared
-    if declared and declared != totals[0] and near(weight, 1 / declared, tolerance):
-        return reading("scale", f"{factors[0]:.6g}: the trainer counts {declared:g}, where {totals[0]:g} count")
-    if any(near(factor, 1.0, tolerance) for factor in factors):
-        return reading("right", index=next(i for i, f in enumerate(factors) if near(f, 1.0, tolerance)))
-    summed = counted[0].reduction != "mean"
-    if summed and near(weight, 1.0, tolerance):
-        return reading("coefficient", "a sum over items")
-    steady = [(n, r) for n, r, factor, _ in history.seen if near(factor, factors[0], tolerance)]
-    if any(r != length for _, r in steady):
-        return reading("coefficient", f"a coefficient of {factors[0]:.6g}")
-    if summed and any(near(w, weight, tolerance) and not near(n, totals[0], tolerance) for n, _, _, w in history.seen):
-        return reading("coefficient", f"a sum over items times {weight:.6g}")
-    for index, factor in enumerate(factors):
-        if fault := _scale_fault(factor, length, steps, tolerance, ranks):
-            return reading("scale", fault, index)
-    for _, r, factor, _ in history.seen[:1]:
-        if r != length and near(factors[0] / factor, length / r, tolerance):
-            own = 1.0 if near(factor, 1.0, tolerance) else factor
-            note = f"{length}/{r}: divided by {r}, where the window has {length} micro-batches"
-            if own != 1.0:
-                note += f" (beside the loss's coefficient of {own:.6g})"
-            return replace(reading("scale", note), coefficient=own)
-    if divisor := _divisor_of_a_short_window(factors[0], length, history, tolerance):
-        return reading(
-            "scale", f"{length}/{divisor}: divided by {divisor}, where the window has {length} micro-batches"
-        )
-    if length > 1 and _miscounted(weight, totals, history, tolerance):
-        return reading("scale", f"{factors[0]:.6g}: each weighs 1/{round(1 / weight)}, where {totals[0]:g} count")
-    twice = length == 2 and near(factors[0], 1 / 2, tolerance)
-    return reading("coefficient", f"a coefficient of {factors[0]:.6g}" + (TWICE if twice else ""))
+    *,
+    outermost: bool,
+) -> Iterator[Comparison]:
+    """Yield what explains unequal weights: equal means, a count of something else, equal means of ranks."""
+    for name, count in counts.items():
+        masses = [weight * number for weight, number in zip(weights, count, strict=True)]
+        if _spread(count) and _spread(masses) <= tolerance:
+            yield Comparison(MEAN_OF_MEANS, count=name)
+        for other, numbers in counts.items() if outermost and name in ("counted", "valid", "nonzero") else ():
+            if other == name or not all(numbers):
+                continue
+            if _spread([mass / number for mass, number in zip(masses, numbers, strict=True)]) <= tolerance:
+                yield Comparison(WRONG_COUNT, note=f"{WORDS[other]}, not of {WORDS[name]}", count=name)
+    if not outermost:
+        return
+    by_rank: defaultdict[int, list[int]] = defaultdict(list)
+    for i, part in enumerate(parts):
+        by_rank[part.source[0]].append(i)
+    groups = list(by_rank.values())
+    if len(groups) > 1 and all(near(weights[i], weights[group[0]], tolerance) for group in groups for i in group):
+        for name, count in counts.items():
+            if _spread([sum(weights[i] * count[i] for i in group) for group in groups]) <= tolerance:
+                yield Comparison(MEAN_OF_MEANS, note="of ranks", count=name)
 
 
-def _divisor_of_a_short_window(factor: float, length: int, history: History, tolerance: float) -> int:
-    """Return the whole number that a short window is divided by and that is not its length, or 0.
+WORDS = {
+    "counted": "its targets",
+    "elements": "all its elements",
+    "nonzero": "the elements with a weight",
+    "rows": "its rows",
+    "valid": "its valid targets",
+    "weights": "the sum of its weights",
+}
+"""What may be counted, in words."""
 
-    A longer window was right. Such a loop divides by what is left of the epoch, and steps before the epoch ends.
-    """
-    longest = max((r for _, r, earlier, _ in history.seen if near(earlier, 1.0, tolerance)), default=0)
-    divisor = round(length / factor) if factor > 0 else 0
-    short = 1 < length < longest and length < divisor < longest
-    return divisor if short and near(factor, length / max(divisor, 1), tolerance) else 0
+
+# Readings of several terms that one expression has in one backward.
 
 
-def _miscounted(weight: float, totals: Sequence[float], history: History, tolerance: float) -> bool:
-    """Whether the weights are one over a whole number near the window's count, and not by a constant factor."""
-    if weight <= 0 or weight >= 1:
+EACH, CHUNKS, BLEND, BATCH = "each", "chunks", "blend", "batch"
+MODES = (EACH, CHUNKS, BLEND, BATCH)
+"""The k-th term with the k-th; chunks of one batch (counts add up); blends over the same items, as in mixup (weights
+add up); chunks whose number varies (the mean weight)."""
+
+
+def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
+    """Return the terms of one backward in one reading, or None where it does not apply."""
+    if mode == EACH or (len(terms) == 1 and mode != BATCH):
+        return list(terms)
+    first = terms[0]
+    weights = [term.weight or 0.0 for term in terms]
+    plain = replace(first, deeper=(), item=None)
+    if mode == CHUNKS:
+        counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in first.counts}
+        return [replace(plain, counts=counts)] if _spread(weights) <= 1e-6 else None
+    if mode == BLEND:
+        same = all(term.counts == first.counts for term in terms)
+        return [replace(plain, weight=sum(weights))] if same else None
+    name = first.own
+    number = sum(term.counts.get(name, 0.0) for term in terms)
+    if not number:
+        return None
+    mean = sum(weight * term.counts.get(name, 0.0) for weight, term in zip(weights, terms, strict=True)) / number
+    return [replace(plain, weight=mean, counts={name: number})]
+
+
+Key = tuple[Any, ...]
+"""Of an objective: the call site of backward and the expression; in a reading also the mode and the ordinal."""
+Reading = dict[Key, dict[str, list[tuple[Comparison, list[Part]]]]]
+"""Of a window: site and expression -> mode -> the comparisons of its objectives."""
+
+
+def is_read(term: Term) -> bool:
+    """Return whether a term has a weight that counts something."""
+    if term.opaque or term.partial or not term.weight or term.weight != term.weight:
         return False
-    divisor = 1 / weight
-    close = totals[0] / 2 < divisor < 2 * totals[0]
-    whole = abs(divisor - round(divisor)) <= tolerance * divisor < 0.2
-    if not (close and whole):
-        return False
-    history.integers += 1
-    factors = [factor for _, _, factor, _ in history.seen] + [weight * totals[0]]
-    return history.integers == len(factors) > 1 and not all(near(f, factors[0], tolerance) for f in factors)
+    return bool(term.counts.get("counted", 1.0)) and bool(term.counts.get("nonzero", 1.0))
 
 
-# The weights of a window's items, objective by objective.
-#
-# An objective is what one call site computes. Within a window every item of an objective must weigh the same: then
-# the window's gradient is that of one batch. The common weight must be 1/N (N, the window's count) for a mean, up to
-# a coefficient of the user's (`loss = main + 0.1 * auxiliary`), which does not depend on how the window is cut up. A
-# scale that does depend on it, such as the number of micro-batches, is a fault.
-#
-# The same line may compute several objectives (a loop over layers, a helper called from two places), and several
-# lines may compute one (the window's last micro-batch unrolled). A window holds if its calls are right under one of
-# these readings.
-
-
-def _chunks(terms: Sequence[Term]) -> bool:
-    """Whether the calls of some pass are about disjoint parts of one tensor, as chunks of a batch are."""
-    for micro_batch in {t.micro_batch for t in terms}:
-        places = sorted(t.target for t in terms if t.micro_batch == micro_batch and t.target is not None)
-        if len(places) > 1 and len({storage for storage, _, _ in places}) == 1:
-            return all(last < first for (_, _, last), (_, first, _) in pairwise(places))
-    return False
-
-
-def _averaged(terms: Sequence[Term]) -> bool:
-    """Whether a pass averages the means over batches of different sizes, as a window in one graph does.
-
-    Losses of several layers or heads have batches of one size.
-    """
-    for micro_batch in {t.micro_batch for t in terms}:
-        part = [t for t in terms if t.micro_batch == micro_batch and t.count]
-        means = [t.weight * t.count for t in part]
-        tolerance = max((t.tolerance for t in part), default=0.0)
-        if len({t.rows for t in part}) > 1 and part[0].reduction == "mean":
-            return all(near(mean, means[0], tolerance) for mean in means) and means[0] < 0.75
-    return False
-
-
-def _changing_coefficients(found: list[Reading]) -> list[Reading]:
-    """Read unequal weights as a coefficient that changes between micro-batches, as annealing does.
-
-    Another objective of the same micro-batches must be right; equal means over unequal counts stay a fault.
-    """
-    right = [{t.micro_batch for t in r.terms} for r in found if r.status == "right" and r.length > 1]
-
-    def changes(reading: Reading) -> bool:
-        counted = [t for t in reading.terms if t.count]
-        means = [t.weight * t.count for t in counted]
-        tolerance = max((t.tolerance for t in counted), default=0.0)
-        equal = all(near(mean, means[0], tolerance) for mean in means)
-        return not equal and any(covered >= {t.micro_batch for t in reading.terms} for covered in right)
-
-    return [
-        replace(r, status="coefficient", changes=True, note="a coefficient that changes between its micro-batches")
-        if r.status == "unequal" and changes(r)
-        else r
-        for r in found
-    ]
-
-
-def _averaged_objectives(found: list[Reading]) -> list[Reading]:
-    """Judge the common factor of m objectives together: `(a + b) / 2` gives each a factor of 1/2, which is no fault."""
-    shared = [reading for reading in found if reading.status in ("scale", "coefficient") and reading.length > 1]
-    m = len(shared)
-    if m < 2 or m < len(found):
-        return found
-    first, length = shared[0], shared[0].length
-    tolerance = max(t.tolerance for reading in shared for t in reading.terms)
-    if not all(near(r.factor, first.factor, tolerance) and r.length == length for r in shared):
-        return found
-    if near(first.factor, 1 / m, tolerance):
-        return [replace(r, status="coefficient", note=f"a coefficient of {r.factor:.6g}") for r in found]
-    if near(first.factor, length / m, tolerance):
-        note = f"{length}/{m}: no mean over the window's {length} micro-batches is taken of the mean of {m} losses"
-        return [replace(r, status="scale", note=note) for r in found]
+def read(passes: Mapping[int, Seen], coefficients: Mapping[Source, float]) -> Reading:
+    """Read the terms of a window, whose passes have these coefficients in `.grad`, in every mode."""
+    by_site: defaultdict[Key, dict[Source, list[Term]]] = defaultdict(dict)
+    for source in coefficients:
+        record = passes[source[1]].records[source[0]]
+        for term in record.terms:
+            if is_read(term):
+                by_site[record.place, term.expression].setdefault(source, []).append(term)
+    found: Reading = {}
+    for top, by_pass in by_site.items():
+        numbers = {len(terms) for terms in by_pass.values()}
+        # one term for each item of a micro-batch, stacked: they are chunks of one item
+        single = max(numbers) > 1 and all(t.counts.get(t.own) == 1 for terms in by_pass.values() for t in terms)
+        modes: dict[str, list[tuple[Comparison, list[Part]]]] = {}
+        for mode in MODES:
+            if (mode == BLEND and len(numbers) > 1) or (single and mode in (EACH, BLEND)):
+                continue
+            table = {source: _merged(mode, terms) for source, terms in by_pass.items()}
+            columns = {len(terms) for terms in table.values() if terms is not None}
+            if len(columns) != 1 or None in table.values():
+                continue
+            parts = [
+                [Part(source, terms[k], coefficients[source]) for source, terms in table.items() if terms is not None]
+                for k in range(columns.pop())
+            ]
+            modes[mode] = [(compare(column), column) for column in parts]
+        found[top] = modes
     return found
 
 
-def _blended(terms: Sequence[Term]) -> list[Term]:
-    """Return one term for each pass, with the sum of its calls' weights, as in `a * loss(y) + (1 - a) * loss(z)`.
+@dataclass(frozen=True)
+class Objective:
+    """One objective in one window.
 
-    Mixup draws another `a` for each batch. Empty where the calls of a pass are not of one size.
+    Attributes:
+        key: site, expression, mode and ordinal.
+        comparison: of its terms.
+        parts: its terms.
     """
-    passes = group((t for t in terms if t.count), lambda t: t.micro_batch).values()
-    same_size = all(len({(t.count, t.rows) for t in part}) == 1 for part in passes)
-    if not same_size or {len(part) for part in passes} <= {1} or any(t.weight <= 0 for t in terms):
-        return []
-    return [replace(part[0], weight=sum(t.weight for t in part)) for part in passes]
+
+    key: Key
+    comparison: Comparison
+    parts: Sequence[Part] = ()
+
+    @property
+    def place(self) -> Place:
+        """Where it goes backward."""
+        place: Place = self.key[0]
+        return place
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of its C."""
+        return max(10 * max((part.term.tolerance for part in self.parts), default=0.0), 1e-5)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether its weights are 1/N in some way of counting."""
+        return self.comparison.right(1e-4)
 
 
-def _blend(parts: Sequence[Reading], steps: int | None, history: History, ranks: int) -> Reading | None:
-    """Read several calls of each pass as one, where each by itself has a weight that changes and their sum has none."""
-    blended = _blended([t for reading in parts for t in reading.terms])
-    if len(parts) < 2 or len(blended) < 2 or any(reading.status != "unequal" for reading in parts):
-        return None
-    reading = read(blended, steps, history, ranks)
-    means = [t.weight * t.count for t in blended]
-    tolerance = max(t.tolerance for t in blended)
-    return reading if reading.status != "unequal" or all(near(mean, means[0], tolerance) for mean in means) else None
+def objectives(reading: Reading, modes: Mapping[Key, Sequence[str]]) -> list[Objective]:
+    """Return the objectives of a window, each expression in the first of its modes that applies."""
+    found = []
+    for top, results in reading.items():
+        mode = next((mode for mode in modes.get(top, MODES) if mode in results), None)
+        if mode is None:
+            found.append(Objective((*top, "", 0), Comparison(UNEVEN)))
+            continue
+        found += [Objective((*top, mode, k), comparison, parts) for k, (comparison, parts) in enumerate(results[mode])]
+    # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
+    # that is exactly right
+    by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
+    for one in found:
+        by_expression[one.key[1]].append(one)
+    for expression, several in by_expression.items():
+        if len({one.place for one in several}) > 1 and all(one.parts for one in several):
+            parts = [part for one in several for part in one.parts]
+            together = Objective((several[0].place, expression, "*", 0), compare(parts), parts)
+            if together.is_right and len({part.source for part in parts}) == len(parts):
+                found = [one for one in found if one.key[1] != expression] + [together]
+    return found
 
 
-def _refined(
-    key: Hashable, members: list[Term], steps: int | None, histories: dict[Hashable, History], ranks: int
-) -> list[tuple[Hashable, Reading]]:
-    """Read the calls of one line as one objective, or as several where that is right and one is not."""
-    whole = read(members, steps, histories.setdefault(key, History()), ranks)
-    if whole.holds:
-        return [(key, whole)]
-    splits: list[Callable[[Term], Hashable]] = [lambda t: t.path]
-    if not (_chunks(members) or _averaged(members)):
-        splits += [lambda t: t.ordinal, lambda t: (t.path, t.ordinal)]
-    for split in splits:
-        parts = group(members, split)
-        if len(parts) > 1:
-            each: list[tuple[Hashable, Reading]] = []
-            for part, terms in parts.items():
-                name = (key, part)
-                each.append((name, read(terms, steps, histories.setdefault(name, History()), ranks)))
-            if all(reading.holds for _, reading in each):
-                return each
-            name = (key, "blend")
-            if blend := _blend([r for _, r in each], steps, histories.setdefault(name, History()), ranks):
-                return [(name, blend)]
-    return [(key, whole)]
+def best_modes(readings: Sequence[tuple[Window, Sequence[Reading]]]) -> dict[tuple[int, Key], list[str]]:
+    """Return the modes of each expression of each optimizer, the one that fits the whole run best first."""
+    fits: defaultdict[tuple[int, Key], Counter[str]] = defaultdict(Counter)
+    for window, alternatives in readings:
+        for top in {top for reading in alternatives for top in reading}:
+            for mode in MODES:
+                costs = [
+                    sum(c.cost(10 * max(p.term.tolerance for p in parts)) for c, parts in found) / len(found)
+                    if (found := reading[top].get(mode))
+                    else 5.0
+                    for reading in alternatives
+                    if top in reading
+                ]
+                fits[window.optimizer, top][mode] += min(costs) + 0.5 * (mode == BATCH)  # type: ignore[assignment]
+    return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}
 
 
-def _merged(
-    found: list[tuple[Hashable, Reading]], steps: int | None, histories: dict[Hashable, History], ranks: int
-) -> list[tuple[Hashable, Reading]]:
-    """Read the lines of one loss function as one objective where that is exactly right, or where they are a blend."""
-    by_name: dict[Hashable, list[tuple[Hashable, Reading]]] = {}
-    for key, reading in found:
-        by_name.setdefault((reading.terms[0].name, reading.terms[0].reduction), []).append((key, reading))
-    result = []
-    for name, parts in by_name.items():
-        if len(parts) > 1 and any(reading.status != "right" for _, reading in parts):
-            merged = read([t for _, reading in parts for t in reading.terms], steps, History(), ranks)
-            if merged.status == "right":
-                result.append((name, merged))
-                continue
-            blend = _blend([reading for _, reading in parts], steps, histories.setdefault(name, History()), ranks)
-            if blend is not None:
-                result.append((name, blend))
-                continue
-        result += parts
-    return result
+# The coefficient C of each objective over the run: the program's own, or a consequence of how windows are cut up?
 
 
-def readings(
-    terms: Sequence[Term], steps: int | None, histories: dict[Hashable, History], number: int = 0, ranks: int = 1
-) -> list[Reading]:
-    """Return how a window's calls read, one reading for each objective; faults only where no reading holds.
+@dataclass
+class Use:
+    """One window of an objective whose items weigh the same.
+
+    Attributes:
+        window: the window.
+        objective: in it.
+        length: the number of passes at the call sites that the objective comes from.
+        whole: whether the objective is in every one of them.
+        others_right: whether another objective of the same passes has right weights.
+        own: C by the count that fits the run.
+        total: C of all objectives of the window together, where they have the same passes.
+        right: whether C is 1.
+    """
+
+    window: Window
+    objective: Objective
+    length: int
+    whole: bool
+    others_right: bool
+    count: str = ""
+    own: float = 0.0
+    total: float | None = None
+    right: bool = False
+
+    @property
+    def comparison(self) -> Comparison:
+        """Of its terms."""
+        return self.objective.comparison
+
+    @property
+    def masses(self) -> list[float]:
+        """The weight of each micro-batch: of an item, times its count."""
+        return [self.comparison.weight * n for n in self.comparison.counts.get(self.count, ())]
+
+    @property
+    def items(self) -> float:
+        """The window's count."""
+        return sum(self.comparison.counts.get(self.count, ()))
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the reduction itself divides."""
+        return self.objective.parts[0].term.mean
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A coefficient that is no coefficient of the program's.
+
+    Attributes:
+        use: where.
+        name: of the fault.
+        note: what the factor is, in words.
+        expected: the coefficient that would be right.
+    """
+
+    use: Use
+    name: str
+    note: str
+    expected: float = 1.0
+
+
+def _choose_count(uses: Sequence[Use]) -> None:
+    """Choose one way of counting for the whole run: the one that is right most often."""
+    names = set.intersection(*(set(use.comparison.coefficients) for use in uses))
+    first = uses[0]
+    own = first.objective.parts[0].term.own
+    tolerance = first.objective.tolerance
+
+    def fits(name: str) -> tuple[int, bool, bool]:
+        right = sum(near(use.comparison.coefficients[name], 1.0, use.objective.tolerance) for use in uses)
+        masses = [use.comparison.weight * n for use in uses for n in use.comparison.counts.get(name, ())]
+        by_hand = (
+            not first.is_mean and bool(masses) and near(masses[0], 1.0, tolerance) and _spread(masses) <= tolerance
+        )
+        return right, by_hand, name == own
+
+    best = max(sorted(names), key=fits)
+    for use in uses:
+        use.count, use.own = best, use.comparison.coefficients[best]
+        use.right = near(use.own, 1.0, use.objective.tolerance)
+
+
+def scales(history: Mapping[Key, list[Use]], ranks: int, said: int | None, note: Callable[[str], None]) -> list[Scale]:
+    """Return the coefficients that follow from how windows are cut up.
 
     Args:
-        terms: all calls of the window that are in the gradient.
-        steps: the number of micro-batches in a whole window, where it is known.
-        histories: of each objective; the window is added to them.
-        number: of the step.
-        ranks: over how many ranks the calls are spread, where their counts differ between ranks.
+        history: the uses of each objective of one optimizer.
+        ranks: number of ranks.
+        said: the accumulation steps that the user states or the trainer is configured with.
+        note: takes what is worth knowing and no fault.
     """
-    found: list[tuple[Hashable, Reading]] = []
-    for key, members in group(terms, lambda t: (t.name, t.line)).items():
-        found += _refined(key, members, steps, histories, ranks)
-    if len(found) > 1 and any(reading.status != "right" for _, reading in found):
-        found = _merged(found, steps, histories, ranks)
-    result = [reading for _, reading in found]
-    if any(r.status == "right" and r.length > 1 for r in result):
-        # another objective of the same window shows that the loop scales as it should
-        result = [
-            replace(r, status="coefficient", note=f"a coefficient of {r.factor:.6g}") if r.status == "scale" else r
-            for r in result
-        ]
-    result = _changing_coefficients(_averaged_objectives(result))
-    earlier = []
-    for (key, _), reading in zip(found, result, strict=True):
-        if reading.status in ("right", "coefficient") and reading.terms and not reading.changes:
-            history = histories.setdefault(key, History())
-            if (fault := history.short_first(reading)) is not None:
-                earlier.append(fault)
-            history.add(reading, number)
-    return [*earlier, *result]
+    for uses in history.values():
+        _choose_count(uses)
+    together: defaultdict[int, list[Use]] = defaultdict(list)
+    for uses in history.values():
+        for use in uses:
+            together[use.window.number].append(use)
+    for several in together.values():
+        if len(several) > 1 and len({use.length for use in several}) == 1:
+            for use in several:  # (a + b) / 2: the coefficients of one window's objectives may add up to 1
+                use.total = sum(other.own for other in several)
+    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, said, note)]
 
 
-# The name and the words of a fault in the weights of a window's items.
+def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Callable[[str], None]) -> Iterator[Scale]:
+    by_length: defaultdict[int, list[Use]] = defaultdict(list)
+    for use in uses:
+        by_length[use.length].append(use)
+    usual = max(by_length, key=lambda length: (len(by_length[length]), length))
+    for use in uses:
+        if use.right:
+            _note_other_count(use, note)
+            continue
+        if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
+            continue  # a plain sum
+        verdict = _against_configured(use, said) or _against_other_lengths(use, uses, by_length, usual)
+        if verdict is None:
+            verdict = _by_itself(use, uses, ranks)
+        if isinstance(verdict, Scale):
+            longer = (verdict.name == "wrong-scale" and verdict.expected != 1.0) or "divided by" in verdict.note
+            if longer and use.length > usual and len(by_length[use.length]) < len(by_length[usual]):
+                verdict = replace(verdict, name="tail-leak")
+            yield verdict
+        elif verdict == MISCOUNTED:
+            note(f"{use.objective.place}: {MISCOUNTED}")
+        elif verdict is None and use.length > 1:
+            twice = use.length == 2 and near(use.own, 0.5, use.objective.tolerance)
+            also = ", or it is divided twice by its 2 micro-batches" if twice else ""
+            note(f"{use.objective.place}: the loss has a coefficient{also}")
 
 
-def _snapped(values: np.ndarray, tolerance: float) -> np.ndarray:
-    """Return values that are equal up to rounding made exactly equal, so that exact rules see what is meant."""
-    mean = values.mean()
-    return np.full_like(values, mean) if np.abs(values - mean).max() <= tolerance * abs(mean) else values
+def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
+    own = use.objective.parts[0].term.own
+    found = use.comparison.coefficients.get(own)
+    if use.count != own and own in ("counted", "valid") and found and not near(found, 1.0, use.objective.tolerance):
+        counted = WORDS.get(use.count.partition("@")[0], use.count)
+        note(
+            f"{use.objective.place}: the loss is divided by {counted}, of which fewer are {WORDS[own]}: "
+            "whatever the number of micro-batches, so this is no fault of accumulation"
+        )
 
 
-def _observed(terms: list[Term], tolerance: float, simple: list[float]) -> np.ndarray:
-    """Return the weights without their rounding errors, where they are the same for each item or for each mean."""
-    weights, counts = np.array([t.weight for t in terms]), np.array([t.count for t in terms])
-    means = _snapped(weights * counts, tolerance)
-    if (means == means[0]).all():
-        share = next((s for s in simple if abs(means[0] - s) <= tolerance * s), float(means[0]))
-        return share / counts
-    return _snapped(weights, tolerance)
+USERS = "the program's own"
+MISCOUNTED = (
+    "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
+    "window: no window and no rank shows the right one"
+)
 
 
-def _preferred(found: Diagnosis) -> tuple[str, str]:
-    """Return one name and its sentence where several fit: what scripts do most often."""
-    names, sentences = found.name.split(" or "), found.sentence.split("; or: ")
-    index = names.index("mean-of-means") if "mean-of-means" in names else 0
-    return names[index], sentences[index] if len(sentences) == len(names) else found.sentence
-
-
-def _by_elements(terms: list[Term], weights: Weights) -> Diagnosis | None:
-    """Name a mean that divides by all elements of an unreduced loss, those without a weight (padding) included."""
-    if any(t.reduction != "none" for t in terms):
+def _against_configured(use: Use, said: int | None) -> Scale | None:
+    """Compare C with r/K: nothing in the run shows K where every window is shorter."""
+    r = use.length
+    if said is None or r >= said or not near(use.own, r / said, use.objective.tolerance) or not use.whole:
         return None
-    found = diagnose(replace(weights, counts=tuple(float(t.elements) for t in terms)))
-    padded = "the mean divides by all elements of its micro-batch, padding included, and "
-    return replace(found, sentence=padded + found.sentence) if found.name == "mean-of-means" else None
+    return Scale(use, "wrong-scale", f"{r}/{said}: divided by {said}, where the window has {counted(r, 'micro-batch')}")
 
 
-def _by_micro_batches(terms: list[Term], weights: Weights) -> Diagnosis | None:
-    """Name a fault between micro-batches whose loss goes through several calls of equal weights, as in chunks."""
-    parts = [[t for t in terms if t.micro_batch == m] for m in sorted({t.micro_batch for t in terms})]
-    if len(parts) == len(terms) or not all(weights.close(t.weight, part[0].weight) for part in parts for t in part):
+def _against_other_lengths(
+    use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], usual: int
+) -> Scale | str | None:
+    """Compare C with that of windows of other lengths: r/q where the loss is divided by q in a window of r."""
+    tolerance = max(u.objective.tolerance for u in uses)
+    steady = {r: all(near(u.own, several[0].own, tolerance) for u in several) for r, several in by_length.items()}
+    others = [several[0].own for r, several in by_length.items() if r != use.length and steady[r]]
+    if not steady[use.length] or not others or not all(u.whole for u in uses):
         return None
-    whole = [replace(part[0], count=sum(t.count for t in part)) for part in parts]
-    number = len(whole)
-    merged = replace(
-        weights,
-        observed=_observed(whole, weights.tolerance, [1 / number, 1.0]),
-        counts=tuple(t.count for t in whole),
-        window=tuple(range(number)),
-        accumulation_steps=number,
-        items=(),
-    )
-    found = diagnose(merged)
-    return None if names_nothing(found) else found
-
-
-def _one_factor(terms: list[Term], weights: Weights) -> Diagnosis | None:
-    """Name a factor that some micro-batches of a window have and most have not."""
-    for values, what in ((weights.observed, "item"), (weights.observed * np.array(weights.counts), "mean")):
-        usual = float(np.median(values))
-        same = [bool(weights.close(v, usual)) for v in values]
-        others = [j for j, is_usual in enumerate(same) if not is_usual]
-        if usual and 2 * sum(same) > len(same) and len({round(float(values[j] / usual), 9) for j in others}) == 1:
-            numbers = ", ".join(str(terms[j].micro_batch) for j in others)
-            return Diagnosis(
-                "unequal-factors",
-                f"each {what} of micro-batch(es) {numbers} weighs {float(values[others[0]] / usual):.6g} times what it "
-                "weighs in the others: the loss has a factor there that changes inside the window (a loss scale, a "
-                "coefficient, a special case for the first or last micro-batch)",
-            )
+    if any(near(other, use.own, tolerance) for other in others):
+        return USERS
+    some_right = any(u.right and u.length > 1 for u in uses)
+    base = 1.0 if some_right else by_length[usual][0].own if steady[usual] else 0.0
+    # a sum times a constant weighs the same whatever the window
+    constant = not use.is_mean and near(use.comparison.weight, uses[0].comparison.weight, tolerance)
+    divisor = use.length * base / use.own if use.own else 0.0
+    whole = round(divisor)
+    fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
+    if base and fits and (some_right or (not constant and use.length != usual)):
+        note = f"{use.length}/{whole}: divided by {whole}, where the window has {counted(use.length, 'micro-batch')}"
+        if not near(base, 1.0, tolerance):
+            note += f" (beside the loss's coefficient of {base:.6g})"
+        return Scale(use, "wrong-scale", note, base)
     return None
 
 
-def table(reading: Reading) -> tuple[WeightRow, ...]:
-    """Return what each call of an objective gave its items."""
-    expected = reading.coefficient / reading.count if reading.count else 0.0
-    rows = [WeightRow(t.micro_batch, t.line, t.count, expected, t.weight) for t in reading.terms]
-    return tuple(rows[:MAX_ROWS])
-
-
-def largest_error(reading: Reading) -> float:
-    """Return the largest relative error of a weight."""
-    return max((abs(t.weight * reading.count / reading.coefficient - 1) for t in reading.terms if t.count), default=0.0)
-
-
-def weight_violation(reading: Reading, steps: int | None) -> LiveViolation:
-    """Return the violation that a faulty reading is, without its place in the run."""
-    counted = [t for t in reading.terms if t.count]
-    tolerance = max(t.tolerance for t in counted)
-    error = largest_error(reading)
-    where = counted[0].line
-    if reading.status == "scale":
-        name = "wrong-scale"
-        times = reading.factor / reading.coefficient
-        sentence = f"every item of the window weighs {times:.6g} times what it should, which is {reading.note}"
-        if len({t.micro_batch for t in reading.terms}) > len({t.micro_batch for t in counted}):
-            name = "mean-of-means"
-        # what leaks is shorter than a whole window
-        if steps is not None and steps < reading.length < 2 * steps and abs(times * steps / reading.length - 1) < 1e-3:
-            name = "tail-leak"
-            sentence += (
-                "; the gradient of micro-batches that belong to the window before is still in it: "
-                "step after an epoch's last micro-batch too, and reset after it"
-            )
-    else:
-        # the calls of a window in one graph are its micro-batches
-        length = max(reading.length, len(counted))
-        k = steps if steps is not None and len(counted) == reading.length else length
-        weights = Weights(
-            observed=_observed(counted, tolerance, [1 / length, 1 / k, 1.0]),
-            counts=tuple(t.count for t in counted),
-            window=tuple(range(len(counted))),
-            accumulation_steps=k,
-            epoch=0,
-            reduction="mean",
-            items=() if len({t.rows for t in counted}) == 1 else tuple(t.rows for t in counted),
-            tolerance=tolerance,
-        )
-        found = diagnose(weights)
-        if names_nothing(found):
-            found = (
-                _by_elements(counted, weights)
-                or _by_micro_batches(counted, weights)
-                or _one_factor(counted, weights)
-                or found
-            )
-        name, sentence = _preferred(found)
-        sentence = sentence.replace("run.count(batch)", "the batch's count")
-    share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
-    return LiveViolation(
-        kind="gradient",
-        diagnosis=name,
-        explanation=f"{sentence} (weights are off by up to {share})",
-        where=where,
-        error=error,
-        allowed=tolerance,
-        weights=table(reading),
+def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
+    """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count."""
+    if use.others_right or not use.whole:
+        return USERS if use.others_right else None
+    tolerance, r = use.objective.tolerance, use.length
+    masses = use.masses
+    by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
+    whole = {use.own: "", **({use.total: " (all losses together)"} if use.total is not None else {})}
+    for c, what in whole.items():
+        if use.total is not None and near(use.total, 1.0, tolerance):
+            continue
+        if r > 1 and near(c, r, tolerance) and (use.is_mean or by_hand):
+            return Scale(use, "wrong-scale", f"{r}{what}: the sum of {r} means, never divided by their number")
+        means = use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses)
+        if r > 2 and near(c, 1 / r, tolerance) and means:
+            return Scale(use, "wrong-scale", f"1/{r}{what}: divided twice by the number of micro-batches")
+        if ranks > 1 and (near(c, ranks, tolerance) or near(c, 1 / ranks, tolerance)):
+            name = f"{ranks}" if c > 1 else f"1/{ranks}"
+            return Scale(use, "wrong-scale", f"{name}{what}: the number of ranks")
+    weight = use.comparison.weight
+    if use.is_mean or r < 2 or not use.items or weight <= 0:
+        return None
+    divisor = 1 / weight
+    integer = abs(divisor - round(divisor)) < 1e-4 * divisor and 0.5 * use.items < divisor < 2 * use.items
+    # one denominator for the window is no fault of accumulation, whatever it counts, unless another window or rank
+    # shows the right one
+    varies = any(not near(u.own, use.own, tolerance) for u in uses)
+    shown = any(u.right for u in uses)
+    if not integer or divisor <= 2 or not varies:
+        return None
+    return (
+        Scale(use, WRONG_COUNT, f"each weighs 1/{round(divisor)}, where {use.items:g} count") if shown else MISCOUNTED
     )
+
+
+def is_negligible(coefficient: float) -> bool:
+    """Return whether a coefficient of a pass is 0 up to rounding."""
+    return abs(coefficient) < NEGLIGIBLE

@@ -106,12 +106,19 @@ def add_arguments(parser: parsers.Parser) -> None:
         "compute the first window and every M-th after it again, in one batch where the model allows it (default: 10)"
     )
     size = "micro-batches per window; without it, read off the run"
-    accept = "report this diagnosis as accepted, not as a violation; repeatable"
+    accept = "report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable"
+    objective = (
+        "what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the "
+        "names there; repeatable"
+    )
+    eager = "run what torch.compile compiles eagerly, so that its losses can be read"
     without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"
     add("--steps", type=count, metavar="N", help=steps)
     add("--every", type=count, default=10, metavar="M", help=every)
     add("--accumulation-steps", type=count, metavar="K", help=size)
-    add("--accept", action="append", default=[], metavar="DIAGNOSIS", help=accept)
+    add("--accept", action="append", default=[], metavar="DIAGNOSIS[@FILE:LINE]", help=accept)
+    add("--objective", action="append", default=[], metavar="FILE:LINE=COUNT", help=objective)
+    add("--eager", action="store_true", help=eager)
     add("--without", action="append", default=[], type=listed, metavar="INSTRUMENT", help=without)
     add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
     add("--stop-on-violation", action="store_true", help="end the script at its first violation")
@@ -147,9 +154,11 @@ def run(arguments: argparse.Namespace) -> int:
         without=tuple(arguments.without),
         stop_on_violation=arguments.stop_on_violation,
         jax=arguments.jax,
+        eager=arguments.eager,
+        objectives=tuple(arguments.objective),
         name=name,
         quiet=False,
-    ).open(scan=False)
+    ).open()
     error: BaseException | None = None
     status = 0
     try:

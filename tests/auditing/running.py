@@ -26,7 +26,7 @@ def trained(script: Path, *arguments: str):
 
 def audited(script: Path, *arguments: str, **options):
     """Return the result of an audit of a script, and the script's names."""
-    audit = gradcheck_suite.audit(name=script.name, **options).open(scan=False)
+    audit = gradcheck_suite.audit(name=script.name, **options).open()
     try:
         names = trained(script, *arguments)
     finally:

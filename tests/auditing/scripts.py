@@ -224,8 +224,7 @@ for window in toy.windows(*[4] * 12):
         setup='compiled = torch.compile(model, backend="aot_eager")',
         loss="loss = F.cross_entropy(compiled(x), y) / len(window)",
     ),
-    "faulty_declared_denominator": faulty(
-        "wrong-scale",
+    "finding_declared_denominator": sound(
         setup="""
 def compute_loss(logits, labels, num_items_in_batch):
     return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch""",
@@ -344,12 +343,12 @@ for parameter in model.parameters():
     parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))""",
     ),
     "faulty_last_micro_batch_scaled": faulty(
-        "unequal-factors",
+        "weighted-by-place",
         batch=INDEXED,
         backward="if index == len(window) - 1:\n    loss = loss * 1.25\nloss.backward()",
     ),
     "faulty_left_in_evaluation_mode": faulty(
-        "mixed-modes",
+        "wrong-mode",
         model="torch.nn.Sequential(torch.nn.Dropout(0.5), *toy.classifier())",
         setup="held_out = toy.batches(6)[0][0]",
         start="model.train()",
@@ -379,8 +378,7 @@ part = logits[: number + 1]
 loss = F.cross_entropy(logits, y) + 0.1 * F.mse_loss(part, torch.zeros_like(part))""",
         backward=DIVIDED_BACKWARD,
     ),
-    "faulty_mean_of_means_chunked": faulty(
-        "unrecognised-weights",
+    "sound_means_of_chunks": sound(
         "6, 4, 8, 2, 6, 6",
         start=TOTAL,
         loss="""
@@ -435,8 +433,7 @@ loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)"""
         loss='losses = F.cross_entropy(model(x), y, reduction="none").float()',
         backward="((losses * weights).sum() / weights.sum() / len(window)).backward()",
     ),
-    "faulty_mean_of_means_one_backward": faulty(
-        "mean-of-means",
+    "sound_means_in_one_backward": sound(
         text="""
 for window in toy.windows(4, 2, 7, 1, 3, 3):
     with toy.autocast():
@@ -462,8 +459,7 @@ loss = (each * (torch.arange(len(y)) > 0)).mean() / len(window)""",
     "faulty_mean_of_means_unreduced": faulty(
         "mean-of-means", UNEQUAL, loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
     ),
-    "faulty_miscounted": faulty(
-        "wrong-scale",
+    "finding_miscounted": sound(
         "number, window in enumerate(toy.windows(*[6] * 12))",
         start="""
 for x, y in window:
@@ -511,7 +507,7 @@ for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)
     ),
     # Gradients are summed by hand, with weights that have nothing to do with their micro-batches.
     "faulty_own_buffer_weights": faulty(
-        "unrecognised-weights",
+        "weighted-by-place",
         "*[4] * 12",
         **OWN_BUFFER,
         batch="share, (x, y) in zip((0.1, 0.4, 0.2, 0.3), window, strict=True)",
@@ -1307,8 +1303,7 @@ for total, parameter in zip(sums, model.parameters(), strict=True):
 optimizer.step()""",
     ),
     # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
-    "unjudged_mean_of_each_sequence": unjudged(
-        "declare it with",
+    "sound_mean_of_each_sequence": sound(
         text="""
 for x, y in toy.batches(*[6] * 6):
     with toy.autocast():

@@ -134,7 +134,8 @@ def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
 
 
 def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd, sound):
-    unseen = script("", loss="((model(x) - 1) ** 2).mean()")
+    opaque = "((model(x) - 1) ** 2).mean().exp()"
+    unseen = script("", loss=f"{opaque}.backward(); {opaque}")
     empty = tmp_path / "empty.py"
     empty.write_text("")
     without = [word for name in ("weights", "sums", "batch") for word in ("--without", name)]
@@ -186,7 +187,7 @@ for sizes in ((4, 2, 1), (3, 1, 5), (6, 2, 3)):
         ("round(n / sum(sizes), 2)", "rounded-weights"),
         ("1 / len(sizes)", "mean-of-means"),
         ("n / sum(sizes) / len(sizes)", "wrong-scale"),
-        ("(1 if n == sizes[0] else 0.9) * n / sum(sizes)", "unequal-factors"),
+        ("(1 if n == sizes[0] else 0.9) * n / sum(sizes)", "weighted-by-place"),
         ("(7.1 if n == sizes[0] else n**0.3) / 31", "unrecognised-weights"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What each loss function of torch divides by: its mean times that is its sum."""
+"""What a loss divides by is read off its graph: its mean times that is its sum, for losses of torch and by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.auditing.losses import LOSSES, counted
+from gradcheck_suite.auditing.terms import Reader
 
 
 def _normal(*shape):
@@ -50,35 +50,101 @@ if hasattr(F, "linear_cross_entropy"):
     CALLS.append(("linear_cross_entropy", (X, _normal(5, 5), CLASSES), {}))
 
 
+def _terms(loss):
+    reader = Reader()
+    reader.read([loss])
+    loss.backward()
+    reader.close()
+    assert reader.error is None
+    return reader.terms()
+
+
+def _leaf(args):
+    """Return the arguments of a loss, the first of which requires a gradient, as the output of a model would."""
+    return (args[0].detach().requires_grad_() * 1.0, *args[1:])
+
+
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
-def test_the_mean_times_the_divisor_is_the_sum():
-    for name, args, kwargs in CALLS:
-        mean = getattr(F, name)(*args, **kwargs)
-        total = getattr(F, name)(*args, **kwargs, reduction="sum")
-        found, _ = counted(name, args, kwargs)
-        assert found.reduction == "mean"
-        torch.testing.assert_close(mean * float(found.divisor), total, msg=lambda text, name=name: f"{name}: {text}")
-        assert counted(name, args, {**kwargs, "reduction": "none"})[0].reduction == "none"
+@pytest.mark.parametrize("index", range(len(CALLS)), ids=[name for name, _, _ in CALLS])
+def test_the_mean_times_what_its_terms_count_is_the_sum(index):
+    """Both are the same terms, so the ratio of their weights is what the mean divides by."""
+    name, args, kwargs = CALLS[index]
+    mean, total = (getattr(F, name)(*_leaf(args), **kwargs, reduction=r) for r in ("mean", "sum"))
+    of_mean, of_sum = _terms(mean), _terms(total)
+    assert of_mean
+    assert not any(term.opaque for term in of_mean)
+    divisors = [b.weight / a.weight for a, b in zip(of_mean, of_sum, strict=True)]
+    for divisor in divisors:
+        torch.testing.assert_close(mean * divisor, total, check_dtype=False)
+    assert any(count == pytest.approx(divisors[0]) for count in of_mean[0].counts.values())
 
 
-def test_reductions_of_their_own():
-    assert counted("kl_div", (X, Y), {"reduction": "batchmean"})[0].divisor == 6
-    assert counted("mse_loss", (X, Y), {"size_average": False})[0].reduction == "sum"
-    arguments = (_normal(9, 2, 5), torch.ones(2, 3, dtype=torch.long), torch.tensor([9, 9]), torch.tensor([3, 2]))
-    assert counted("ctc_loss", arguments, {})[0].divisor == 2
+def test_means_of_their_own():
+    log = X.log_softmax(1)
+    (term,) = _terms(F.kl_div(log.requires_grad_() * 1.0, Y.softmax(1), reduction="batchmean"))
+    assert term.weight == pytest.approx(1 / 6)
+    logits = _normal(9, 2, 5).log_softmax(2).requires_grad_() * 1.0
+    loss = F.ctc_loss(logits, torch.ones(2, 3, dtype=torch.long), torch.tensor([9, 9]), torch.tensor([3, 2]))
+    (term,) = _terms(loss)
+    # the mean over two sequences of what each weighs by one over its length
+    assert (term.weight, term.counts["nonzero"]) == (pytest.approx(1 / 2), 2)
 
 
-def test_every_loss_function_of_torch_is_recognised():
-    public = {name for name in dir(F) if name.endswith("_loss") and not name.startswith("_")}
-    public |= {name for name in dir(F) if "cross_entropy" in name or name == "kl_div"}
-    assert public <= set(LOSSES)
-    assert {name for name, _, _ in CALLS} | {"ctc_loss"} >= {name for name in LOSSES if hasattr(F, name)}
+UNEQUAL, EQUAL = (4, 2, 7, 1), (4, 4, 4, 4)
+LOOPS = {
+    "sound": (UNEQUAL, "n / total", None),
+    "mean of means": (UNEQUAL, "1 / 4", "mean-of-means"),
+    "undivided": (EQUAL, "1.0", "wrong-scale"),
+}
+"""Sizes of the micro-batches, the factor of each one's mean, the diagnosis."""
+HAND_WRITTEN = {
+    "masked mean": "((out - y) ** 2 * m).sum() / m.sum()",
+    "masked select": "((out - y) ** 2)[m > 0].mean()",
+    "log-probabilities": "-out.log_softmax(1).gather(1, y.long()[:, :1].clamp(0, 2)).mean()",
+    "policy gradient": "-(out.log_softmax(1)[:, 0] * y[:, 0]).mean()",
+    "preference": "-F.logsigmoid(out[:, 0] - out[:, 1]).mean()",
+    "diffusion": "F.mse_loss(out, y, reduction='none').flatten(1).mean(1).mean()",
+    "einsum": "torch.einsum('ij,ij->', out - y, out - y) / out.numel()",
+    "soft targets": "(-y.softmax(1) * out.log_softmax(1)).sum(1).mean()",
+    "view in place": "(lambda e: (e.__setitem__((m == 0), 0.0), e.sum() / m.sum())[1])((out - y) ** 2)",
+    "losses added to zeros": "torch.zeros(1) + F.mse_loss(out, y)",
+    "two heads": "(F.mse_loss(out[:, 0], y[:, 0]) + F.mse_loss(out[:, 1], y[:, 1])) / 2",
+    "triplet": "F.triplet_margin_loss(out, y, -y)",
+    "negative": "-(out * y).mean()",
+    "norm of each": "((out - y) ** 2).sum(1).sqrt().mean()",
+}
+"""A loss of the outputs, targets and a mask, each a mean over what `COUNT` counts."""
+COUNT = {"masked mean": "m.sum()", "masked select": "m.sum()", "view in place": "m.sum()"}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loss", HAND_WRITTEN)
+def test_losses_that_are_written_by_hand_are_read(loss, loop):
+    sizes, weight, diagnosis = LOOPS[loop]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(every=100) as audit:
+        for _ in range(2):
+            batches = [(torch.randn(n, 5), torch.randn(n, 3), (torch.rand(n, 3) > 0.4).float()) for n in sizes]
+            for _, _, m in batches:
+                m[0] = 1.0
+                m[sizes == EQUAL] = 1.0
+            counts = [float(eval(COUNT.get(loss, "len(y)"), {"y": y, "m": m})) for _, y, m in batches]
+            for (x, y, m), n in zip(batches, counts, strict=True):
+                value = eval(HAND_WRITTEN[loss], {"out": model(x), "y": y, "m": m, "torch": torch, "F": F})
+                (value * eval(weight, {"n": n, "total": sum(counts)})).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = audit.result
+    assert [v.diagnosis for v in found.violations] == ([diagnosis] if diagnosis else []), found
+    assert found.windows == 2, found
 
 
 # A loss compiled by Inductor: its weights are hidden and reported so, its sums are judged, and a declaration helps.
 
 
-SIZES = (4, 2, 7, 1)
+SIZES = UNEQUAL
 
 
 def _trained(*, counted, declared=False, reset=True):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradcheck_suite
-from gradcheck_suite.auditing.ranks import RankFile, Ranks, RankWriter, died_before, gather, read
+from gradcheck_suite.auditing.ranks import End, RankFile, Ranks, RankWriter, died_before, gather, read
 from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
 from tests.auditing.scripts import ON_TWO_RANKS
 
@@ -69,8 +69,8 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     sound = _of_two_ranks(monkeypatch, lambda rank: 2 / 10)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     for weight, diagnosis, part in (
-        (lambda rank: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "over 2 ranks"),
+        (lambda rank: 1 / 10, "wrong-scale", "1/2: the number of ranks"),
+        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has the same weight"),
     ):
         violation = _of_two_ranks(monkeypatch, weight).violation
         assert violation.diagnosis == diagnosis, violation
@@ -93,24 +93,24 @@ PORT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 def test_ranks_with_different_parents_find_each_other(monkeypatch, tmp_path):
     first, second = (_place(monkeypatch, tmp_path, rank, 100 + rank, **PORT) for rank in range(2))
     writers = [RankWriter(ranks) for ranks in (first, second)]
-    writers[1].end({"seen": 1}, "")
-    writers[0].end({}, "")
-    assert [(file.rank, file.ended) for file in gather(first, 0.0)] == [(0, ""), (1, "")]
+    writers[1].end(End())
+    writers[0].end(End())
+    assert [(file.rank, file.end) for file in gather(first, 0.0)] == [(0, End()), (1, End())]
     assert not died_before(second)
 
 
 def test_what_an_earlier_run_on_the_same_port_left_is_not_read(monkeypatch, tmp_path):
     left = _place(monkeypatch, tmp_path, 1, 101, **PORT)
-    RankWriter(left).end({"of the earlier run": 1}, "")
+    RankWriter(left).end(End("of the earlier run"))
     os.utime(left.own, (1e9, 1e9))
     now = _place(monkeypatch, tmp_path, 0, 200, **PORT)
-    RankWriter(now).end({}, "")
-    assert [file.ended for file in gather(now, 0.0)] == ["", None]
+    RankWriter(now).end(End())
+    assert [file.end for file in gather(now, 0.0)] == [End(), None]
     # a rank that the same process has started is of this run, also one that had ended before
     beside = _place(monkeypatch, tmp_path, 1, 200, **PORT)
-    RankWriter(beside).end({"of this run": 1}, "")
+    RankWriter(beside).end(End("of this run"))
     os.utime(beside.own, (1e9, 1e9))
-    assert [file.findings for file in gather(now, 0.0)] == [{}, {"of this run": 1}]
+    assert [file.end and file.end.raised for file in gather(now, 0.0)] == ["", "of this run"]
 
 
 def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_path):
@@ -120,13 +120,13 @@ def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_p
 
 def test_a_rank_that_died_is_known_on_its_own_machine_alone(monkeypatch, tmp_path):
     first, second = (_place(monkeypatch, tmp_path, rank, 100, **PORT) for rank in range(2))
-    RankWriter(first).end({}, "")
+    RankWriter(first).end(End())
     running = RankWriter(second)
     assert read(first, 1).is_open
     for host, known in ((socket.gethostname(), False), ("another", None)):
         writer = replace(read(first, 1).writer, pid=2**22 + 1, host=host)
         assert RankFile(1, writer=writer).is_open is known
-    running.end({}, "")
+    running.end(End())
 
 
 @pytest.mark.full

@@ -13,8 +13,6 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.auditing.recorder import Patches, Recorder, configured_steps
-from tests.auditing.running import trained
 
 
 def _optimizer_named_as_accelerates(parameters, steps):
@@ -53,10 +51,6 @@ def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, 
         assert f"{length}/{steps}" in found.explanation
 
 
-def test_no_trainer_runs_here():
-    assert configured_steps() is None
-
-
 @pytest.mark.filterwarnings("default")
 def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_path):
     """Releases before transformers#39659 divided by K also where an epoch is shorter; newer ones by its length."""
@@ -92,27 +86,16 @@ def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_
 # An audit leaves nothing behind, keeps no graph alive, and breaks no other tool of torch.
 
 
-def _places():
-    replaced = Patches(Recorder(lambda state, place: None))
-    replaced.install()
-    places = [(holder, name) for holder, name, _, _ in replaced._replaced]
-    replaced.remove()
-    return places
-
-
 def test_what_was_replaced_is_put_back():
-    places = _places()
-    before = [holder.__dict__[name] for holder, name in places]
+    before = torch.autograd.Variable._execution_engine
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_suite.audit():
-        assert [holder.__dict__[name] for holder, name in places] != before
-        kept = F.cross_entropy
+        assert torch.autograd.Variable._execution_engine is not before
         F.cross_entropy(model(torch.ones(1, 2)), torch.tensor([0])).backward()
         optimizer.step()
-    assert all(holder.__dict__[name] is value for (holder, name), value in zip(places, before, strict=True))
-    assert not any(p._backward_hooks for p in model.parameters())
-    assert kept(torch.zeros(1, 2), torch.tensor([0])) > 0
+    assert torch.autograd.Variable._execution_engine is before
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_a_loss_that_never_goes_backward_is_freed_with_its_graph():
@@ -142,26 +125,4 @@ def test_scripting_compiling_saving_and_copying_work_under_an_audit():
         torch.save(model, file)
         twin = copy.deepcopy(model)
         assert not any(p._backward_hooks for p in twin.parameters())
-    assert "computed inside torch.compile" in audit.result.unjudged
-
-
-SCRIPTED = """
-import torch
-
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-@torch.jit.script
-class Doubled:
-    def __init__(self):
-        self.value = twice(torch.ones(1))
-"""
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_class_that_is_scripted_under_an_audit_finds_the_functions_beside_it(tmp_path):
-    """As `torch.distributed.optim` needs when it is imported."""
-    script = tmp_path / "scripted.py"
-    script.write_text(SCRIPTED)
-    with gradcheck_suite.audit():
-        assert trained(script)["Doubled"]().value == 2
+    assert any("computed inside torch.compile" in finding for finding in audit.result.findings)

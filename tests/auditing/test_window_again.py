@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import window_again
-from gradcheck_suite.auditing.window_again import LEAST, first_calls, judge_function
+from gradcheck_suite.auditing import functions
+from gradcheck_suite.auditing.functions import LEAST, first_calls, judge_function
 from tests.auditing.running import audited
 
 HOW = {
@@ -83,7 +83,7 @@ def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_w
     script.write_text(EVALUATED_IN_TWO_WINDOWS)
     result, _ = audited(script, every=every)
     assert sum(result.again.values()) == len(range(0, 7, every))
-    assert [(v.diagnosis, v.step) for v in result.violations] == [("mixed-modes", found)] * (found is not None)
+    assert [(v.diagnosis, v.step) for v in result.violations] == [("wrong-mode", found)] * (found is not None)
 
 
 def _window(sizes, dtype, weight):
@@ -361,5 +361,5 @@ def test_the_new_style_of_functions():
 
 
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
-    monkeypatch.setattr(window_again, "LARGEST", 39)
+    monkeypatch.setattr(functions, "LARGEST", 39)
     assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note

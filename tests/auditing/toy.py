@@ -37,7 +37,7 @@ class ChunkedLogProbFunction(torch.autograd.Function):
     """As the fused head and loss of trl's SFTTrainer: the log-probability of each target."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets):  # noqa: D102 - as torch's
+    def forward(ctx, hidden, weight, targets):
         with torch.enable_grad():
             ctx.inputs = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             logits = torch.nn.functional.linear(*ctx.inputs)
@@ -45,7 +45,7 @@ class ChunkedLogProbFunction(torch.autograd.Function):
         return ctx.outputs.detach()
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: D102
+    def backward(ctx, grad):
         return *torch.autograd.grad(ctx.outputs, ctx.inputs, grad), None
 
 

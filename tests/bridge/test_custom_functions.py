@@ -1,7 +1,5 @@
 """Custom `autograd.Function`s: sound ones and planted faults."""
 
-# ruff: noqa: D102  (a function's methods do what those of every `autograd.Function` do)
-
 from __future__ import annotations
 
 import math

@@ -30,7 +30,7 @@ class Of(nn.Module):
             setattr(self, name, module)
         self._forward = forward
 
-    def forward(self, x):  # noqa: D102
+    def forward(self, x):
         return self._forward(self, x)
 
 

@@ -1,0 +1,413 @@
+"""What stands in `.grad` at each optimizer step, in terms of the backward passes that arrived, for 1 to N ranks.
+
+The events of all ranks are walked in lockstep. Each measured state of a `.grad` is explained by the state before it:
+the same, reset, reduced over the ranks, or multiplied by one factor. What no such event explains is an edit. So nothing
+is fitted, but for gradients that a program puts together by hand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gradcheck_suite.auditing.recorder import BY_HAND, NONE, TOUCHED, PassRecord, StepRecord
+from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, factor, is_finite, size
+
+RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Relative difference of a factor of `.grad`, by its dtype, that rounding explains."""
+ZERO = np.zeros(ELEMENTS)
+EARLIER = -1
+"""In place of the index of a pass: any pass that an earlier step of the same optimizer has consumed."""
+UNKNOWN = -2
+"""In place of the index of a pass: something that no event explains."""
+NEGLIGIBLE = 1e-6
+
+Source = tuple[int, int]
+"""A rank, and the index of a pass."""
+Coefficients = dict[Source, float]
+
+
+def near(a: float, b: float, tolerance: float) -> bool:
+    """Return whether two numbers differ by no more than a share of the larger one."""
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+@dataclass
+class State:
+    """What stands in one parameter's `.grad` on one rank.
+
+    Attributes:
+        sample: of it.
+        coefficients: of which passes it is made.
+    """
+
+    sample: Vector = field(default_factory=lambda: ZERO)
+    coefficients: Coefficients = field(default_factory=dict)
+
+
+@dataclass
+class Seen:
+    """A pass on all ranks.
+
+    Attributes:
+        records: one for each rank.
+        consumers: index of an optimizer -> the number of passes there were when it stepped on this one.
+        reduced: whether `.grad` was reduced over the ranks after it.
+    """
+
+    records: Sequence[PassRecord]
+    consumers: dict[int, int] = field(default_factory=dict)
+    reduced: bool = False
+
+    @property
+    def site(self) -> Any:
+        """Where backward was called, as the first rank has it."""
+        return self.records[0].place
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the program put the results into `.grad` itself."""
+        return self.records[0].by_hand
+
+    def has(self, keys: set[int]) -> bool:
+        """Return whether something arrived at one of these parameters."""
+        return any(keys & record.arrivals.keys() for record in self.records)
+
+
+SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = "same", "reset", "reduced", "factor", "edited", "not finite"
+
+
+@dataclass
+class Window:
+    """What one optimizer stepped on.
+
+    Attributes:
+        optimizer: its index.
+        number: of the step among those of all optimizers.
+        steps: the records of the step, one for each rank.
+        passes: index -> pass, of those that reached its parameters since its last step.
+        keys: of its parameters.
+        coefficients: key -> of which passes its `.grad` is made.
+        factor: by which all of `.grad` was multiplied after the last pass; None where parameters differ.
+        edit: `"reset"` (some parameters), `"all reset"`, `"free"`, `"by hand"`, or None.
+        seen: index of a pass -> its consumers when this step came.
+        first: whether it is the optimizer's first step.
+        before: the number of passes at the optimizer's last step.
+        local: whether `.grad` was never reduced, where there are several ranks.
+        null: what arrived there was exactly 0: it tells nothing.
+        not_finite: the passes with an arrival that was not finite.
+        arrivals: (elements, passes) what arrived in each pass, over all parameters; None where that is not known.
+        target: (elements,) what stood in `.grad` at the step.
+    """
+
+    optimizer: int
+    number: int
+    steps: Sequence[StepRecord]
+    passes: dict[int, Seen]
+    keys: list[int]
+    coefficients: dict[int, Coefficients]
+    factor: float | None
+    edit: str | None
+    seen: dict[int, dict[int, int]]
+    first: bool
+    before: int
+    local: bool
+    null: set[tuple[int, int, int]]
+    not_finite: set[int]
+    arrivals: Vector | None = None
+    target: Vector = field(default_factory=lambda: ZERO)
+
+    @property
+    def step(self) -> StepRecord:
+        """The step, as the first rank has it."""
+        return self.steps[0]
+
+    def is_made_by_hand(self, lost: Sequence[int]) -> bool:
+        """Return whether an edited `.grad` was put together from copies of what arrived, and not from what was left.
+
+        Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones: those of
+        passes that were reset are then in it, or those of passes that were not are nowhere to be seen.
+        """
+        if self.arrivals is None:
+            return False
+        solution, _, rank, _ = np.linalg.lstsq(self.arrivals, self.target, rcond=1e-7)
+        rows, columns = self.arrivals.shape
+        if rank < columns:
+            return False
+        residual = self.target - self.arrivals @ solution
+        variance = float((residual * residual).sum()) / (rows - columns)
+        errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
+        significant = dict(zip(self.passes, np.abs(solution) > SIGNIFICANT * errors, strict=True))
+        return any(significant[i] for i in lost) or not any(s for i, s in significant.items() if i not in lost)
+
+    def of_pass(self, source: Source) -> float | None:
+        """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
+        found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
+        return float(np.median(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a measured `.grad` is of what stood there.
+
+    Attributes:
+        event: that happened to it.
+        factor: by which it was multiplied.
+        coefficients: of the passes.
+        now: a sample of it.
+    """
+
+    event: str
+    factor: float
+    coefficients: Coefficients
+    now: Vector
+
+
+class Replay:
+    """Walks the events of `ranks` ranks, and gives a window for each step.
+
+    Attributes:
+        passes: index -> pass, of those that may still matter.
+        last: index of an optimizer -> the number of passes at its last step.
+    """
+
+    def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
+        self.ranks = ranks
+        self.passes: dict[int, Seen] = {}
+        self.number_of_passes = 0
+        self.steps = 0
+        self.last: dict[int, int] = {}
+        self._dtypes = dtypes
+        self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
+        self._arrived: dict[tuple[int, int, int], Vector] = {}
+        self._null: set[tuple[int, int, int]] = set()
+        self._not_finite: set[int] = set()
+        self._owners: defaultdict[int, set[int]] = defaultdict(set)
+        self._stepped: dict[int, int] = {}
+
+    def tolerance(self, key: int) -> float:
+        """Return the relative difference that rounding explains in the `.grad` of a parameter."""
+        return RELATIVE.get(self._dtypes.get(key, "float32"), RELATIVE["float32"])
+
+    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool) -> Explanation:
+        """Explain a measured `.grad`.
+
+        Args:
+            rank: on which it was measured.
+            key: of the parameter.
+            now: a sample of it.
+            inside: whether more passes of the window may follow: a factor then stays in the coefficients.
+        """
+        state, tolerance = self._states[rank][key], self.tolerance(key)
+        cut, then = alike(now, state.sample)
+        if not is_finite(cut):
+            return Explanation(NOT_FINITE, 1.0, {}, now)
+        if not size(cut):
+            kept = not size(then) and bool(state.coefficients)
+            return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
+        if size(cut - then) <= 1e-3 * tolerance * size(cut):
+            return Explanation(SAME, 1.0, state.coefficients, now)
+        if self.ranks > 1 and (found := self._reduction(key, cut, then, tolerance)) is not None:
+            return Explanation(REDUCED, *found, now)
+        multiplied = factor(cut, then, tolerance)
+        if multiplied is not None:
+            scaled = {source: c * multiplied for source, c in state.coefficients.items()}
+            return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
+        return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+
+    def _reduction(self, key: int, now: Vector, then: Vector, tolerance: float) -> tuple[float, Coefficients] | None:
+        """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
+        states = [ranked[key] for ranked in self._states]
+        total = np.sum([s.sample[: len(now)] for s in states], axis=0)
+        found = factor(now, total, 20 * tolerance)
+        if found is None or size(total) < 1e-30:
+            return None
+        if factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
+            return None
+        divisor = next((d for d in (self.ranks, 1) if near(found, 1 / d, 1e-4)), None)
+        united: defaultdict[Source, float] = defaultdict(float)
+        for state in states:
+            for source, coefficient in state.coefficients.items():
+                united[source] += coefficient / (divisor or self.ranks)
+        return (1.0 if divisor else found * self.ranks), dict(united)
+
+    def on_pass(self, records: Sequence[PassRecord]) -> int:
+        """Take a pass of all ranks, and return its index."""
+        index, last = self.number_of_passes, self.passes.get(self.number_of_passes - 1)
+        self.number_of_passes += 1
+        self.passes[index] = Seen(records)
+        # all ranks are measured before any is changed: a reduction is a sum over them
+        touched = [
+            (rank, key, self._explain(rank, key, a.was, inside=True))
+            for rank, record in enumerate(records)
+            for key, a in record.arrivals.items()
+            if a.before == TOUCHED and isinstance(a.was, np.ndarray)
+        ]
+        for rank, key, one in touched:
+            self._states[rank][key] = State(one.now, dict(one.coefficients))
+            if last is not None:
+                last.reduced = last.reduced or one.event == REDUCED
+        for rank, record in enumerate(records):
+            for key, a in record.arrivals.items():
+                assert isinstance(a.now, np.ndarray)
+                state = self._states[rank][key]
+                if a.before == BY_HAND:
+                    self._arrived[rank, index, key] = a.now
+                    continue
+                if a.before == NONE:
+                    state = self._states[rank][key] = State()
+                now, then = alike(a.now, state.sample) if size(state.sample) else (a.now, np.zeros(len(a.now)))
+                if not is_finite(a.now):
+                    self._not_finite.add(index)
+                with np.errstate(invalid="ignore"):
+                    arrived = self._arrived[rank, index, key] = now - then
+                coefficients = dict(state.coefficients)
+                if size(arrived):
+                    coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
+                else:
+                    # a branch that begins at zero: whether it was reset cannot be told from it
+                    self._null.add((rank, index, key))
+                self._states[rank][key] = State(a.now, coefficients)
+        return index
+
+    def on_step(self, steps: Sequence[StepRecord]) -> Window:
+        """Take a step of all ranks."""
+        optimizer, keys = steps[0].optimizer, list(steps[0].gradients)
+        before = self.last.get(optimizer, 0)
+        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
+        found = {
+            key: self._explain(0, key, now, inside=False)
+            for key in keys
+            if isinstance(now := steps[0].gradients[key], np.ndarray)
+        }
+        reduced = any(one.event == REDUCED for one in found.values())
+        window = Window(
+            optimizer, self.steps, steps, members, keys, {}, 1.0, None,
+            {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
+            not reduced and not any(p.reduced for p in members.values()) and self._differ(steps),
+            {n for n in self._null if n[1] in members}, self._not_finite & members.keys(),
+        )  # fmt: skip
+        self._fill(window, found)
+        self._leave(window, steps)
+        self.steps += 1
+        return window
+
+    def _differ(self, steps: Sequence[StepRecord]) -> bool:
+        """Return whether the ranks have different gradients."""
+        for key, own in steps[0].gradients.items():
+            for other in (step.gradients.get(key) for step in steps[1:]):
+                if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
+                    now, then = alike(own, other)
+                    if size(now - then) > self.tolerance(key) * size(now):
+                        return True
+        return False
+
+    def _fill(self, window: Window, found: Mapping[int, Explanation]) -> None:
+        """Set the coefficients, the common factor and the edit of a window."""
+        factors = {
+            key: (one.factor if one.event != EDITED else None)
+            for key, one in found.items()
+            if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
+        }
+        some = [f for f in factors.values() if f]
+        tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
+        common = float(np.median(some)) if some else 0.0
+        off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
+        if off and self.ranks == 1 and window.passes:
+            self._gather(window, found)
+        if off and (by_hand := self._by_hand(window)) is not None:
+            window.edit = BY_HAND
+            pairs = list(zip(window.passes, by_hand, strict=True))
+            for key in window.keys:
+                window.coefficients[key] = {(0, i): c for i, c in pairs if (0, i, key) in self._arrived}
+            return
+        window.factor = common
+        for key, one in found.items():
+            unexplained = one.event in (EDITED, RESET, NOT_FINITE)
+            kept = self._states[0][key].coefficients if unexplained else one.coefficients
+            window.coefficients[key] = dict(kept)
+        if factors and all(f == 0.0 for f in factors.values()):
+            window.edit = "all reset"
+        elif any(factors[key] != 0.0 for key in off):
+            window.edit, window.factor = "free", None
+        elif off:
+            window.edit = "reset"
+
+    def _gather(self, window: Window, found: Mapping[int, Explanation]) -> None:
+        """Put what arrived in each pass beside what stood in `.grad`, over all parameters."""
+        length = min((len(one.now) for one in found.values()), default=0)
+        nothing = np.zeros(length)
+
+        def column(values: Iterable[Vector]) -> Vector:
+            return np.concatenate([(v if len(v) >= length else nothing)[:length] for v in values])
+
+        columns = [column(self._arrived.get((0, i, key), nothing) for key in window.keys) for i in window.passes]
+        target = column(found[key].now if key in found else nothing for key in window.keys)
+        arrivals = np.stack(columns, 1)
+        if arrivals.shape[0] > arrivals.shape[1] and is_finite(target) and np.isfinite(arrivals).all():
+            window.arrivals, window.target = arrivals, target
+
+    def _by_hand(self, window: Window) -> Sequence[float] | None:
+        """Return the coefficients of a window's arrivals in a gradient that the program wrote, if they are exact."""
+        if window.arrivals is None:
+            return None
+        solution, _, rank, _ = np.linalg.lstsq(window.arrivals, window.target, rcond=1e-7)
+        tolerance = 20 * max(map(self.tolerance, window.keys))
+        residual = size(window.arrivals @ solution - window.target)
+        if rank < window.arrivals.shape[1] or residual > tolerance * size(window.target):
+            return None
+        return [float(c) for c in solution]
+
+    def _leave(self, window: Window, steps: Sequence[StepRecord]) -> None:
+        """Set the states that a step leaves behind, and forget what no later step can ask for."""
+        for rank, step in enumerate(steps):
+            for key in window.keys:
+                now = step.gradients.get(key)
+                if not isinstance(now, np.ndarray):
+                    self._states[rank][key] = State()
+                    continue
+                coefficients = window.coefficients.get(key, {}) if size(now) or window.edit is None else {}
+                kept: Coefficients = {}
+                for (of, index), c in coefficients.items():
+                    # what is left in `.grad` after a step is an earlier window's, however many those were
+                    place = of, (EARLIER if index < window.before else index)
+                    kept[place] = c if place[1] != EARLIER else 1.0
+                self._states[rank][key] = State(now, kept)
+        for index in window.passes:
+            sources = {(rank, index) for rank in range(self.ranks)}
+            if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):
+                self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
+        self.last[window.optimizer] = self.number_of_passes
+        for key in window.keys:
+            self._owners[key].add(window.optimizer)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the passes that every optimizer of their parameters has stepped on.
+
+        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while.
+        """
+
+        def is_done(index: int, seen: Seen) -> bool:
+            keys = {key for record in seen.records for key in record.arrivals}
+            return all(index < self._stepped.get(key, 0) - 1 for key in keys)
+
+        for key, steps in list(self._owners.items()):
+            self._stepped[key] = min(self.last[optimizer] for optimizer in steps)
+        old = self.number_of_passes - MOST_PASSES
+        for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
+            del self.passes[index]
+        kept = self.passes.keys()
+        self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept}
+        self._null = {n for n in self._null if n[1] in kept}
+        self._not_finite &= kept
+
+
+MOST_PASSES = 512
+"""Passes that are kept for parameters that no optimizer has stepped on."""
+SIGNIFICANT = 5.0
+"""Standard errors from which on a coefficient is not 0."""

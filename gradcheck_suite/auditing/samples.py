@@ -1,0 +1,177 @@
+"""A few linear functions of a gradient: what is kept of it, in place of a copy.
+
+A sample of 16 elements is taken of every state of `.grad`; projections onto 8 vectors of random signs, which see every
+element, are added in the windows that are looked at in full. Both are linear, so the sample of a sum is the sum of the
+samples. Nothing here waits for a device: the sample of a gradient on a GPU is a tensor there until `read` is called.
+
+On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an operation, and
+without BLAS, which would take all threads of the machine whatever the program has set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ELEMENTS, PROJECTIONS, TILE = 16, 8, 4096
+Vector = npt.NDArray[np.float64]
+"""The elements, then the projections where they were taken."""
+Raw = torch.Tensor | Vector
+"""A sample that may still lie on a device."""
+
+NOTHING: Vector = np.zeros(ELEMENTS)
+"""The sample of an arrival that is not looked at."""
+_random = np.random.default_rng(20260101)
+_SIGNS = _random.choice([-1.0, 1.0], (PROJECTIONS, TILE))
+
+
+def _stride(number: int) -> int:
+    """Return an odd stride: the elements of a matrix with an even number of columns are then not all of one column."""
+    step = max(1, number // ELEMENTS)
+    return step - (step > 1 and step % 2 == 0)
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
+    """Return a flat array of a tensor on the CPU, which shares its memory where that is possible; None elsewhere."""
+    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.contiguous().view(torch.int16)
+    elif not tensor.dtype.is_floating_point:
+        return None
+    return tensor.numpy().reshape(-1)
+
+
+def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return numbers: a bfloat16 number, which numpy lacks, is the upper half of a float32 number."""
+    return array if array.dtype != np.int16 else (array.astype(np.int32) << 16).view(np.float32)
+
+
+@cache
+def _of_tiles(number: int) -> npt.NDArray[np.float64]:
+    return np.random.default_rng(number).choice([-1.0, 1.0], number)
+
+
+@cache
+def _on_device(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_SIGNS).to(device)
+
+
+def _projected(array: npt.NDArray[Any]) -> Vector:
+    """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
+    whole = len(array) // TILE
+    columns = np.zeros(TILE)
+    for tile, sign in enumerate(_of_tiles(whole)):
+        columns += sign * _numbers(array[tile * TILE : (tile + 1) * TILE])
+    rest = _numbers(array[whole * TILE :])
+    columns[: len(rest)] += rest
+    return (columns * _SIGNS).sum(1)
+
+
+def _projected_on_device(flat: torch.Tensor) -> torch.Tensor:
+    whole = flat.numel() // TILE
+    tiles = flat[: whole * TILE].view(whole, TILE).to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
+    columns = torch.from_numpy(_of_tiles(whole)).to(tiles) @ tiles
+    rest = flat[whole * TILE :].to(columns)
+    columns[: rest.numel()] += rest
+    return _on_device(flat.device) @ columns.double()
+
+
+def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """Return linear functions of a sparse gradient: its rows times numbers that a row's index decides, added up."""
+    indices, values = tensor._indices(), tensor._values().detach()
+    rows = values.reshape(indices.shape[1], -1).double()
+    key = sum((d + 1.7548776662) * indices[d].double() for d in range(indices.shape[0]))
+    phases = torch.arange(1, PROJECTIONS + 1, device=rows.device).double()
+    projected = torch.cos(phases[:, None] * key + phases[:, None]) @ rows
+    if not projected.numel():
+        return projected.new_zeros(ELEMENTS)
+    return torch.cat([projected[:, 0], projected.sum(1)])
+
+
+def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
+    """Return linear functions of a gradient: 16 elements, and 8 projections if `whole`.
+
+    Args:
+        gradient: of any shape, layout, dtype or device; of a distributed tensor the local shard is read.
+        whole: whether the projections are taken.
+    """
+    tensor = local(gradient.detach())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.layout != torch.strided:
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            found = _of_sparse(tensor)
+        return found.numpy() if found.device.type == "cpu" else found
+    step = _stride(tensor.numel())
+    array = _array(tensor)
+    if array is not None:
+        elements = np.zeros(ELEMENTS)
+        some = _numbers(array[: step * (ELEMENTS - 1) + 1 : step])
+        elements[: len(some)] = some
+        return np.concatenate([elements, _projected(array)]) if whole else elements
+    with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+        flat = tensor.reshape(-1)
+        picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
+        picked = torch.nn.functional.pad(picked, (0, ELEMENTS - picked.numel()))
+        return torch.cat([picked, _projected_on_device(flat)]) if whole else picked
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a distributed tensor, any other tensor as it is."""
+    shard = getattr(tensor, "to_local", None)
+    found: torch.Tensor = tensor if shard is None else shard()
+    return found
+
+
+def read(samples: Sequence[Raw]) -> list[Vector]:
+    """Return samples as arrays; those that lie on a device are brought over together, which waits for it once."""
+    on_device = [s for s in samples if isinstance(s, torch.Tensor)]
+    over: Iterator[Vector] = iter(())
+    if on_device:
+        flat = torch.cat(on_device).cpu().numpy()
+        over = iter(np.split(flat, np.cumsum([len(s) for s in on_device])[:-1]))
+    return [next(over) if isinstance(s, torch.Tensor) else s for s in samples]
+
+
+def mark(tensor: torch.Tensor) -> bytes | None:
+    """Return some elements to the bit, or None where reading them would wait for a device.
+
+    Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they are.
+    """
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        return None
+    array = _array(tensor.detach())
+    return None if array is None else array[:: max(1, len(array) // 8 | 1)].tobytes()
+
+
+def size(vector: Vector) -> float:
+    """Return the largest absolute value of a sample."""
+    return float(np.abs(vector).max()) if len(vector) else 0.0
+
+
+def is_finite(vector: Vector) -> bool:
+    """Return whether a sample has neither NaN nor infinity."""
+    return bool(np.isfinite(vector).all())
+
+
+def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
+    """Return two samples cut to the part that both have."""
+    length = min(len(one), len(other))
+    return one[:length], other[:length]
+
+
+def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
+    """Return f where `now` is f times `then`, else None."""
+    now, then = alike(now, then)
+    square = float((then * then).sum())
+    if not square or not math.isfinite(square):
+        return None
+    found = float((now * then).sum()) / square
+    return found if size(now - found * then) <= tolerance * max(size(now), 1e-300) else None

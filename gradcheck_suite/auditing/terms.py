@@ -1,0 +1,445 @@
+"""What goes backward, read off its own autograd graph: a loss as a sum of terms, each of so many items.
+
+The walk down the graph gives the topology: names of nodes, shapes, saved integers. Every number, such as the factor
+that a term is multiplied by, is the gradient that arrives at the term's node, which a hook on the node sees. So a
+division in a trainer, a loss scale or an all-reduced divisor needs no rule of its own.
+
+No saved tensor is unpacked but the total weight and the targets of `nll_loss`, and those only where no saved-tensor
+hook has packed them: unpacking runs the forward again under a checkpoint, and kills the backward that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from gradcheck_suite.auditing.places import in_trace
+from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
+
+COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
+ROUNDINGS = 16
+"""Roundings of a coarse dtype that a factor may have gone through."""
+MARK, DECLARED = "gradcheck_suite audit", "gradcheck_suite objective"
+"""Entries of a node's metadata: it has gone backward; the count and the reduction that the program declares for it."""
+
+# The table of nodes. `scalar` says what a node does to one number on its way from the loss to a term, `below` what it
+# does to the elements under a term's reduction.
+PASS, EACH, TERM, OPAQUE = "pass", "each live input", "term", "opaque"
+WEIGHTED, PARTIAL, ITEMS = "pass, with weights", "partial reduction", "items"
+
+
+@dataclass(frozen=True)
+class Node:
+    """How the walk treats a node.
+
+    Attributes:
+        scalar: on a tensor of one element: `PASS`, `EACH`, `TERM` or `OPAQUE`.
+        below: under a reduction, where one input has a gradient: `PASS`, `WEIGHTED`, `PARTIAL` or `ITEMS`.
+    """
+
+    scalar: str
+    below: str
+
+
+def _rows(names: str, scalar: str, below: str) -> dict[str, Node]:
+    return {name: Node(scalar, below) for name in names.split()}
+
+
+NODES = {
+    **_rows("Alias AsStrided Clone Contiguous Detach Expand Flatten Flip NanToNum Neg Permute Real", PASS, PASS),
+    **_rows(
+        "ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose Unbind Unflatten", PASS, PASS
+    ),
+    **_rows("Unfold UnsafeSplit UnsafeView Unsqueeze View ViewAs", PASS, PASS),
+    # functions in Python that are linear in what passes through them
+    **_rows("_AllReduce _DDPSink _ToTorchTensor Identity", PASS, PASS),
+    **_rows("Gather Index IndexSelect MaskedSelect Take", PASS, WEIGHTED),
+    **_rows("Mul Div", PASS, WEIGHTED),
+    **_rows("Add Sub Rsub", EACH, PASS),
+    **_rows("CopySlices IndexPut MaskedFill Where", EACH, WEIGHTED),
+    **_rows("Addcdiv Addcmul", OPAQUE, PASS),
+    **_rows("Cat Stack", EACH, ITEMS),
+    **_rows("Mean Sum", TERM, PARTIAL),
+    **_rows("Bmm Dot Mm Mv Vdot", TERM, ITEMS),
+}
+"""The nodes that the walk goes through; every other one ends it."""
+UNKNOWN = Node(OPAQUE, ITEMS)
+PRODUCTS = ("Bmm", "Dot", "Mm", "Mv", "Vdot")
+"""Reductions of two tensors, both of which may have a gradient: a sum over the elements of either."""
+OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
+"""Reduced losses of torch that divide by the rows of their input; the others divide by its elements."""
+MEAN = 1
+"""The value of a saved `reduction` that divides; 2 is a sum and 0 reduces nothing."""
+
+Place = tuple[Any, int]
+"""A node and the index of its output."""
+
+
+def kind(node: Any) -> str:
+    """Return the name of a node without its ending: `Mul` of `MulBackward0`."""
+    name = str(node.name()).rsplit("::", 1)[-1]
+    head, found, tail = name.partition("Backward")
+    return head if found and (not tail or tail.isdigit()) else name
+
+
+def live(node: Any) -> list[Place]:
+    """Return the inputs of a node that have a gradient."""
+    return [(f, i) for f, i in node.next_functions if f is not None]
+
+
+def _shape(node: Any, index: int) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(size) for size in node._input_metadata[index].shape)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # nested tensors, functions of one's own
+        return None
+
+
+def _elements(node: Any, index: int) -> int:
+    shape = _shape(node, index)
+    return -1 if shape is None else prod(shape)
+
+
+def _is_packed(node: Any, name: str) -> bool:
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return raw is None or getattr(raw, "unpack_hook", None) is not None
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss, in numbers.
+
+    Attributes:
+        expression: the names of its reduction and of its items.
+        weight: the factor that reaches each element of what the reduction reduces; None where none arrived.
+        counts: what it may count -> how many: elements, those with a weight, rows, targets, the sum of class weights.
+        mean: whether the reduction itself divides.
+        deeper: the weight and number of elements under each partial reduction below.
+        item: the weight and the number of those elements whose weight is not 0, where it is the same for all of them.
+        tolerance: relative, of the weight.
+        opaque: why it cannot be read as a sum over items.
+        partial: whether it sees items through which no gradient flows.
+        again: whether it has gone backward before.
+        line: `file:line` of the loss, where it is known.
+    """
+
+    expression: tuple[str, ...]
+    weight: float | None
+    counts: dict[str, float] = field(default_factory=dict)
+    mean: bool = False
+    deeper: tuple[tuple[float, float], ...] = ()
+    item: tuple[float, float] | None = None
+    tolerance: float = LIVE_WEIGHT_TOLERANCE
+    opaque: str | None = None
+    partial: bool = False
+    again: bool = False
+    line: str | None = None
+
+    @property
+    def own(self) -> str:
+        """The count that the term's own reduction divides by, or would."""
+        first = ("counted", "elements" if self.mean else "nonzero", "weights", "nonzero", "elements")
+        return next((name for name in first if name in self.counts), next(iter(self.counts), "elements"))
+
+    def words(self) -> str:
+        """Return the expression in words: `mean over 24 of CrossEntropy`."""
+        own = self.counts.get(self.own)
+        over = "" if own is None else f" over {own:g}"
+        return f"{'mean' if self.mean else self.expression[0].lower()}{over}"
+
+
+@dataclass
+class _Found:
+    """A term while its backward runs."""
+
+    expression: tuple[str, ...]
+    counts: dict[str, float] = field(default_factory=dict)
+    inner: list[tuple[bool, int]] = field(default_factory=list)
+    mean: bool = False
+    opaque: str | None = None
+    partial: bool = False
+    again: bool = False
+    has_dimension: bool = False
+    node: Any = None
+    line: str | None = None
+    above: int = 0
+    seen: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def numbers(self) -> Term:
+        """Return the term in numbers, once its backward has run."""
+        term = Term(
+            self.expression,
+            None,
+            mean=self.mean,
+            opaque=self.opaque,
+            partial=self.partial,
+            again=self.again,
+            line=self.line,
+        )
+        arrived = self.seen.get("arrived")
+        if arrived is None:
+            return term
+        tolerance = ROUNDINGS * COARSE[arrived.dtype] if arrived.dtype in COARSE else LIVE_WEIGHT_TOLERANCE
+        counts = {name: float(value) for name, value in self.counts.items()}
+        if arrived.numel() == 1:
+            weight = float(arrived)
+        else:  # what goes backward is no scalar: its gradient was given
+            given = _Weights(arrived)
+            weight, counts["nonzero"] = given.largest, given.number
+        if (total := self.seen.get("total_weight")) is not None:
+            counts = {"counted": float(total), **counts}
+        if (valid := self.seen.get("valid")) is not None:
+            counts["valid"] = float(valid)
+        if (rows := self.seen.get("rows")) is not None:
+            counts = {"counted": float((_by_row(rows) != 0).any(1).sum()), **counts}
+        if self.mean:
+            own = counts.get("counted", counts.get("elements", 0.0))
+            weight = weight / own if own else float("nan")
+        item = None
+        if (each := self.seen.get("items")) is not None:
+            weights, below = _Weights(each), self.inner[self.above :]
+            counts["nonzero"] = weights.number / prod(number for _, number in below)
+            if weight:
+                counts["weights"] = weights.total / abs(weight) / prod(n for mean, n in below if not mean)
+            if weights.smallest >= weights.largest * (1 - tolerance):
+                item = weights.largest, weights.number
+        deeper, divisor, number = [], 1.0, counts.get("elements", 1.0)
+        for divides, size in self.inner:
+            divisor, number = divisor * (size if divides else 1), number * size
+            deeper.append((weight / divisor, number))
+        return replace(term, weight=weight, counts=counts, deeper=tuple(deeper), item=item, tolerance=tolerance)
+
+
+def _by_row(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]) if gradient.dim() == 2 else gradient.flatten(1)
+
+
+class _Weights:
+    """The weights that a gradient gives to elements: how many are not 0, their sum, the largest and the smallest."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        size = gradient.detach().abs().double().flatten()
+        some = size[size > 0]
+        self.number, self.total = float(some.numel()), float(size.sum())
+        self.largest = float(size.max()) if size.numel() else 0.0
+        self.smallest = float(some.min()) if some.numel() else 0.0
+
+
+class Reader:
+    """Reads the terms of one backward and hooks their nodes.
+
+    Attributes:
+        found: the terms.
+        error: the exception of a hook, which must not leave it: autograd would raise it in the user's backward.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[_Found] = []
+        self.error: Exception | None = None
+        self._handles: list[Any] = []
+        self._visited: set[Place] = set()
+
+    def read(self, roots: Iterable[Any]) -> None:
+        """Read what goes backward from some tensors or gradient edges."""
+        for root in roots:
+            node, index = place_of(root)
+            if node is not None:
+                (self._scalar if _elements(node, index) == 1 else self._vector)(node, index, ())
+
+    def terms(self) -> list[Term]:
+        """Return the terms in numbers."""
+        return [term.numbers() for term in self.found]
+
+    def keep(self, handle: Any) -> None:
+        """Keep the handle of a hook that is removed with the others."""
+        self._handles.append(handle)
+
+    def close(self) -> None:
+        """Remove the hooks and let go of the graph."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._visited.clear()
+        for term in self.found:
+            term.node = None
+
+    def _vector(self, node: Any, index: int, above: tuple[str, ...]) -> None:
+        """Read a tensor of several elements that goes backward with a gradient that was given."""
+        term = _Found((*above, "given"), {"elements": _elements(node, index)})
+        self._items(term, node, index, weighted=False)
+        self._add(term, node, index)
+
+    def _scalar(self, node: Any, index: int, above: tuple[str, ...]) -> None:
+        """Go down from one number to the terms that it is a linear function of."""
+        while True:
+            if (node, index) in self._visited:
+                return None
+            self._visited.add((node, index))
+            if (declared := node.metadata.get(DECLARED)) is not None:
+                count, reduction = declared
+                term = _Found((*above, "declared"), {"counted": count}, mean=reduction == "mean")
+                return self._add(term, node, index)
+            name, inputs = kind(node), live(node)
+            row = NODES.get(name, UNKNOWN)
+            if name in ("Div", "Mul") and len(inputs) > 1:
+                return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
+            if name == "Div" and node.next_functions[0][0] is None:
+                return self._opaque(node, index, above, "one over something that has a gradient")
+            if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
+                for place in inputs:
+                    (self._scalar if _elements(*place) == 1 else self._vector)(*place, above)
+                return None
+            one = row.scalar != OPAQUE and bool(inputs) and _elements(*inputs[0]) == 1
+            if one and row.scalar == TERM and _shape(*inputs[0]):
+                # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of one item?
+                if self._is_made_of_scalars(inputs[0], above):
+                    return None
+                one = False
+            if not one:
+                break
+            node, index = inputs[0]
+        return self._end(node, index, above, name, inputs)
+
+    def _end(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Place]) -> None:
+        reduction = getattr(node, "_saved_reduction", None)
+        if isinstance(reduction, int) and reduction:
+            return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
+        row = NODES.get(name, UNKNOWN)
+        if row.scalar == TERM and (len(inputs) == 1 or name in PRODUCTS):
+            return self._reduction(node, index, above, name, inputs[0])
+        if row.scalar == PASS and inputs:
+            return self._opaque(node, index, above, "one element of many")
+        if name.startswith("Compiled"):
+            return self._opaque(node, index, above, "it was computed inside torch.compile, which `--eager` opens")
+        what = f"{name} of a number" if inputs and _elements(*inputs[0]) == 1 else f"{name}, which is no sum"
+        return self._opaque(node, index, above, what)
+
+    def _is_made_of_scalars(self, place: Place, above: tuple[str, ...]) -> bool:
+        found, handles, visited = len(self.found), len(self._handles), set(self._visited)
+        self._scalar(*place, above)
+        new = self.found[found:]
+        if new and all(not term.opaque and not term.has_dimension for term in new):
+            return True
+        for handle in self._handles[handles:]:
+            handle.remove()
+        del self.found[found:], self._handles[handles:]
+        self._visited = visited
+        return False
+
+    def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
+        """Read a node that is a reduced loss of torch: its `reduction` is saved."""
+        term = _Found((*above, name), {"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
+        shape = _shape(*below) or (1,)
+        if name in OF_ROWS:
+            term.counts["elements"] = shape[0] if len(shape) > 1 else 1
+        if name.startswith("Nll"):
+            term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
+            if _is_packed(node, "total_weight"):
+                self._hook(node, term, "rows", 0, of_inputs=True)
+            else:
+                term.seen["total_weight"] = node._saved_total_weight.detach()
+        self._add(term, node, index)
+
+    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
+        inputs = live(below[0])
+        if NODES.get(kind(below[0]), UNKNOWN) == NODES["Cat"] and all(_elements(*place) == 1 for place in inputs):
+            for place in inputs:
+                self._scalar(*place, above)
+            return
+        term = _Found((*above, name), {"elements": _elements(*below)}, mean=name == "Mean")
+        self._add(term, node, index)
+        self._items(term, *below, weighted=name not in ("Sum", "Mean"))
+
+    def _items(self, term: _Found, node: Any, index: int, *, weighted: bool) -> None:
+        """Go down from a reduced tensor to the first node that is no linear function of one tensor: the items."""
+        while True:
+            name, inputs = kind(node), live(node)
+            row = NODES.get(name, UNKNOWN)
+            if len(inputs) != 1 or row.below == ITEMS or (name == "Div" and node.next_functions[0][0] is None):
+                break
+            if row.below == WEIGHTED:
+                weighted, term.above = True, len(term.inner)
+            if row.below == PARTIAL:
+                before, after = _elements(node, index), _elements(*inputs[0])
+                if 0 < before < after:
+                    term.inner.append((name == "Mean", after // before))
+            node, index = inputs[0]
+        term.expression = (*term.expression, name)
+        if (shape := _shape(node, index)) and not term.mean:
+            term.counts["rows"] = shape[0]
+        if name.startswith("Nll") and not _is_packed(node, "target"):
+            term.seen["valid"] = (node._saved_target != node._saved_ignore_index).sum()
+        if weighted:
+            self._hook(node, term, "items", index)
+
+    def _opaque(self, node: Any, index: int, above: tuple[str, ...], why: str) -> None:
+        self._add(_Found((*above, kind(node)), opaque=why), node, index)
+
+    def _add(self, term: _Found, node: Any, index: int) -> None:
+        term.node, term.has_dimension = node, bool(_shape(node, index))
+        term.line = in_trace(node.metadata.get("traceback_", ()))
+        self.found.append(term)
+        self._hook(node, term, "arrived", index)
+
+    def _hook(self, node: Any, term: _Found, name: str, index: int, *, of_inputs: bool = False) -> None:
+        def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
+            try:
+                # a hook is called with the gradients of inputs and of outputs, a prehook with the latter alone
+                given = gradients[0][index] if len(gradients[0]) > index else None
+                if given is not None:
+                    term.seen.setdefault(name, given.detach())
+            except Exception as error:
+                self.error = error
+
+        register: Callable[..., Any] = node.register_hook if of_inputs else node.register_prehook
+        self._handles.append(register(hook))
+
+
+def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
+    """Note what a loss is a mean or a sum of, so that the walk ends there."""
+    if loss.grad_fn is not None:
+        number = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        metadata: dict[Any, Any] = loss.grad_fn.metadata  # type: ignore[assignment]
+        metadata[DECLARED] = number, reduction
+
+
+def place_of(root: Any) -> tuple[Any, int]:
+    """Return the node and the output of a tensor or of a gradient edge; the node is None for a leaf."""
+    if isinstance(root, torch.Tensor):
+        return root.grad_fn, root.output_nr
+    return getattr(root, "node", None), getattr(root, "output_nr", 0)
+
+
+def is_leaf(node: Any) -> bool:
+    """Return whether a node adds to the `.grad` of a leaf."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")
+
+
+def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the leaves that a gradient reaches, and the nodes that join items with and without a gradient.
+
+    Args:
+        nodes: from which to go down.
+        beyond: nodes that are not entered.
+    """
+    stack, seen = [node for node in nodes if node is not None], set(beyond)
+    leaves, joins = [], []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_leaf(node):
+            leaves.append(node.variable)
+            continue
+        inputs, name = node.next_functions, node.name()
+        if (name == "CatBackward0" and node._saved_dim == 0 and any(f is None for f, _ in inputs)) or (
+            name == "CopySlices" and inputs and inputs[0][0] is None
+        ):
+            joins.append(node)
+        stack.extend(f for f, _ in inputs if f is not None)
+    return leaves, joins

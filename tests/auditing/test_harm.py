@@ -1,0 +1,195 @@
+"""An audit never harms: an error of its own, a strange graph, or a long run leaves the program what it is."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+
+import gradcheck_suite
+from gradcheck_suite.__main__ import main
+from gradcheck_suite.auditing import forwards, judge, recorder, replay, samples, terms, weights, window_again
+
+PLANTED = [
+    (samples, "sample"),
+    (samples, "mark"),
+    (samples, "read"),
+    (recorder, "here"),
+    (recorder, "leaves_below"),
+    (recorder.Recorder, "_look_at_gradients"),
+    (recorder.Recorder, "_watch"),
+    (recorder.Recorder, "_point"),
+    (terms.Reader, "read"),
+    (terms.Reader, "terms"),
+    (terms.Reader, "_scalar"),
+    (terms, "kind"),
+    (replay.Replay, "on_pass"),
+    (replay.Replay, "on_step"),
+    (judge, "judge_sums"),
+    (judge, "judge_weights"),
+    (weights, "compare"),
+    (window_again, "_compute"),
+    (forwards.RandomState, "now"),
+    (forwards.Forwards, "_record"),
+]
+"""Where an error is planted: every hook of the audit and what it calls."""
+
+
+def _trained():
+    """Train three windows and return the parameters and the state of the random numbers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3))
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(2):
+            loss = F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1]))
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize(("holder", "name"), PLANTED, ids=[name for _, name in PLANTED])
+def test_an_error_of_its_own_ends_the_instrument_and_not_the_program(holder, name, monkeypatch):
+    parameters, state = _trained()
+
+    def failing(*args, **kwargs):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(holder, name, failing)
+    audit = gradcheck_suite.audit(name="planted").open()
+    try:
+        found = _trained()
+    finally:
+        result = audit.close()
+    assert all(map(torch.equal, parameters, found[0]))
+    assert torch.equal(state, found[1])
+    assert not result.violations, result
+    said = [*result.findings, result.unjudged or ""]
+    assert any("ZeroDivisionError" in sentence for sentence in said), result
+
+
+def test_without_an_error_it_holds():
+    with gradcheck_suite.audit() as audit:
+        _trained()
+    assert (audit.result.verdict, audit.result.windows) == ("holds", 3), audit.result
+
+
+class Lazy(torch.autograd.Function):
+    """A function whose backward receives None for an output that nothing uses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, one, other):
+        return (
+            None
+            if one is None and other is None
+            else 2 * (one if one is not None else 0) + 3 * (other if other is not None else 0)
+        )
+
+
+class Reused(torch.autograd.Function):
+    """A function that returns the same buffer from every backward."""
+
+    buffer = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Reused.buffer is None or Reused.buffer.shape != gradient.shape:
+            Reused.buffer = torch.empty_like(gradient)
+        Reused.buffer.copy_(gradient * 2)
+        return Reused.buffer
+
+
+class Noisy(torch.nn.Module):
+    """A model with a generator of its own, which an audit may not advance."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 3)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return self.linear(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(5, 3), type("L", (torch.nn.Module,), {"forward": lambda s, x: Lazy.apply(x)[0]})()
+        ),
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(5, 3), type("R", (torch.nn.Module,), {"forward": lambda s, x: Reused.apply(x)})()
+        ),
+        Noisy,
+        lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)),
+    ],
+    ids=["unused output", "reused buffer", "own generator", "buffers"],
+)
+def test_strange_models_train_as_without_an_audit(make):
+    def train():
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(2):
+                (F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1])) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+
+    without = train()
+    with gradcheck_suite.audit(every=1) as audit:
+        under = train()
+    assert all(map(torch.equal, without, under))
+    assert audit.result.holds, audit.result
+
+
+def test_time_and_memory_of_a_long_run_are_bounded():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def steps(number):
+        for i in range(number):
+            if i % 2:
+                ((weight * 2).sum() / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with gradcheck_suite.audit(every=1000) as audit:
+        steps(4000)
+        tracemalloc.start()
+        steps(2000)
+        first = tracemalloc.get_traced_memory()[0]
+        steps(4000)
+        grown = tracemalloc.get_traced_memory()[0] - first
+        tracemalloc.stop()
+    assert audit.result.holds, audit.result
+    assert grown < 1 << 20, grown
+
+
+def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nos.chdir('/')\nprint(__file__, sys.argv)\n"
+        "import torch\nw = torch.nn.Parameter(torch.ones(2))\no = torch.optim.SGD([w])\n"
+        "for _ in range(2):\n    (w * 1).mean().backward()\n    o.step()\n    o.zero_grad()\n"
+    )
+    path = tmp_path / "r.json"
+    assert main(["audit", "--json", str(path), str(script), "--own"]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"{script} {[str(script), '--own']}\n"
+    assert "holds" in err
+    assert path.exists()
