@@ -17,15 +17,14 @@ import torch
 
 from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.forwards import Forward, Forwards
-from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import KNOWN, Fault, Judge, violation_of
-from gradcheck_suite.auditing.options import AuditFields, AuditOptions
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.ranks import End, Ranks, RankWriter, died_before, gather
 from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
 from gradcheck_suite.auditing.replay import Window
 from gradcheck_suite.auditing.terms import Reader, declare
-from gradcheck_suite.auditing.window_again import Asked, compute_again
+from gradcheck_suite.auditing.window_again import Asked, JaxOpinion, KeptCall, ask_jax, compute_again, kept_calls
+from gradcheck_suite.core.contract import AuditFields, AuditOptions
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.errors import UsageError
 

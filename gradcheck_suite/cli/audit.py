@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gradcheck_suite.auditing.options import INSTRUMENTS
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
+from gradcheck_suite.core.contract import INSTRUMENTS
 from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import LiveResult, results_to_json
 from gradcheck_suite.errors import UsageError

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import functions
-from gradcheck_suite.auditing.functions import LEAST, first_calls, judge_function
+from gradcheck_suite.auditing import forwards
+from gradcheck_suite.auditing.forwards import LEAST, first_calls, judge_function
 from tests.auditing.running import audited
 
 HOW = {
@@ -361,5 +361,5 @@ def test_the_new_style_of_functions():
 
 
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
-    monkeypatch.setattr(functions, "LARGEST", 39)
+    monkeypatch.setattr(forwards, "LARGEST", 39)
     assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
