@@ -19,7 +19,7 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 window` or `2 micro-batches`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
 
 
 # The table of expected and observed weights on a console, with bars.
