@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.cli import arguments as output_paths
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OPTIONS, add_option, options_of
@@ -40,8 +39,6 @@ from gradcheck_suite.run.processes import server_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
 
-# Opens a page in the browser of the desktop, where somebody at a terminal waits for it.
-
 
 def open_page(path: Path) -> bool:
     """Open a file in the browser, and return whether a browser took it.
@@ -51,9 +48,6 @@ def open_page(path: Path) -> bool:
     """
     desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
-
-
-# Verify one loop and record the result: the same for the command line and for the pytest plugin.
 
 
 @dataclass(frozen=True)
@@ -194,7 +188,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="PATH",
         help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
     )
-    output_paths.add_reports(parser, "counterexamples go to DIR/counterexamples")
+    parsers.add_reports(parser, "counterexamples go to DIR/counterexamples")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    output_paths.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
+    parsers.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
     if arguments.html is not None:
         from gradcheck_suite.page.render import expect_installed
 

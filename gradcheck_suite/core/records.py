@@ -169,7 +169,7 @@ JUDGING = (
 )
 """The packages and modules that decide a verdict and its name."""
 
-LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
+LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
 MEASURING = (
     *LOOPS,
     *(f"studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),

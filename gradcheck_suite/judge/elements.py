@@ -123,9 +123,6 @@ def _is_of_all(comparison: Comparison, name: str, what: str) -> bool:
     return len(alike) > 1 and bool((np.abs(seen - of_all) <= len(alike) * allowed.max()).all())
 
 
-# Which narrow format, or how many levels, the elements of a gradient were rounded to.
-
-
 LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
 """Largest whole numbers of the formats that gradients are quantised to."""
 
@@ -413,37 +410,12 @@ def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_z
     return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
 
 
-# Naming a gradient each element of which is combined from those of the micro-batches otherwise than by their sum.
-#
-# On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
-# and a median or an agreement of signs looks like a missing gradient.
-
-
-Rows = npt.NDArray[np.float64]
-
-
-def _where(parts: Rows, chosen: npt.NDArray[np.intp]) -> Vector:
+def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
     found: Vector = np.take_along_axis(parts, chosen[None], axis=0)[0]
     return found
 
 
-def _agreeing(parts: Rows) -> Vector:
-    total: Vector = parts.sum(axis=0)
-    return np.where(np.abs(np.sign(parts).sum(axis=0)) == len(parts), total, 0.0)
-
-
-def _over_those_reached(parts: Rows) -> Vector:
-    found: Vector = parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
-    return found
-
-
-def _signal_to_noise(parts: Rows) -> Vector:
-    squares = (parts**2).sum(axis=0)
-    found: Vector = parts.sum(axis=0) ** 3 / np.where(squares, squares, 1.0)
-    return found
-
-
-COMBINATIONS: dict[str, Callable[[Rows], Vector]] = {
+COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
     "the largest of those of the micro-batches": lambda parts: parts.max(axis=0),
     "the smallest of those of the micro-batches": lambda parts: parts.min(axis=0),
     "that of the micro-batch in which it is largest in absolute value": lambda parts: _where(
@@ -455,15 +427,24 @@ COMBINATIONS: dict[str, Callable[[Rows], Vector]] = {
     "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
     "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[(len(parts) - 1) // 2],
     "the root of the sum of the squares of those of the micro-batches": lambda parts: np.sqrt((parts**2).sum(axis=0)),
-    "the micro-batches' sum where their signs agree, and 0 elsewhere": _agreeing,
-    "the micro-batches' sum over the number of those in which it is not 0": _over_those_reached,
-    "the micro-batches' sum times its square over the sum of their squares": _signal_to_noise,
+    "the micro-batches' sum where their signs agree, and 0 elsewhere": lambda parts: np.where(
+        np.abs(np.sign(parts).sum(axis=0)) == len(parts), parts.sum(axis=0), 0.0
+    ),
+    "the micro-batches' sum over the number of those in which it is not 0": lambda parts: (
+        parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
+    ),
+    "the micro-batches' sum times its square over the sum of their squares": lambda parts: (
+        parts.sum(axis=0) ** 3 / np.where(squares := (parts**2).sum(axis=0), squares, 1.0)
+    ),
 }
 """What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
 
 
 def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
     """Return the diagnosis of elements that are another function of the micro-batches' than their sum, or None.
+
+    On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
+    and a median or an agreement of signs looks like a missing gradient.
 
     Args:
         window: whose gradient is wrong.
@@ -491,9 +472,6 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     return None
 
 
-# Telling what, in place of a sum of the same elements, a reduction over ranks made of their gradients.
-
-
 OPERATIONS = (
     ("MAX", "the largest", lambda rows: rows.max(axis=0)),
     ("MIN", "the smallest", lambda rows: rows.min(axis=0)),
@@ -513,7 +491,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
         alike: whether all ranks have it.
     """
     owners = window.reference.instance.case.plan.owners
-    gradients = np.stack(window.sums()) / window.divisor
+    gradients = np.stack(window.contributions(summed=True)) / window.divisor
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return None
     ranks = np.array([owners[j] for j in window.members])
@@ -542,9 +520,6 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
             "parameters in the same order on every rank, all of them",
         )
     return None
-
-
-# Parameters under several names that are wrong: done once per name, or with only one of their uses in the gradient.
 
 
 def with_second_names(
@@ -622,9 +597,6 @@ def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[st
 
 
 # What a gradient that does not grow with the loss shows: a threshold, a normalization, or a term that is added.
-#
-# The same loop runs with the loss 2**-20 times as large. What it does to the gradient of that is compared with what
-# it does to the gradient itself.
 
 
 EXACT = 1e-9

@@ -42,8 +42,8 @@ class Pattern:
         name: of the fault.
         fits: whether a step's weights are the pattern's.
         sentence: what the loop did and what to do, from the violated step and all steps that are wrong.
-        rank: patterns of a lower rank are more special, and win where they fit.
-        tells: whether a wrong step separates the pattern from those of the next rank; they are given as well where no
+        priority: patterns of a lower number are more special, and win where they fit.
+        tells: whether a wrong step separates the pattern from those of the next number; they are given as well where no
             step does.
         informs: whether a wrong step shows the pattern at all; at least one must.
     """
@@ -51,12 +51,12 @@ class Pattern:
     name: str
     fits: Callable[[Weights], bool]
     sentence: Callable[[Weights, Steps], str]
-    rank: int = 0
+    priority: int = 0
     tells: Callable[[Weights], bool] = lambda w: True
     informs: Callable[[Weights], bool] = lambda w: True
 
 
-def _patterns_unequal(w: Weights) -> bool:
+def _unequal_counts(w: Weights) -> bool:
     return len({w.counts[j] for j in w.inside}) > 1
 
 
@@ -84,7 +84,7 @@ def _is_mean(w: Weights, share: float | None = None) -> bool:
     return not w.foreign and bool(np.all(means != 0)) and w.close(means, means.mean() if share is None else share)
 
 
-def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], str], rank: int = 0) -> Pattern:
+def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], str], priority: int = 0) -> Pattern:
     def sentence(w: Weights, wrong: Steps) -> str:
         if w.reduction == "sum":
             return (
@@ -94,7 +94,7 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
         short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
         return f"each micro-batch's mean has weight {text(w)}, whatever its count{short}: {SHARES}"
 
-    return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_patterns_unequal)
+    return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, priority, informs=_unequal_counts)
 
 
 def _by_one_count(place: int, word: str) -> Pattern:
@@ -111,7 +111,7 @@ def _by_one_count(place: int, word: str) -> Pattern:
             f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share"
         ),
         informs=lambda w: (
-            _patterns_unequal(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
+            _unequal_counts(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
         ),
     )
 
@@ -203,7 +203,7 @@ INSIDE: tuple[Pattern, ...] = (
             f"the micro-batches are dealt to {_groups(w)} groups, as to ranks, and the groups' means have one weight "
             f"whatever their counts: {SHARES}"
         ),
-        informs=_patterns_unequal,
+        informs=_unequal_counts,
     ),
     Pattern(
         "mean-of-means",
@@ -218,7 +218,7 @@ INSIDE: tuple[Pattern, ...] = (
         "wrong-scale",
         lambda w: w.reduction == "mean" and _is_mean(w, 1.0),
         lambda w, wrong: f"each micro-batch's mean has weight 1, {len(w.window)} times the mean of means: {SHARES}",
-        informs=_patterns_unequal,
+        informs=_unequal_counts,
     ),
     Pattern(
         "wrong-count",
@@ -241,7 +241,7 @@ INSIDE: tuple[Pattern, ...] = (
             "weighted-by-count",
             _power_of_count(power),
             lambda w, wrong, how=how: f"{how} its micro-batch's count: {SHARES}",  # type: ignore[misc]
-            informs=_patterns_unequal,
+            informs=_unequal_counts,
         )
         for power, how in (
             (1, "an item's weight is proportional to"),
@@ -310,9 +310,6 @@ INSIDE: tuple[Pattern, ...] = (
 """Patterns of the window's own micro-batches."""
 
 
-# The patterns of means that are weighted by the count of another micro-batch of the window.
-
-
 def _by_count_of(w: Weights, away: int) -> bool:
     """Whether means are weighted by the counts of the micro-batches so many places away, over the window's count.
 
@@ -339,10 +336,7 @@ NEIGHBOURS = tuple(
 """One for the count of the micro-batch before, as of a variable that is updated late, and one for that of the next."""
 
 
-# Patterns of steps that hold micro-batches of other windows, beside their own or in their place.
-#
-# An epoch's items are the same in every epoch, so in later epochs a gradient of another window may come from either
-# side: only the steps of the first epoch tell an earlier window from a later one.
+# Steps that hold micro-batches of other windows, beside their own or in their place.
 
 
 RESET = "reset the gradients once after every step, the short last window's too"
@@ -363,6 +357,7 @@ def _own_is_whole(w: Weights) -> bool:
 
 
 def _stale(w: Weights) -> bool:
+    # in later epochs, whose items are the same, a gradient of another window may come from either side
     return _own_is_whole(w) and (w.epoch > 0 or all(_earlier(w, j) for j in w.foreign))
 
 
@@ -564,7 +559,7 @@ def reordered(steps: Steps) -> tuple[Pattern, ...]:
     return (Pattern("other-window", lambda w: True, lambda w, wrong: said, 2, informs=lambda w: bool(w.foreign)),)
 
 
-# The patterns of weights that depend on a micro-batch's place in its window, and are read off the longest one.
+# Weights that depend on a micro-batch's place in its window, read off the longest one.
 
 
 def _grows(w: Weights, step: float) -> bool:
@@ -636,11 +631,7 @@ def by_place(wrong: Steps) -> tuple[Pattern, ...]:
     )
 
 
-# The patterns of weights that faults between ranks give.
-#
-# They hold for the gradient of any rank: none asks which one it is. They are more special than the patterns of one
-# rank, which describe micro-batches in an order that those of several ranks do not have. Where all ranks have the
-# same wrong gradient, it was added up over them, and what is missing in it is missing for another reason.
+# Weights that faults between ranks give, for the gradient of any rank.
 
 
 REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
@@ -657,7 +648,7 @@ def _several(w: Weights) -> bool:
     return len(set(_owned(w))) > 1
 
 
-def _rank_patterns_unequal(w: Weights) -> bool:
+def _unequal_counts_of_ranks(w: Weights) -> bool:
     return len({w.count_of_rank(rank) for rank in set(_owned(w))}) > 1
 
 
@@ -680,6 +671,7 @@ def _busy(w: Weights) -> int:
 def _only_one_rank(w: Weights) -> int | None:
     """Return the rank whose micro-batches alone are in its gradient, or None."""
     present = set(_owned(w)[w.ratio != 0])
+    # where all ranks have the same gradient, it was added up, and what is missing in it has another reason
     if w.alike or w.foreign or len(present) != 1:
         return None
     (rank,) = present
@@ -801,7 +793,7 @@ RANKS: tuple[Pattern, ...] = (
                 f"and gradients are averaged: {GLOBAL_COUNT}"
             ),
             -1,
-            informs=_rank_patterns_unequal,
+            informs=_unequal_counts_of_ranks,
         )
         for share, text in (
             (lambda w: 1 / w.world_size, "one over the number of ranks"),
@@ -813,7 +805,7 @@ RANKS: tuple[Pattern, ...] = (
         _ranks_means(lambda w: 1.0),
         lambda w, wrong: f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
         -1,
-        informs=_rank_patterns_unequal,
+        informs=_unequal_counts_of_ranks,
     ),
     Pattern(
         "reduced-repeatedly",
@@ -826,4 +818,7 @@ RANKS: tuple[Pattern, ...] = (
         informs=_longer,
     ),
 )
-"""Patterns of a window that several ranks share; they apply where the owners of micro-batches are known."""
+"""Patterns of a window that several ranks share; they apply where the owners of micro-batches are known.
+
+They are more special than the patterns of one rank, which describe micro-batches in an order that those of several
+ranks do not have."""

@@ -26,10 +26,7 @@ from gradcheck_suite.catalogue.tables import (
 )
 from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.reference import programs
-from gradcheck_suite.reference.programs import Request, keep, kept_files, to_numpy
-
-# Pads the leading dimension of the arrays that compiled programs receive, so that few shapes occur.
-
+from gradcheck_suite.reference.programs import ProgramRequest, keep, kept_files, to_numpy
 
 ROWS = {None: 48, 1: 144, 0: 256}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
@@ -64,9 +61,6 @@ def pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     return padded
 
 
-# Windows that go through a model in JAX in one batch.
-
-
 class Windows:
     """Consecutive windows that go through the model in one batch, and the gradients of each.
 
@@ -89,7 +83,9 @@ class Windows:
 
 # The chain rule between layers, each of which is one compiled program that JAX differentiates.
 #
-# `Walk.forward` calls the programs from the first layer to the last, and `Walk.backward` from the last to the first.
+# For parameters p, input x and an incoming cotangent c, a program returns y = f(p, x) and the pullback of c. Random
+# models consist of the same few layers, so almost nothing is compiled twice. Tests hold the result equal to
+# `whole_gradient`, and a finding is checked against it before it is reported.
 
 
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
@@ -117,9 +113,9 @@ class _Leaf:
         self.path, self.ties = path, ties
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
-        self._requests: dict[Any, tuple[Request, npt.NDArray[Any]]] = {}
+        self._requests: dict[Any, tuple[ProgramRequest, npt.NDArray[Any]]] = {}
 
-    def request(self, windows: Windows) -> Request:
+    def request(self, windows: Windows) -> ProgramRequest:
         """Return the request for the layer's program on the rows of these windows."""
         x = np.broadcast_to(np.zeros((), self.dtype), (windows.rows, *self.size_in))
         return self._request(windows.rows, self._params(windows), self._fold(x), self._extras(windows))[0]
@@ -175,12 +171,12 @@ class _Leaf:
 
     def _request(
         self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
-    ) -> tuple[Request, npt.NDArray[Any]]:
+    ) -> tuple[ProgramRequest, npt.NDArray[Any]]:
         """Return the request for so many rows and a cotangent of zeros; `x` is folded."""
         found = self._requests.get((rows, x.shape))
         if found is None:
             zeros = np.zeros(self._shape(rows))
-            request = Request.of(self.key, self.program, params, x, extras, zeros)
+            request = ProgramRequest.of(self.key, self.program, params, x, extras, zeros)
             found = self._requests[rows, x.shape] = request, zeros
         return found
 
@@ -353,15 +349,15 @@ class Objective:
         options = tuple(option for option in loss.options if option[0] != "reduction")
         self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
         self.mean = np.asarray(loss.reduction == "mean")
-        self._requests: dict[Any, Request] = {}
+        self._requests: dict[Any, ProgramRequest] = {}
 
-    def request(self, windows: Windows, size: tuple[int, ...]) -> Request:
+    def request(self, windows: Windows, size: tuple[int, ...]) -> ProgramRequest:
         """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
         found = self._requests.get(windows.rows)
         if found is None:
             out = np.broadcast_to(0.0, (windows.rows, *size))
             arguments = out, self._targets(windows), windows.numbers(), self.mean
-            found = self._requests[windows.rows] = Request.of(self.key, self.program, *arguments)
+            found = self._requests[windows.rows] = ProgramRequest.of(self.key, self.program, *arguments)
         return found
 
     def gradients(self, windows: Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
@@ -376,11 +372,7 @@ class Objective:
         return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
 
 
-# JAX's gradients of earlier runs, in files.
-#
-# `verify` draws the same cases from the same seed, so a run after a change to the loop needs the same gradients. Only
-# the second process reads them: it says nothing but that a run holds, and whatever it doubts, its parent judges by
-# gradients that it computes itself.
+# JAX's gradients of earlier runs, in files: `verify` draws the same cases from the same seed.
 
 
 FOLDER = "gradients"
@@ -392,7 +384,11 @@ _used_here = False
 
 
 def use_kept_gradients() -> None:
-    """Let this process read gradients from files, and write those that it computes."""
+    """Let this process read gradients from files, and write those that it computes.
+
+    Only the second process does: it says nothing but that a run holds, and whatever it doubts, its parent judges by
+    gradients that it computes itself.
+    """
     global _used_here
     _used_here = True
     if (folder := kept_files()) is not None:
@@ -446,12 +442,6 @@ class KeptGradients:
 
 
 # The large-batch gradient in JAX.
-#
-# Each layer is one compiled program. For parameters p, input x and an incoming cotangent c it returns y = f(p, x) and
-# the pullback of c by `jax.vjp`. `jax_layers` calls the programs forward and then backward through the model: it
-# applies the chain rule between layers, and JAX differentiates inside each. Random models consist of the same few
-# layers, so almost nothing is compiled twice. `accumulated.whole_gradient` differentiates the whole model with
-# `jax.grad`. Tests hold the two equal, and a finding is checked against it before it is reported.
 
 
 @lru_cache(maxsize=512)
@@ -537,7 +527,7 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
 # JAX reference differ, and for a sample of the cases in the properties.
 
 
-class _Given(NamedTuple):
+class _ModelInputs(NamedTuple):
     values: Arguments
     batch: Arguments
     ties: Sequence[Tie]
@@ -546,7 +536,7 @@ class _Given(NamedTuple):
 def _apply(
     layers: Iterable[Layer],
     signal: Signal,
-    given: _Given,
+    given: _ModelInputs,
     x: jax.Array,
     path: str = "",
     start: int = 0,
@@ -571,7 +561,7 @@ def _apply(
 
 
 def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
-    return _apply(problem.layers, input_signal(problem.input), _Given(values, batch, problem.ties), batch["x"])
+    return _apply(problem.layers, input_signal(problem.input), _ModelInputs(values, batch, problem.ties), batch["x"])
 
 
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:

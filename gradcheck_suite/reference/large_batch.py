@@ -47,8 +47,6 @@ from gradcheck_suite.reference.noise import (
 )
 from gradcheck_suite.run.instance import Compute, Instance, instance_of, torch_dtype
 
-# The error of a reference that cannot be computed.
-
 
 class CannotJudgeError(Exception):
     """The case itself cannot run here: the plain large batch fails before any loop is involved."""
@@ -98,8 +96,7 @@ def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients
 
 # What rounding allows of one window's gradient: in float64, and in a lower precision.
 #
-# Both bounds have a coarse part that needs no draws, `quick`, and a whole, which measures rounding errors. The
-# formulas and their sources are in `core.comparison`.
+# The formulas and their sources are in `core.comparison`.
 
 
 class Float64Bound:
@@ -421,17 +418,12 @@ class Window:
         compared = self.bound.comparable(observed)
         return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
 
-    def contributions(self) -> list[Vector]:
-        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it."""
-        instance, model = self.reference.instance, self.model()
-        items = (instance.case.plan.items(j) for j in self.members)
-        return [self.reference.flat(gradients_of(instance, model, cut, dtype=torch.float64)) for cut in items]
-
-    def sums(self) -> list[Vector]:
-        """Return the float64 gradient of each micro-batch's summed loss."""
+    def contributions(self, *, summed: bool = False) -> list[Vector]:
+        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or summed."""
         instance, model = self.reference.instance, self.model()
         cuts = (instance.case.plan.items(j) for j in self.members)
-        return [self.reference.flat(gradients_of(instance, model, c, summed=True, dtype=torch.float64)) for c in cuts]
+        found = (gradients_of(instance, model, cut, summed=summed, dtype=torch.float64) for cut in cuts)
+        return [self.reference.flat(gradients) for gradients in found]
 
     @property
     def divisor(self) -> float:
@@ -441,7 +433,7 @@ class Window:
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        total: Vector = sum(self.sums(), start=np.zeros_like(self.torch)) / self.divisor
+        total: Vector = sum(self.contributions(summed=True), start=np.zeros_like(self.torch)) / self.divisor
         return total
 
 
@@ -477,12 +469,7 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         # a random gradient is no rounding error, and would widen the bound that it is held to
         return text
     compared = compare_within(bound, quickly, accumulated=False)
-    if compared.ratio <= 1:
-        return None
-    return (
-        f"torch's and JAX's large-batch gradients of {_where(window, compared)}: "
-        f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
-    )
+    return None if compared.ratio <= 1 else _differing("large-batch gradients", window, compared, jax)
 
 
 def accumulation_fault(window: Window) -> str | None:
@@ -497,11 +484,13 @@ def accumulation_fault(window: Window) -> str | None:
         return text
     bound, accumulated = window.float64_bound, np.sum(window.float64_bound.contributions, axis=0)
     compared = compare_within(bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick))
-    if compared.ratio <= 1:
-        return None
+    return None if compared.ratio <= 1 else _differing("gradients", window, compared, window.jax)
+
+
+def _differing(what: str, window: Window, compared: Comparison, jax: Vector) -> str:
     return (
-        f"torch's and JAX's gradients of {_where(window, compared)}: "
-        f"{blame(opinions(window, window.jax), compared.allowed)}; no loop is to blame"
+        f"torch's and JAX's {what} of {_where(window, compared)}: "
+        f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
     )
 
 

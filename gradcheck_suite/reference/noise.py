@@ -261,10 +261,8 @@ def _moved_data(tensor: torch.Tensor, eps: float, generator: torch.Generator) ->
     return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved
 
 
-# Whether a computation's numbers fit into the range of a lower precision.
-#
-# A gradient that is finite in float64 may overflow in float16 without a fault. The float64 computation tells: some of
-# its numbers are too large there, or become 0 or infinite when each result is rounded to the precision.
+# Whether a computation's numbers fit into the range of a lower precision: a gradient that is finite in float64 may
+# overflow in float16 without a fault.
 
 
 MARGIN = 64.0

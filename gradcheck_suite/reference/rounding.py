@@ -149,10 +149,6 @@ def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:
 
 
 # Normalizations as functions of simpler operations, so that each of these is rounded at random.
-#
-# A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
-# Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
-# by their standard deviation: 5e-6 for (-6.7251, -6.8569).
 
 
 Tensor = torch.Tensor
@@ -160,6 +156,10 @@ Tensor = torch.Tensor
 
 def _statistics(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the centred input, the mean, and one over the standard deviation; the last two keep the axes.
+
+    A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
+    Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
+    by their standard deviation: 5e-6 for (-6.7251, -6.8569).
 
     An error of the mean alone would cancel in the variance. Welford's method, which torch uses, multiplies deviations
     from two partial means, each with an error of its own: each value is therefore rounded before it is centred again.

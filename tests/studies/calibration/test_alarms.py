@@ -9,7 +9,7 @@ from gradcheck_suite.catalogue.tables import LAYERS, LOSSES
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, case_from_json
 from gradcheck_suite.core.contract import assumptions_of
 from gradcheck_suite.reference import large_batch, noise
-from gradcheck_suite.studies.calibration import LOOPS, Drawn, Judge, draw_cases, drawn_layers, drawn_losses
+from gradcheck_suite.studies.calibration import LOOPS, CaseJudge, Drawn, draw_cases, drawn_layers, drawn_losses
 from gradcheck_suite.verification import judge_run
 from gradcheck_suite.verification.check import check
 from tests.one_problem import OVERFLOWING_SUM
@@ -25,7 +25,7 @@ def _no_reference_is_kept(monkeypatch):
 
 
 def _run(case: Case, **settings):
-    return Judge(Drawn(case, frozenset()), **settings).run(1000, lambda: None)
+    return CaseJudge(Drawn(case, frozenset()), **settings).run(1000, lambda: None)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -113,7 +113,7 @@ def test_other_rules_are_given_the_gradient_of_the_step(name):
 
 
 def test_a_limit_is_kept():
-    assert Judge(Drawn(CASE, frozenset())).run(3, lambda: None).checks == 3
+    assert CaseJudge(Drawn(CASE, frozenset())).run(3, lambda: None).checks == 3
 
 
 # What is drawn
