@@ -64,14 +64,9 @@ def projection(expected: Array, observed: Array, allowed: float, parameter: Arra
     def lacks(part: Array) -> bool:
         return bool((np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any())
 
-    if lacks(np.full_like(expected, expected.mean())):
-        return "the mean of all its elements"
-    if expected.ndim > 1:
-        inner = tuple(range(1, expected.ndim))
-        for axes, which in ((inner, "row"), ((0,), "column")):
-            length = np.prod([expected.shape[axis] for axis in axes])
-            if length > 1 and lacks(np.broadcast_to(expected.mean(axis=axes, keepdims=True), expected.shape)):
-                return f"the mean of each {which}"
+    for mean, of in _means(expected):
+        if lacks(mean):
+            return f"the mean of each {of}" if of else "the mean of all its elements"
     size = 0.0 if parameter is None else float((parameter**2).sum())
     if parameter is not None and size and lacks(parameter * (float((parameter * expected).sum()) / size)):
         return "what lies along the parameter itself"
@@ -82,14 +77,18 @@ def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
     """Return the mean that every element of a gradient is: of all elements, of its row or of its column."""
     if not (np.abs(observed) > allowed).any():
         return None
-    axes: list[tuple[tuple[int, ...], str]] = [(tuple(range(expected.ndim)), "the mean of all elements")]
-    if expected.ndim > 1:
-        axes += [(tuple(range(1, expected.ndim)), "the mean of its row"), ((0,), "the mean of its column")]
-    for over, which in axes:
-        mean = np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape)
+    for mean, of in _means(expected):
         if (np.abs(mean - expected) > allowed).any() and (np.abs(observed - mean) <= allowed).all():
-            return which
+            return f"the mean of its {of}" if of else "the mean of all elements"
     return None
+
+
+def _means(expected: Array) -> Iterator[tuple[Array, str]]:
+    """Yield the mean of all elements, of each row and of each column, in the elements' shape, and what it is of."""
+    every = tuple(range(expected.ndim))
+    for over, of in ((every, ""), *(((every[1:], "row"), ((0,), "column")) if len(every) > 1 else ())):
+        if math.prod(expected.shape[axis] for axis in over) > 1:
+            yield np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape), of
 
 
 def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:

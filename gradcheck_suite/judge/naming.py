@@ -354,7 +354,7 @@ def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: b
     if not chosen:
         return _unrecognised(violated)
     names = list(dict.fromkeys(pattern.name for pattern in chosen))[:MOST_NAMES]
-    first = {name: next(p.sentence(violated, wrong) for p in chosen if p.name == name) for name in names}
+    first = {name: next(p.text(violated, wrong) for p in chosen if p.name == name) for name in names}
     rare = _alike(steps) or ("" if complete else _where(violated, steps))
     if rare == OF_SEVERAL and names == ["no-gradient"]:
         rare += NOT_A_SUM

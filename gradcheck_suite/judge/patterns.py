@@ -41,7 +41,7 @@ class Pattern:
     Attributes:
         name: of the fault.
         fits: whether a step's weights are the pattern's.
-        sentence: what the loop did and what to do, from the violated step and all steps that are wrong.
+        sentence: what the loop did and what to do; or a function of the violated step and all steps that are wrong.
         priority: patterns of a lower number are more special, and win where they fit.
         tells: whether a wrong step separates the pattern from those of the next number; they are given as well where no
             step does.
@@ -50,10 +50,14 @@ class Pattern:
 
     name: str
     fits: Callable[[Weights], bool]
-    sentence: Callable[[Weights, Steps], str]
+    sentence: str | Callable[[Weights, Steps], str]
     priority: int = 0
     tells: Callable[[Weights], bool] = lambda w: True
     informs: Callable[[Weights], bool] = lambda w: True
+
+    def text(self, violated: Weights, wrong: Steps) -> str:
+        """Return the sentence."""
+        return self.sentence if isinstance(self.sentence, str) else self.sentence(violated, wrong)
 
 
 def _unequal_counts(w: Weights) -> bool:
@@ -106,10 +110,8 @@ def _by_one_count(place: int, word: str) -> Pattern:
     return Pattern(
         "wrong-count",
         lambda w: w.reduction == "mean" and _is_mean(w, share(w)),
-        lambda w, wrong: (
-            f"each micro-batch's mean is weighted by the count of the window's {word} micro-batch, and not by its own: "
-            f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share"
-        ),
+        f"each micro-batch's mean is weighted by the count of the window's {word} micro-batch, and not by its own: "
+        f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share",
         informs=lambda w: (
             _unequal_counts(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
         ),
@@ -188,7 +190,7 @@ INSIDE: tuple[Pattern, ...] = (
     Pattern(
         "no-gradient",
         lambda w: not w.foreign and not np.any(w.ratio),
-        lambda w, wrong: "nothing of the window is in the gradient: it was reset before the step",
+        "nothing of the window is in the gradient: it was reset before the step",
         # what cannot be read may be there
         tells=lambda w: w.inside == list(w.window),
     ),
@@ -223,24 +225,20 @@ INSIDE: tuple[Pattern, ...] = (
     Pattern(
         "wrong-count",
         _counts_items,
-        lambda w, wrong: (
-            "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
-            "weight each by run.count(batch) over the window's count"
-        ),
+        "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
+        "weight each by run.count(batch) over the window's count",
     ),
     Pattern(
         "wrong-count",
         lambda w: w.is_right or _counts_whole(w),
-        lambda w, wrong: (
-            "micro-batches' means are weighted by their counts made whole numbers, and a count may be a fraction, as a "
-            "sum of class weights is: weight each by run.count(batch) as it is"
-        ),
+        "micro-batches' means are weighted by their counts made whole numbers, and a count may be a fraction, as a "
+        "sum of class weights is: weight each by run.count(batch) as it is",
     ),
     *(
         Pattern(
             "weighted-by-count",
             _power_of_count(power),
-            lambda w, wrong, how=how: f"{how} its micro-batch's count: {SHARES}",  # type: ignore[misc]
+            f"{how} its micro-batch's count: {SHARES}",
             informs=_unequal_counts,
         )
         for power, how in (
@@ -269,20 +267,16 @@ INSIDE: tuple[Pattern, ...] = (
     Pattern(
         "reset-inside-window",
         alone(-1),
-        lambda w, wrong: (
-            "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and "
-            "add to the gradient, do not assign it"
-        ),
+        "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and "
+        "add to the gradient, do not assign it",
         tells=more_than_two,
         informs=more_than_one,
     ),
     Pattern(
         "first-only",
         alone(0),
-        lambda w, wrong: (
-            "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
-            "no_sync, a detached graph)"
-        ),
+        "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
+        "no_sync, a detached graph)",
         tells=more_than_two,
         informs=more_than_one,
     ),
@@ -326,9 +320,7 @@ NEIGHBOURS = tuple(
     Pattern(
         "weighted-by-count",
         lambda w, away=away: _by_count_of(w, away),  # type: ignore[misc]
-        lambda w, wrong, where=where: (  # type: ignore[misc]
-            f"each micro-batch's mean is weighted by the count of the micro-batch {where} it: {SHARES}"
-        ),
+        f"each micro-batch's mean is weighted by the count of the micro-batch {where} it: {SHARES}",
         informs=lambda w: more_than_two(w) and len({w.counts[j] for j in w.inside}) > 1,
     )
     for away, where in ((1, "before"), (-1, "after"))
@@ -403,10 +395,8 @@ def _delayed(windows: int) -> Pattern:
     return Pattern(
         "delayed-window",
         lambda w: bool(w.windows) and fits(w),
-        lambda w, wrong: (
-            f"the step holds the gradient of {how_far}, and not its own: read the gradient after it has been computed "
-            "or communicated"
-        ),
+        f"the step holds the gradient of {how_far}, and not its own: read the gradient after it has been computed "
+        "or communicated",
         # one window that stands in for all looks the same where only the first two are seen
         tells=lambda w: bool(w.index and w.index >= windows + 1 and not w.epoch),
         informs=lambda w: bool(w.foreign),
@@ -533,7 +523,7 @@ def averaged(steps: Steps) -> tuple[Pattern, ...]:
         f"each step's gradient is {own:g} times its own window's, plus {kept:g} times that of the step before it: a "
         "moving average or a momentum is kept in the gradient; hand the optimizer the window's own gradient"
     )
-    return (Pattern("stale-window", lambda w: True, lambda w, wrong: said, -1),)
+    return (Pattern("stale-window", lambda w: True, said, -1),)
 
 
 def reordered(steps: Steps) -> tuple[Pattern, ...]:
@@ -556,7 +546,7 @@ def reordered(steps: Steps) -> tuple[Pattern, ...]:
         "each micro-batch of an epoch is in one step, and some in another window than their own: the loop trains them "
         "in another order than the loader yields them; shuffle or sort the data before the loader, or within a window"
     )
-    return (Pattern("other-window", lambda w: True, lambda w, wrong: said, 2, informs=lambda w: bool(w.foreign)),)
+    return (Pattern("other-window", lambda w: True, said, 2, informs=lambda w: bool(w.foreign)),)
 
 
 # Weights that depend on a micro-batch's place in its window, read off the longest one.
@@ -621,10 +611,8 @@ def by_place(wrong: Steps) -> tuple[Pattern, ...]:
         Pattern(
             "weighted-by-place",
             fits,
-            lambda w, wrong: (
-                f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the "
-                f"first and those after it, whatever they count: {SHARES}"
-            ),
+            f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the "
+            f"first and those after it, whatever they count: {SHARES}",
             2,
             informs=lambda w: w is not longest and len(w.inside) > 1,
         ),
@@ -770,10 +758,8 @@ def by_rank(wrong: Steps) -> tuple[Pattern, ...]:
         Pattern(
             "wrong-scale",
             lambda w: not w.foreign and w.close(w.ratio, [factors.get(rank, np.nan) for rank in _owned(w)]),
-            lambda w, wrong: (
-                f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what "
-                "a rank does to its losses or gradients before the gradients are added up"
-            ),
+            f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what "
+            "a rank does to its losses or gradients before the gradients are added up",
             2,
             informs=_longer,
         ),
@@ -788,10 +774,8 @@ RANKS: tuple[Pattern, ...] = (
         Pattern(
             "mean-of-means",
             _ranks_means(share),
-            lambda w, wrong, text=text: (  # type: ignore[misc]
-                f"each rank's mean has weight {text}, whatever its count, as where ranks divide by their own counts "
-                f"and gradients are averaged: {GLOBAL_COUNT}"
-            ),
+            f"each rank's mean has weight {text}, whatever its count, as where ranks divide by their own counts "
+            f"and gradients are averaged: {GLOBAL_COUNT}",
             -1,
             informs=_unequal_counts_of_ranks,
         )
@@ -803,7 +787,7 @@ RANKS: tuple[Pattern, ...] = (
     Pattern(
         "local-count",
         _ranks_means(lambda w: 1.0),
-        lambda w, wrong: f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
+        f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
         -1,
         informs=_unequal_counts_of_ranks,
     ),

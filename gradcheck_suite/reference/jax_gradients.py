@@ -283,23 +283,18 @@ class Walk:
             tape.append(saved)
         return x, tape
 
-    def backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Add each window's gradients of the parameters; return the gradient of the input of the first layer."""
-        return self._backward(windows, tape, cotangent, 0)
-
-    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
-        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
-        first = next((i for i, saved in enumerate(tape) if not self._is_fixed(i, saved)), len(tape))
-        self._backward(windows, tape, cotangent, first)
-
-    def _is_fixed(self, index: int, saved: Any) -> bool:
-        """Return whether a node is a single layer without parameters and buffers."""
-        return isinstance(self.nodes[index], _Leaf) and not saved[0]
-
-    def _backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+    def backward(
+        self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int = 0
+    ) -> npt.NDArray[Any]:
+        """Add each window's gradients of the parameters, from the last node to the first; return that of its input."""
         for node, saved in zip(reversed(self.nodes[first:]), reversed(tape[first:]), strict=True):
             cotangent = node.backward(windows, saved, cotangent)
         return cotangent
+
+    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
+        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
+        fixed = [isinstance(node, _Leaf) and not saved[0] for node, saved in zip(self.nodes, tape, strict=True)]
+        self.backward(windows, tape, cotangent, fixed.index(False) if False in fixed else len(tape))
 
 
 # The objective of a window in JAX, and the compiled program of its gradient by the model's output.

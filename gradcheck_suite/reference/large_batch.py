@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,9 @@ from gradcheck_suite.catalogue.tables import is_accumulable
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import (
     DRAWS,
+    FEW_DRAWS,
+    MANY_DRAWS,
+    RARE_DRAWS,
     SMALLEST,
     UNIT_ROUNDOFF,
     Comparison,
@@ -33,17 +36,13 @@ from gradcheck_suite.reference.jax_gradients import (
     large_batch_gradients,
     whole_gradient,
 )
-from gradcheck_suite.reference.noise import (
+from gradcheck_suite.reference.rounding import (
     Computation,
     Part,
     RoundingErrors,
-    WindowBound,
     cancellation,
-    compare_within,
-    is_rarely_rounding,
     leaves_range,
     shared,
-    whole_bound,
 )
 from gradcheck_suite.run.instance import Compute, Instance, instance_of, torch_dtype
 
@@ -320,6 +319,92 @@ class LowPrecisionBound:
 def _parts(window: Window) -> list[Part]:
     instance = window.reference.instance
     return shared(instance, window.items, [instance.case.plan.items(j) for j in window.members])
+
+
+WindowBound = Float64Bound | LowPrecisionBound
+
+
+# Compare gradients within a bound whose rounding errors are drawn: as often as it takes to decide.
+
+
+UNEVEN = 8.0
+"""Quotient of the mean squares of two groups of `DRAWS` rounding errors from which rare errors are far larger than the
+others. Normally distributed errors in four groups reach it in three of ten million cases."""
+
+SMALL = 100_000
+"""Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""
+
+
+def whole_bound(bound: WindowBound, draws: int = DRAWS) -> Vector:
+    """Return what rounding allows of each element of the large batch, measured on so many draws, (P,)."""
+    return np.maximum(bound.quick, bound.summing + bound.errors.noise(draws))
+
+
+def compare_within(
+    bound: WindowBound, evidence: Comparison, *, roughly: bool = False, accumulated: bool = True
+) -> Comparison:
+    """Compare two gradients with as many draws of the rounding errors as it takes to decide.
+
+    Where the gradients of micro-batches cancel, their rounding errors are larger than the large batch's: the backward
+    of a normalization takes out what lies along its input, and its error is of the size of what it takes out. So before
+    an accumulated gradient is found wrong, the errors of the micro-batches' gradients are drawn, too.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients, and `bound.quick`.
+        roughly: whether a violation may be found with `FEW_DRAWS`, whose bound is 30 times as wide.
+        accumulated: whether one of the gradients is a sum of micro-batches' gradients.
+    """
+    if evidence.ratio <= 1:
+        return evidence
+    found = _compare_drawn(bound, evidence, [bound.errors], roughly)
+    if found.ratio > 1 and accumulated and bound.errors_of_parts is not None:
+        found = _compare_drawn(bound, evidence, [bound.errors, bound.errors_of_parts], roughly)
+    return found
+
+
+def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bool = False) -> bool:
+    """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
+
+    So many are made only where the draws before differ in size from one group to the next, or through a normalization:
+    that over two features has nearly no gradient but where rounding makes them equal, which 128 draws may all miss.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients that differ.
+        has_norm: whether the model has a normalization.
+    """
+    measured = [errors for errors in (bound.errors, bound.errors_of_parts) if errors is not None]
+    index = evidence.worst.index
+    if len(evidence.observed) > SMALL:
+        return False
+    if not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+        measured = measured[:has_norm]
+    draws = MANY_DRAWS
+    while measured and draws < RARE_DRAWS:
+        draws *= 2
+        if _within(bound, evidence, [errors.noise(draws) for errors in measured]).ratio <= 1:
+            return True
+    return False
+
+
+def _compare_drawn(
+    bound: WindowBound, evidence: Comparison, measured: Sequence[RoundingErrors], roughly: bool
+) -> Comparison:
+    """Compare two gradients, whose rounding errors may be as large as the largest of those that are measured."""
+    if roughly and (found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))).ratio > 1:
+        return found
+    found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
+    for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
+        if found.ratio <= 1:
+            return found
+        found = _within(bound, evidence, (errors.noise(draws) for errors in measured))
+    return found
+
+
+def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) -> Comparison:
+    allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
+    return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
 
 
 # One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed one with it.

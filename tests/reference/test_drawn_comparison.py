@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, MANY_DRAWS, RARE_DRAWS, Comparison, Layout
-from gradcheck_suite.reference.noise import compare_within, is_rarely_rounding, whole_bound
+from gradcheck_suite.reference.large_batch import compare_within, is_rarely_rounding
 
 pytestmark = pytest.mark.usefixtures("many_draws")
 QUICK, SUMMING = 0.25, 0.5
@@ -72,12 +72,6 @@ def test_more_is_drawn_until_it_is_allowed(sizes, asked, ratio):
     assert (found.observed[1], found.expected[1]) == (1.5, 0.0)
 
 
-def test_the_quick_bound_is_allowed_whatever_is_drawn():
-    bound = _Bound(_Errors({}))
-    bound.quick = np.full(2, 2.0)
-    assert compare_within(bound, _evidence(3.0)).allowed.tolist() == [2.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("size", "asked", "ratio"),
     [
@@ -133,13 +127,6 @@ def test_of_very_many_elements_few_draws_are_made(length, many):
 DOUBLED = [2**k * MANY_DRAWS for k in range(1, 12) if 2**k * MANY_DRAWS <= RARE_DRAWS]
 
 
-def test_draws_are_doubled_up_to_the_last():
-    assert (DOUBLED[0], DOUBLED[-1]) == (2 * MANY_DRAWS, RARE_DRAWS)
-    errors = _Errors({}, (1.0, 9.0))
-    assert not is_rarely_rounding(_Bound(errors), _evidence(1.5))
-    assert errors.asked == DOUBLED
-
-
 @pytest.mark.parametrize("last", DOUBLED)
 @pytest.mark.parametrize("of_parts", [False, True])
 def test_a_rare_error_as_large_as_the_difference_is_rounding(last, of_parts):
@@ -167,11 +154,3 @@ def test_through_a_normalization_the_large_batchs_errors_are_drawn_on():
     errors, of_parts = _Errors({RARE_DRAWS: 1.0}), _Errors({2 * MANY_DRAWS: 9.0})
     assert is_rarely_rounding(_Bound(errors, of_parts), _evidence(1.5), has_norm=True)
     assert (errors.asked, of_parts.asked) == (DOUBLED, [])
-
-
-def test_the_whole_bound_is_what_adding_up_and_the_draws_allow():
-    errors = _Errors({DRAWS: 2.0, MANY_DRAWS: 0.0})
-    assert whole_bound(_Bound(errors)).tolist() == [2.5, 2.5]
-    bound = _Bound(errors)
-    bound.quick = np.array([0.25, 4.0])
-    assert whole_bound(bound, MANY_DRAWS).tolist() == [0.5, 4.0]

@@ -12,8 +12,14 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.comparison import DRAWS
 from gradcheck_suite.reference.large_batch import Reference, disagreement
-from gradcheck_suite.reference.noise import Computation, RoundingErrors, shared
-from gradcheck_suite.reference.rounding import AttentionBackward, RandomRounding, attention
+from gradcheck_suite.reference.rounding import (
+    AttentionBackward,
+    Computation,
+    RandomRounding,
+    RoundingErrors,
+    attention,
+    shared,
+)
 from gradcheck_suite.run.instance import generated_instance, user_instance
 
 LINEAR = Layer("linear", bias=False, features=1)

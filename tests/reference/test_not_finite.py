@@ -7,8 +7,7 @@ import torch
 
 from gradcheck_suite import Case, Plan, Problem, check
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, windows
-from gradcheck_suite.reference.noise import _Narrowed
-from gradcheck_suite.reference.rounding import RandomRounding
+from gradcheck_suite.reference.rounding import RandomRounding, _Narrowed
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TWO_WINDOWS = Case("corner", Plan((1, 1), 1))

@@ -8,7 +8,7 @@ import pytest
 from gradcheck_suite.catalogue.tables import LAYERS, LOSSES
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, case_from_json
 from gradcheck_suite.core.contract import assumptions_of
-from gradcheck_suite.reference import large_batch, noise
+from gradcheck_suite.reference import large_batch, rounding
 from gradcheck_suite.studies.calibration import LOOPS, CaseJudge, Drawn, draw_cases, drawn_layers, drawn_losses
 from gradcheck_suite.verification import judge_run
 from gradcheck_suite.verification.check import check
@@ -68,7 +68,7 @@ def _too_tight(monkeypatch):
     for name in ("accumulation_bound", "coarse_bound"):
         monkeypatch.setattr(large_batch, name, lambda vector, *_, **__: np.zeros_like(vector))
     for name in ("likely_bound", "noise_bound"):
-        monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
+        monkeypatch.setattr(rounding, name, lambda vector, *_: np.zeros_like(vector))
     return _run(CASE)
 
 
