@@ -77,14 +77,6 @@ def test_a_prepared_program_is_the_one_that_is_called(store):
     assert (next_process.compiled, next_process.loaded) == (0, 2)
 
 
-def test_other_shapes_are_other_programs(store):
-    kept = Programs()
-    kept.call("double", _double, X)
-    kept.call("double", _double, np.arange(4.0))
-    kept.call("double", _double, np.arange(3))
-    assert kept.compiled == 3
-
-
 def test_a_damaged_file_is_compiled_again(store):
     Programs().call("double", _double, X)
     (file,) = _files(store)

@@ -112,10 +112,6 @@ def test_other_rules_are_given_the_gradient_of_the_step(name):
     assert not any(tally.drawn_on.counts)
 
 
-def test_a_limit_is_kept():
-    assert CaseJudge(Drawn(CASE, frozenset())).run(3, lambda: None).checks == 3
-
-
 # What is drawn
 
 
