@@ -18,7 +18,7 @@ from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import constant_meaning
 from gradcheck_suite.judge.patterns import FORMATS
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed
+from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed, times_text
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
@@ -225,8 +225,8 @@ def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> 
         return None
     whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
     if whole and factor:
-        return Diagnosis("wrong-scale", f"{where}every element is {_times(factor)} what it should be")
-    what = "0" if not factor else f"{_times(factor)} what they should be"
+        return Diagnosis("wrong-scale", f"{where}every element is {times_text(factor)} what it should be")
+    what = "0" if not factor else f"{times_text(factor)} what they should be"
     return Diagnosis(
         "partial-gradient",
         f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
@@ -254,10 +254,13 @@ def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
     form = format_of(expected, observed)
     if form is None or format_of(expected, expected) is not None:
         return None
-    return Diagnosis(
-        "rounded-gradient",
-        f"the gradient has a relative error of {relative_error(expected, observed):.1g}, and all its elements are "
-        f"exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+    return Diagnosis("rounded-gradient", f"the gradient {_rounded_text(expected, observed, form)}")
+
+
+def _rounded_text(expected: Array, observed: Array, form: str) -> str:
+    return (
+        f"has a relative error of {relative_error(expected, observed):.1g}, and all its elements are exactly "
+        f"representable in {form}: accumulate in the parameter's dtype or a wider one"
     )
 
 
@@ -307,11 +310,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := format_of(expected, observed)):
-        yield (
-            "rounded-gradient",
-            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
-            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
-        )
+        yield "rounded-gradient", f"the gradient of {name} {_rounded_text(expected, observed, form)}"
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -327,13 +326,8 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
-    said = f"every element is {_times(factor)} what it should be"
+    said = f"every element is {times_text(factor)} what it should be"
     return f"{said}: {meaning}; {remedy}" if meaning else said
-
-
-def _times(factor: float) -> str:
-    off = factor - 1
-    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
 
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -382,7 +376,7 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     if not np.any(np.abs(observed[off]) > allowed[off]):
         what = "0"
     elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
-        what = f"{_times(float(ratio.flat[0]))} what they should be"
+        what = f"{times_text(float(ratio.flat[0]))} what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "

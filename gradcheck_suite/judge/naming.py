@@ -25,7 +25,7 @@ from gradcheck_suite.judge.patterns import (
     rescaled,
     rounded_to,
 )
-from gradcheck_suite.judge.weights import Diagnosis, Steps, Weights, listed
+from gradcheck_suite.judge.weights import Diagnosis, Steps, Weights, listed, times_text
 
 # Factors of a run by which every item of a window may be too heavy or too light, each with its remedy.
 
@@ -408,10 +408,7 @@ def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
 
     def sentence(w: Weights, wrong: Steps) -> str:
         scale = float(w.ratio.mean())
-        said = f"every item of the window weighs {scale:.6g} times what it should"
-        off = abs(scale - 1)
-        if off < 1e-5:
-            said = f"every item of the window weighs 1 {'+' if scale > 1 else '-'} {off:.3g} times what it should"
+        said = f"every item of the window weighs {times_text(scale)} what it should"
         if meaning:
             return f"{said}: {meaning}; {remedy}"
         if factors:

@@ -17,7 +17,6 @@ from gradcheck_suite.judge.weights import (
     Steps,
     Weights,
     alone,
-    alone_for_all,
     dropped_text,
     listed,
     more_than_one,
@@ -283,7 +282,7 @@ INSIDE: tuple[Pattern, ...] = (
     *(
         Pattern(
             "repeated-micro-batch",
-            alone_for_all(place),
+            alone(place, for_all=True),
             lambda w, wrong, word=word, why=why: (  # type: ignore[misc]
                 f"the window's {word} micro-batch is in the gradient {len(w.inside)} times, and the others not at all: "
                 f"{why}"

@@ -316,7 +316,8 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
         def loss(_: torch.nn.Module, batch: Batch) -> torch.Tensor:
             model.set_requires_gradient_sync(is_last_of_window(run, next(calls)))
             part = run.loss(model, batch) * run.world_size
-            return part + _zero_of_each_parameter(model) if reach_all else part
+            # 0, with a gradient of zeros for every trainable parameter
+            return part + sum((0 * p).sum() for p in model.parameters() if p.requires_grad) if reach_all else part
 
         loop(replace(run, loss=loss))
 
@@ -331,11 +332,6 @@ def _parameters_replaced(run: TrainingRun) -> Iterator[None]:
     new = dict(run.model.named_parameters())
     for group in run.optimizer.param_groups:
         group["params"] = [new[names[id(p)]] for p in group["params"]]
-
-
-def _zero_of_each_parameter(model: torch.nn.Module) -> Any:
-    """Return 0, with a gradient of zeros for every trainable parameter."""
-    return sum((0 * p).sum() for p in model.parameters() if p.requires_grad)
 
 
 def _policy(compute: str) -> Any:

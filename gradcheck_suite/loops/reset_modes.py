@@ -377,11 +377,7 @@ def float32_accumulator(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
-PRECISION: dict[str, Loop] = {
-    "autocast_bfloat16": autocast_bfloat16,
-    "grad_scaler": grad_scaler,
-    "float32_accumulator": float32_accumulator,
-}
+PRECISION: dict[str, Loop] = {f.__name__: f for f in (autocast_bfloat16, grad_scaler, float32_accumulator)}
 
 
 # Correct loops in the forms that people write; some state assumptions. `verify` must find that each holds.
@@ -454,13 +450,7 @@ def divide_by_steps(run: TrainingRun) -> None:
                 run.optimizer.zero_grad()
 
 
-SOUND: dict[str, Loop] = {
-    "plain": plain,
-    "rescale_at_the_end": rescale_at_the_end,
-    "closure": closure,
-    "summed": summed,
-    "divide_by_steps": divide_by_steps,
-}
+SOUND: dict[str, Loop] = {f.__name__: f for f in (plain, rescale_at_the_end, closure, summed, divide_by_steps)}
 
 
 BUILT_IN: dict[str, Loop] = {**MODES, **SOUND, **PRECISION}

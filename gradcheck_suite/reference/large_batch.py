@@ -594,10 +594,11 @@ def precision_fault(window: Window) -> str | None:
         computed = [(window.bound.large_batch, False), (np.sum(window.bound.contributions, axis=0), True)]
     except RuntimeError:
         return None
+    has_norm = any(isinstance(module, NORMS) for module in window.model().modules())
     for gradient, accumulated in computed:
         compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
         if compared.ratio > 1:
-            if is_rarely_rounding(window.bound, compared, has_norm=_has_norm(window.model())):
+            if is_rarely_rounding(window.bound, compared, has_norm=has_norm):
                 raise CannotJudgeError(f"the gradient jumps where {name} rounds values to equal ones")
             if window.bound.is_out_of_range():
                 raise CannotJudgeError(f"numbers within the plain gradient's computation leave the range of {name}")
@@ -607,10 +608,6 @@ def precision_fault(window: Window) -> str | None:
                 f"{name} computation of torch is wrong, and no loop is to blame"
             )
     return None
-
-
-def _has_norm(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, NORMS) for module in model.modules())
 
 
 def _randomness(window: Window) -> str | None:

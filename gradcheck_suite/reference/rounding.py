@@ -363,7 +363,31 @@ class _Rounding:
     largest: bool = False
 
 
-class RandomRounding(TorchDispatchMode):
+class _RoundingMode(TorchDispatchMode):
+    """A mode that runs every operation in its own way, and some as functions of simpler operations."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation."""
+        if (decomposed := self._simpler().get(func)) is not None:
+            with self:
+                return decomposed(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+    def _simpler(self) -> dict[Any, Any]:
+        """Return the operations that are run as functions of simpler ones, with these functions."""
+        raise NotImplementedError
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class RandomRounding(_RoundingMode):
     """A mode in which the results of every operation are rounded at random.
 
     An operation that adds up products rounds each of them, and in an order that is not known. Its arguments are
@@ -392,17 +416,11 @@ class RandomRounding(TorchDispatchMode):
         self._coarse = 1.5 * 2.0**52 * smallest
         self._hash, self._operations = random.Random(seed).getrandbits(64), 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _simpler(self) -> dict[Any, Any]:
+        return _decompositions(inside=_grid(self._dtype).rounds_inside)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation with rounding errors."""
-        if (decomposed := _decompositions(inside=_grid(self._dtype).rounds_inside).get(func)) is not None:
-            with self:
-                return decomposed(*args, **(kwargs or {}))
         rounding = _rounding_of(func)
         self._operations += self._salted
         given = args
@@ -410,7 +428,7 @@ class RandomRounding(TorchDispatchMode):
             args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
         if func is BATCH_NORM and args[IN_TRAINING]:
             return batch_norm_of_stored(self._round, *args)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if not rounding.results and not _narrows(func, args, out):
             return out
         if isinstance(out, torch.Tensor):
@@ -764,7 +782,7 @@ MARGIN = 64.0
 """Factor between the largest number of a precision and results whose intermediate terms may exceed it."""
 
 
-class _Narrowed(TorchDispatchMode):
+class _Narrowed(_RoundingMode):
     """A mode that rounds the result of every operation to a dtype of lower precision.
 
     Attributes:
@@ -775,18 +793,12 @@ class _Narrowed(TorchDispatchMode):
         super().__init__()
         self._dtype, self.left = dtype, False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _simpler(self) -> dict[Any, Any]:
+        return _overflowing()
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation and round its results."""
-        if (decomposed := _overflowing().get(func)) is not None:
-            with self:
-                return decomposed(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         if all(alias.is_write for alias in aliases):
             for value in out if isinstance(out, list | tuple) else [out]:

@@ -18,7 +18,6 @@ from gradcheck_suite.reference.rounding import (
     RandomRounding,
     RoundingErrors,
     attention,
-    shared,
 )
 from gradcheck_suite.run.instance import generated_instance, user_instance
 

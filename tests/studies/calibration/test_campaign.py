@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.studies import calibration
-from gradcheck_suite.studies.calibration import LOOPS, Settings, cases_for, count_alarms, record, shares, trace_curves
+from gradcheck_suite.studies.calibration import Settings, count_alarms, record, trace_curves
 from gradcheck_suite.studies.rivals import RIVALS
 from gradcheck_suite.studies.tally import OURS, Curve, Tally, better, checks, false_alarms, found
 
