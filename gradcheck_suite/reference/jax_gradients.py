@@ -201,34 +201,11 @@ class _Leaf:
         return folded.reshape(-1)[: rows * math.prod(size)].reshape(rows, *size)
 
 
-class _Residual:
-    def __init__(self, inner: Walk) -> None:
-        self.inner = inner
-
-    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        y, saved = self.inner.forward(windows, x)
-        return x + y, saved
-
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return cotangent + self.inner.backward(windows, saved, cotangent)
-
-
-class _Shared:
-    def __init__(self, inner: Walk) -> None:
-        self.inner = inner
-
-    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        middle, first = self.inner.forward(windows, x)
-        y, second = self.inner.forward(windows, middle)
-        return y, (first, second)
-
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        first, second = saved
-        return self.inner.backward(windows, first, self.inner.backward(windows, second, cotangent))
-
-
 class _Branches:
-    """Branches that receive the same input and join, by addition or along an axis."""
+    """Branches that receive the same input and join, by addition or along an axis.
+
+    A residual connection is the sum of an empty chain and the chain inside.
+    """
 
     def __init__(self, branches: list[Walk], axis: int | None) -> None:
         self.inner, self.axis = branches, axis
@@ -252,7 +229,7 @@ class Walk:
     def __init__(
         self, layers: Iterable[Layer], signal: Signal, path: str = "", ties: Sequence[Tie] = (), start: int = 0
     ) -> None:
-        self.nodes: list[_Leaf | _Residual | _Shared | _Branches] = []
+        self.nodes: list[_Leaf | _Branches | Walk] = []
         for i, layer in enumerate(layers, start):
             kind = layer_definition(layer)
             if kind.wraps is None:
@@ -262,7 +239,9 @@ class Walk:
                 self.nodes.append(_Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None))
             else:
                 inner = Walk(layer.layers, signal, f"{path}{i}.", ties)
-                self.nodes.append(_Residual(inner) if kind.wraps == "residual" else _Shared(inner))
+                residual = _Branches([Walk([], signal), inner], None)
+                # a shared chain is run twice
+                self.nodes += [residual] if kind.wraps == "residual" else [inner, inner]
             signal = out_signal(layer, signal)
         self.size_out = signal.size
 
@@ -272,7 +251,7 @@ class Walk:
             if isinstance(node, _Leaf):
                 yield node
             else:
-                for inner in node.inner if isinstance(node, _Branches) else [node.inner]:
+                for inner in node.inner if isinstance(node, _Branches) else [node]:
                     yield from inner.leaves()
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:

@@ -661,29 +661,8 @@ def _settled(search: Search) -> Iterator[None]:
         raise
 
 
-@lru_cache(maxsize=64)
-def _cases(
-    problem: str | None,
-    plan: st.SearchStrategy[Plan] | None,
-    dtype: str,
-    device: str,
-    optimizer: str | None,
-    assumes: frozenset[str],
-    ranks: int,
-    *,
-    small: bool,
-) -> st.SearchStrategy[Case]:
-    """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
-    return cases(
-        problem=problem,
-        plan=plan,
-        dtype=dtype,
-        device=device,
-        optimizer=optimizer or SOMETIMES_MOVING,
-        assumes=tuple(sorted(assumes)),
-        small=small,
-        ranks=ranks,
-    )
+_cases = lru_cache(maxsize=64)(cases)
+"""The strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
 
 
 def _search(
@@ -694,8 +673,19 @@ def _search(
     plan: st.SearchStrategy[Plan] | None,
 ) -> None:
     """Check the fixed first cases, then drawn ones, and shrink the first violation."""
-    asked = options.dtype, options.device, options.optimizer, assumes, options.ranks
-    drawn, small = (_cases(problem_name, plan, *asked, small=few) for few in (False, True))
+    drawn, small = (
+        _cases(
+            problem=problem_name,
+            plan=plan,
+            dtype=options.dtype,
+            device=options.device,
+            optimizer=options.optimizer or SOMETIMES_MOVING,
+            assumes=tuple(sorted(assumes)),
+            small=few,
+            ranks=options.ranks,
+        )
+        for few in (False, True)
+    )
     if problem_name is None and plan is None:
         search.run_battery(assumes, options.dtype, options.device)
     elif problem_name is not None and plan is None:
