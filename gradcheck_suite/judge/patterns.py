@@ -402,10 +402,6 @@ def _delayed(windows: int) -> Pattern:
     )
 
 
-def _one_window(w: Weights) -> bool:
-    return bool(w.windows) and _held(w) is not None
-
-
 def _wrong_window_text(w: Weights, wrong: Steps) -> str:
     held = [f"window {i} at window {v.index}" for v in wrong[:4] if v.windows and (i := _held(v)) is not None]
     kept = ""
@@ -469,7 +465,7 @@ def outside(accumulation_steps: int) -> tuple[Pattern, ...]:
         ),
         *(_delayed(windows) for windows in range(1, FARTHEST + 1)),
         *shifts,
-        Pattern("other-window", _one_window, _wrong_window_text, 1),
+        Pattern("other-window", lambda w: bool(w.windows) and _held(w) is not None, _wrong_window_text, 1),
         # a window whose own weights are wrong as well
         Pattern(
             "stale-window",
@@ -650,11 +646,6 @@ def _ranks_means(share: Callable[[Weights], float]) -> Callable[[Weights], bool]
     return fits
 
 
-def _busy(w: Weights) -> int:
-    """Return the number of ranks that count something in the window."""
-    return len(set(_owned(w)))
-
-
 def _only_one_rank(w: Weights) -> int | None:
     """Return the rank whose micro-batches alone are in its gradient, or None."""
     present = set(_owned(w)[w.ratio != 0])
@@ -780,7 +771,7 @@ RANKS: tuple[Pattern, ...] = (
         )
         for share, text in (
             (lambda w: 1 / w.world_size, "one over the number of ranks"),
-            (lambda w: 1 / _busy(w), "one over the number of ranks that have targets"),
+            (lambda w: 1 / len(set(_owned(w))), "one over the number of ranks that have targets"),
         )
     ),
     Pattern(

@@ -335,11 +335,6 @@ SMALL = 100_000
 """Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""
 
 
-def whole_bound(bound: WindowBound, draws: int = DRAWS) -> Vector:
-    """Return what rounding allows of each element of the large batch, measured on so many draws, (P,)."""
-    return np.maximum(bound.quick, bound.summing + bound.errors.noise(draws))
-
-
 def compare_within(
     bound: WindowBound, evidence: Comparison, *, roughly: bool = False, accumulated: bool = True
 ) -> Comparison:
@@ -484,7 +479,7 @@ class Window:
 
     def allowed(self, draws: int = DRAWS) -> Vector:
         """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
-        return whole_bound(self.bound, draws)
+        return np.maximum(self.bound.quick, self.bound.summing + self.bound.errors.noise(draws))
 
     def compare(self, observed: Vector, *, roughly: bool = False) -> Comparison:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
