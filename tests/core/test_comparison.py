@@ -53,10 +53,6 @@ def test_the_place_of_an_element_after_an_empty_parameter():
     assert layout.place(1) == ("weight", (1,))
 
 
-def test_the_place_of_an_element_after_an_odd_number_of_others():
-    assert Layout(("weight", "bias"), ((3,), (2,))).place(4) == ("bias", (1,))
-
-
 def test_a_part_has_its_parameters_shape():
     vector = np.arange(9.0)
     assert COMPARISON_LAYOUT.part(vector, "0.weight").tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -111,11 +107,6 @@ def test_nan_and_infinity_never_equal_anything_else(observed, expected):
     assert difference.error == math.inf
     assert difference.ratio == math.inf
     assert difference.count == 1
-
-
-def test_nothing_allowed_means_equal():
-    assert worst_difference(np.array([5e-324]), np.array([0.0]), np.zeros(1)).ratio == math.inf
-    assert worst_difference(np.array([2.0]), np.array([2.0]), np.zeros(1)).ratio == 0
 
 
 def test_no_elements_differ_by_nothing():

@@ -398,33 +398,6 @@ def test_the_epoch_is_named_in_which_a_scheduler_is_stepped_once_per_micro_batch
     )
 
 
-@pytest.mark.parametrize(("make", "steps"), [("scheduler_per_window", 4), ("scheduler_per_epoch", 2)])
-def test_steps_of_a_scheduler_are_counted(make, steps):
-    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])
-    outcome = run_loop(SOUND[make], generated_instance(case))
-    assert len(outcome.observations) == 4
-    assert outcome.scheduler_steps == ({0: steps // 2, 1: steps // 2},)
-
-
-def test_calls_of_a_scaler_are_counted():
-    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])  # 4 windows of 6 micro-batches
-    calls = {
-        "scaler_at_the_windows_end": {("unscale_", 2), ("step", 2), ("update", 2)},
-        "disabled_scaler_updated_per_micro_batch": {("step", 2), ("update", 3)},
-    }
-    for name, expected in calls.items():
-        loop = SOUND.get(name) or FAULTY[name][0]
-        assert _calls(run_loop(loop, generated_instance(case))) == sorted(expected)
-    outcome = run_loop(SOUND["two_scalers"], generated_instance(case))
-    assert _calls(outcome) == sorted(2 * [("unscale_", 2), ("update", 2)] + [("step", 2)])
-
-
-def _calls(outcome):
-    """Return the methods of scalers with their number of calls in each epoch, which is the same in both."""
-    assert all(counts[0] == counts[1] for _, counts in outcome.scaler_calls)
-    return sorted((method, counts[0]) for method, counts in outcome.scaler_calls)
-
-
 def test_a_sequence_and_its_schedulers_are_counted_apart():
     case = CASES[0].replace(problem=REGRESSION, plan=PLANS[1])
     outcome = run_loop(SOUND["two_schedulers_in_sequence"], generated_instance(case))
