@@ -110,10 +110,6 @@ class Float64Bound:
         return Computation(self._window.reference.instance, self._window.model(), torch.float64)
 
     @cached_property
-    def _parts(self) -> list[Part]:
-        return _parts(self._window)
-
-    @cached_property
     def quick(self) -> Vector:
         """A resolution below which nothing is looked for, and the additions of the micro-batches."""
         return quick_bound(self._window.expected, self._terms)
@@ -121,7 +117,7 @@ class Float64Bound:
     @cached_property
     def summing(self) -> Vector:
         """The resolution, and the rounding errors of adding up the items in another order."""
-        cuts = [items for items, _ in self._parts]
+        cuts = [items for items, _ in self._window.parts]
         return self.quick + cancellation(self.computation, self._window.items, cuts, self._window.reference.layout)
 
     @cached_property
@@ -135,9 +131,9 @@ class Float64Bound:
 
         Where there is one, a fault of torch that rounding switches on and off would allow itself.
         """
-        if self._window.jax is not None or len(self._parts) == 1:
+        if self._window.jax is not None or len(self._window.parts) == 1:
             return None
-        return RoundingErrors(self.computation, self._parts, torch.float64)
+        return RoundingErrors(self.computation, self._window.parts, torch.float64)
 
     @property
     def large_batch(self) -> Vector:
@@ -147,7 +143,7 @@ class Float64Bound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient."""
-        return [self.computation.gradient(part) for part in self._parts]
+        return [self.computation.gradient(part) for part in self._window.parts]
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient itself."""
@@ -163,7 +159,7 @@ class Float64Bound:
             return
         instance = self._window.reference.instance
         try:
-            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._parts)
+            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._window.parts)
         except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails under autocast {self._compute}: {error}") from error
 
@@ -202,7 +198,7 @@ class LowPrecisionBound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, in the case's dtype."""
-        return [self._computation.gradient(part) for part in _parts(self._window)]
+        return [self._computation.gradient(part) for part in self._window.parts]
 
     @cached_property
     def _sizes(self) -> Vector:
@@ -240,8 +236,7 @@ class LowPrecisionBound:
     @cached_property
     def errors_of_parts(self) -> RoundingErrors | None:
         """The rounding errors of the micro-batches' gradients in the coarsest precision that takes part."""
-        parts = _parts(self._window)
-        return self._errors(parts) if len(parts) > 1 else None
+        return self._errors(self._window.parts) if len(self._window.parts) > 1 else None
 
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
         computation, dtype = self._window.float64_bound.computation, torch_dtype(self._unit)
@@ -297,14 +292,14 @@ class LowPrecisionBound:
         instance = self._window.reference.instance
         batch = instance.batch(self._window.items)
         total = float(instance.count(batch)) if instance.problem.reduction == "mean" else 1.0
-        parts = [(cut, share * total) for cut, share in _parts(self._window)]
+        parts = [(cut, share * total) for cut, share in self._window.parts]
         sums = self._computation.gradient(*parts)
         if (np.isfinite(sums) != np.isfinite(self._window.expected)).any() and self._leave_range(parts):
             raise CannotJudgeError(f"the gradient of the window's summed loss overflows {instance.case.dtype}")
 
     def is_out_of_range(self) -> bool:
         """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""
-        return self._leave_range([(self._window.items, 1.0), *_parts(self._window)])
+        return self._leave_range([(self._window.items, 1.0), *self._window.parts])
 
     def _leave_range(self, parts: Sequence[Part]) -> bool:
         in_use = [torch_dtype(name) for name in (self._window.reference.instance.case.dtype, self._compute) if name]
@@ -314,11 +309,6 @@ class LowPrecisionBound:
     def is_torchs(self, observed: Vector) -> bool:
         """Return False: in a lower precision no gradient is told to be torch's float64 one."""
         return False
-
-
-def _parts(window: Window) -> list[Part]:
-    instance = window.reference.instance
-    return shared(instance, window.items, [instance.case.plan.items(j) for j in window.members])
 
 
 WindowBound = Float64Bound | LowPrecisionBound
@@ -450,6 +440,12 @@ class Window:
     def model(self, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         """Return a model in `dtype` at the window's parameters."""
         return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self.parameters)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The items of each micro-batch, and the factor of their loss's gradient in the window's."""
+        instance = self.reference.instance
+        return shared(instance, self.items, [instance.case.plan.items(j) for j in self.members])
 
     @property
     def arrays(self) -> Arrays:

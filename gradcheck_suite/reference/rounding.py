@@ -509,8 +509,8 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     torch in a lower precision returns a rounding error of g / sqrt(eps).
 
     Args:
-        inside: whether a normalization rounds inside, as `normalizations` has it, the derivative of gelu, and the
-            logarithms of sums that the backward of attention reads.
+        inside: whether a normalization rounds inside, the derivative of gelu, and the logarithms of sums that the
+            backward of attention reads.
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
