@@ -661,8 +661,10 @@ def _settled(search: Search) -> Iterator[None]:
         raise
 
 
-_cases = lru_cache(maxsize=64)(cases)
-"""The strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
+@lru_cache(maxsize=64)
+def _cases(**fields: Any) -> st.SearchStrategy[Case]:
+    """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
+    return cases(**fields)
 
 
 def _search(
