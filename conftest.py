@@ -121,8 +121,9 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
     default = not option("--full") and option("--hypothesis-profile", default=None) in (None, DEFAULT_PROFILE)
     with pytest.MonkeyPatch.context() as patch:
         if default and not any(request.path.is_relative_to(folder) for folder in PLAIN_DATA):
-            drawn_comparison = import_module("gradcheck_suite.reference.noise")
-            patch.setattr(drawn_comparison, "MANY_DRAWS", drawn_comparison.DRAWS)
+            for name in ("large_batch", "rounding"):
+                module = import_module(f"gradcheck_suite.reference.{name}")
+                patch.setattr(module, "MANY_DRAWS", module.DRAWS)
         yield
 
 

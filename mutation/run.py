@@ -74,7 +74,7 @@ TARGETS = {
     **_torch_targets("judge", "gradient"),
     "judge/probe": Target(" ".join(f"tests/judge/test_{of}.py" for of in ("probe", "gradient", "step_count")), TORCH),
     "judge/fitted_weights": Target("tests/judge/test_fitted_weights.py", TORCH),
-    **_torch_targets("reference", "large_batch noise", "tests/reference/test_reference.py"),
+    **_torch_targets("reference", "large_batch rounding", "tests/reference/test_reference.py"),
     **_torch_targets("verification", "separability", *_JUDGED),
     **_torch_targets("verification", "judge_run", *_JUDGED, seconds=120.0),
     **_torch_targets("verification", "check", *_JUDGED, "tests/verification/test_refusals.py"),

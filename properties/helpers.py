@@ -15,7 +15,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.comparison import Difference, Layout, Vector, quick_bound, worst_difference
 from gradcheck_suite.core.contract import Loop
 from gradcheck_suite.reference.large_batch import gradients_of
-from gradcheck_suite.reference.noise import Computation, RoundingErrors, cancellation
+from gradcheck_suite.reference.rounding import Computation, RoundingErrors, cancellation
 from gradcheck_suite.run.instance import Instance
 from gradcheck_suite.run.observer import Observation
 from properties.assertions import Gradients

@@ -24,18 +24,20 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, TrainingRun, cases, plans, problems
 from gradcheck_suite.core.contract import Loop
+from gradcheck_suite.loops.laws import (
+    MemoryTraffic,
+    ParameterUse,
+    WindowUse,
+    bytes_saved_by_releasing,
+    uniform_window,
+)
 from gradcheck_suite.loops.reset_modes import (
     MODES,
     RESET_MODES,
     Parameters,
-    ParameterUse,
     ResetMode,
-    Traffic,
-    WindowUse,
     after_step,
     backward_window,
-    bytes_saved_by_releasing,
-    uniform_window,
     windows,
 )
 from gradcheck_suite.reference.large_batch import gradients_of
@@ -76,7 +78,7 @@ def window_uses(instance: Instance) -> list[WindowUse]:
     return found
 
 
-def moved(traffic: Traffic) -> tuple[int, int, int]:
+def moved(traffic: MemoryTraffic) -> tuple[int, int, int]:
     """Return operations, bytes read and bytes written."""
     return traffic.operations, traffic.read, traffic.written
 
@@ -94,7 +96,7 @@ def assert_law(*, mode: ResetMode, loop: Loop, instance: Instance, uses: list[Wi
     phases = ("reset", "accumulate", "handling")
     if not mode.steps:  # no step ends the ledger's windows
         for phase in phases:
-            total = sum((getattr(cost, phase) for cost in costs), Traffic())
+            total = sum((getattr(cost, phase) for cost in costs), MemoryTraffic())
             check(f"{phase} (operations, read, written)", moved(ledger.total(phase)), moved(total))
         check("gradient bytes at the end", ledger.live["gradients"], costs[-1].kept)
         return ledger

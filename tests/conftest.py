@@ -15,7 +15,8 @@ def many_draws(monkeypatch):
     """As many draws for a violation as `verify` makes outside of the tests."""
     from gradcheck_suite.core.comparison import MANY_DRAWS
 
-    monkeypatch.setattr("gradcheck_suite.reference.noise.MANY_DRAWS", MANY_DRAWS)
+    for module in ("large_batch", "rounding"):
+        monkeypatch.setattr(f"gradcheck_suite.reference.{module}.MANY_DRAWS", MANY_DRAWS)
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import own_version
 
-# The argument parser, whose errors are one line, and the types of option values.
-
 
 class BadUsageError(Exception):
     """The arguments are wrong; the message is one line."""
@@ -115,8 +113,6 @@ def add_problem(parser: Parser) -> None:
 
 
 # The options of a verification, declared once for the command line and for pytest.
-#
-# Each is a field of `VerifyOptions`, which has its default; the field's name is the keyword of the pytest marker.
 
 
 DEFAULTS = VerifyOptions()
@@ -128,7 +124,8 @@ class Option:
     """One option of the command line.
 
     Attributes:
-        field: the field of `VerifyOptions` that it sets.
+        field: the field of `VerifyOptions` that it sets, which has its default; its name is the keyword of the pytest
+            marker.
         flag: such as `"--examples"`.
         metavar: of its value, in the help.
         help: what it does, without its default.

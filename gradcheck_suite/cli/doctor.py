@@ -22,8 +22,6 @@ from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.trainers import PACKAGES
 from gradcheck_suite.run import environment
 
-# What the suite can do on this machine: each capability is tried once.
-
 
 @dataclass(frozen=True)
 class Capability:

@@ -8,7 +8,7 @@ import sys
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from gradcheck_suite.core.contract import (
     checked_autocast,
     expect_within,
 )
-from gradcheck_suite.core.counterexamples import Counterexample, record_verification
-from gradcheck_suite.core.records import judge_digest, write_json
+from gradcheck_suite.core.counterexamples import Counterexample, store_counterexample
+from gradcheck_suite.core.records import append_record, judge_digest, write_json, write_text
 from gradcheck_suite.core.results import Result, Verdict, results_to_json
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
@@ -38,8 +38,6 @@ from gradcheck_suite.run import environment
 from gradcheck_suite.run.processes import template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
-
-# Opens a page in the browser of the desktop, where somebody at a terminal waits for it.
 
 
 def open_page(path: Path) -> bool:
@@ -50,9 +48,6 @@ def open_page(path: Path) -> bool:
     """
     desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
-
-
-# Verify one loop and record the result: the same for the command line and for the pytest plugin.
 
 
 @dataclass(frozen=True)
@@ -127,34 +122,29 @@ def record(
     Raises:
         UsageError: a file cannot be written.
     """
-    violation = verified.result.violation
-    # a script is one process
-    has_script = subject.importable and not (violation and violation.case.plan.ranks)
+    violation, stored = verified.result.violation, None
+    if violation is not None:
+        case = store_counterexample(reports, verified.result, environment)
+        stored = Counterexample(case, None)
+        # a script is one process
+        if subject.importable and not violation.case.plan.ranks:
+            from gradcheck_suite.script import script_text, unrepeatable
 
-    def script() -> str:
-        from gradcheck_suite.script import script_text
-
-        assert violation is not None
-        # a weight probe that was checked beside the user's problem brings its own
-        problem = None if violation.case.spec else subject.problem
-        return script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=options.time_limit_s)
-
-    def run_script(path: Path) -> str | None:
-        from gradcheck_suite.script import unrepeatable
-
-        assert violation is not None
-        return unrepeatable(path, violation, options.time_limit_s)
-
-    return record_verification(
-        reports,
-        verified.result,
-        options,
-        problem=subject.problem_name,
-        reached=verified.reached,
-        environment=environment,
-        script=script if has_script else None,
-        run_script=run_script,
-    )
+            # a weight probe that was checked beside the user's problem brings its own
+            problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
+            script = case.with_suffix(".py")
+            write_text(script, script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit))
+            stored = Counterexample(case, script, unrepeatable(script, violation, limit))
+    data = {
+        **asdict(options),
+        **verified.result.to_json(),
+        "problem": subject.problem_name,
+        "reached": verified.reached,
+        "stored": stored and stored.case.name,
+        "unrepeatable": stored and stored.unrepeatable,
+    }
+    append_record(reports, "verify", data, environment=environment)
+    return stored
 
 
 FEW_CASES = 50

@@ -311,6 +311,11 @@ class Plan:
         """Return the indices of the items of a micro-batch."""
         return range(self.starts[micro_batch], self.starts[micro_batch] + self.micro_batches[micro_batch])
 
+    @property
+    def cuts(self) -> list[range]:
+        """The indices of the items of each micro-batch."""
+        return [self.items(j) for j in range(len(self.micro_batches))]
+
     def window_items(self, window: int) -> range:
         """Return the indices of the items of a window."""
         members = self.windows[window]

@@ -175,9 +175,6 @@ class Comparison:
 # micro-batch. In every precision there is a resolution below which differences are not measured: `quick_bound` and
 # `coarse_bound`.
 #
-# No constant was fitted to tests: each has its derivation, and `gradcheck-suite calibrate` counts false alarms and
-# detected faults.
-#
 # Sources: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., sections 3.1 and 4.2; N. J. Higham
 # and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41 (2019), theorem 2.4;
 # D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997), for Monte Carlo rounding errors.

@@ -139,15 +139,11 @@ class Problem:
 _ARGUMENTS = {"model": ("seed",), "batch": ("items", "seed"), "loss": ("model", "batch"), "count": ("batch",)}
 
 
-def _takes(function: Any, count: int) -> bool:
-    """Return whether a plain function has so many parameters; a signature takes 30 times as long to find out more."""
-    code = function.__code__ if isinstance(function, FunctionType) else None
-    return code is not None and (code.co_argcount, code.co_kwonlyargcount) == (count, 0)
-
-
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     """Raise `UsageError` for a function that does not take these arguments."""
-    if function is None or _takes(function, len(wanted)):
+    # a plain function tells at once; a signature takes 30 times as long to find out more
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if function is None or (code and (code.co_argcount, code.co_kwonlyargcount) == (len(wanted), 0)):
         return
     try:
         signature = inspect.signature(function)
@@ -327,11 +323,11 @@ def _is_number(value: Any) -> bool:
 # Fixed plans dealt to several ranks, within what a loop assumes.
 
 
-FACTORS = (1, 3, 4, 8)
+ITEMS_OF_RANKS = (1, 3, 4, 8)
 """How many times as many items as rank 0 each rank has: together 4, 8 and 16 times as many, powers of two."""
 
 
-def over_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool = False) -> Plan:
+def dealt_to_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool = False) -> Plan:
     """Return a plan in which every rank has micro-batches like those of a plan of one rank, but of other sizes.
 
     Args:
@@ -347,7 +343,7 @@ def over_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool
     if uneven and EVEN_RANKS not in assumes:
         last = plan.windows[-1]
         shares[-1] -= min(len(last) - (BUSY_RANKS in assumes), count - 1)
-    factors = (1,) * ranks if EQUAL_MICRO_BATCHES in assumes else FACTORS
+    factors = (1,) * ranks if EQUAL_MICRO_BATCHES in assumes else ITEMS_OF_RANKS
     owners = Plan((1,) * sum(shares), plan.accumulation_steps, ranks=tuple(shares)).owners
     own = [iter([n * factor for n in plan.micro_batches]) for factor in factors]
     return plan.replace(micro_batches=tuple(next(own[rank]) for rank in owners), ranks=tuple(shares))

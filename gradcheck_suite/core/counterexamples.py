@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
-from gradcheck_suite.core.contract import VerifyOptions, checked_assumptions
-from gradcheck_suite.core.records import append_record, write_json, write_text
+from gradcheck_suite.core.contract import checked_assumptions
+from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.errors import UsageError
 
@@ -158,7 +158,7 @@ def _stored(data: Any) -> StoredCase:
         return StoredCase(case_from_json(data), None)
     if data.get("schema") != SCHEMA:
         raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
-    return StoredCase(case_from_json(data["case"]), _loop_name(data.get("loop")), _assumptions(data))
+    return _named(data["case"], data)
 
 
 def _only_violation(data: Mapping[str, Any]) -> StoredCase:
@@ -171,22 +171,15 @@ def _only_violation(data: Mapping[str, Any]) -> StoredCase:
             f"pass one of the files under {FOLDER}/ of the reports folder"
         )
     (found,) = violated
-    return StoredCase(
-        case_from_json(found["violation"].get("case")), _loop_name(found.get("loop")), _assumptions(found)
-    )
+    return _named(found["violation"].get("case"), found)
 
 
-def _assumptions(data: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(checked_assumptions(data.get("assumes", ()))))
-
-
-def _loop_name(name: Any) -> str | None:
+def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
+    """Return a case with the loop that it violated and what that assumes."""
+    read, name = case_from_json(case), about.get("loop")
     if name is not None and not isinstance(name, str):
         raise UsageError(f"loop must be a string, got {name!r}")
-    return name
-
-
-# Record one verification: a line for the report, and for a violation its case and its script.
+    return StoredCase(read, name, tuple(sorted(checked_assumptions(about.get("assumes", ())))))
 
 
 @dataclass(frozen=True)
@@ -202,52 +195,3 @@ class Counterexample:
     case: Path
     script: Path | None
     unrepeatable: str | None = None
-
-
-def record_verification(
-    reports: Path,
-    result: Result,
-    options: VerifyOptions,
-    *,
-    problem: str | None,
-    reached: Mapping[str, Mapping[str, int]],
-    environment: Mapping[str, Any],
-    script: Callable[[], str] | None,
-    run_script: Callable[[Path], str | None],
-) -> Counterexample | None:
-    """Append the record of one verification, and store the counterexample of a violation.
-
-    Args:
-        reports: the folder of records and counterexamples.
-        result: of the verification.
-        options: that it ran with.
-        problem: the name of the user's problem; None for generated ones.
-        reached: how many judged cases had each layer, loss and kind of split.
-        environment: of the run, as `environment.environment()` returns it.
-        script: returns the text of the script of a violation; None where no script can name the loop.
-        run_script: runs a script and returns why it does not show the fault, or None.
-
-    Returns:
-        The files of the counterexample, None where the loop holds.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
-    stored = None
-    if result.violation is not None:
-        case = store_counterexample(reports, result, environment)
-        stored = Counterexample(case, None)
-        if script is not None:
-            path = case.with_suffix(".py")
-            write_text(path, script())
-            stored = Counterexample(case, path, run_script(path))
-    data = {
-        **asdict(options),
-        **result.to_json(),
-        "problem": problem,
-        "reached": reached,
-        "stored": None if stored is None else stored.case.name,
-        "unrepeatable": None if stored is None else stored.unrepeatable,
-    }
-    append_record(reports, "verify", data, environment=environment)
-    return stored

@@ -169,7 +169,7 @@ JUDGING = (
 )
 """The packages and modules that decide a verdict and its name."""
 
-LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
+LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
 MEASURING = (
     *LOOPS,
     *(f"studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),
@@ -368,18 +368,9 @@ def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
             problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
         else:
             environment = found.get("environment")
-            records.append(
-                Record(
-                    kind,
-                    found["data"],
-                    environment if isinstance(environment, dict) else {},
-                    str(found.get("command", "")),
-                    str(found.get("time", "")),
-                    str(found.get("commit", "")),
-                    found.get("clean"),
-                    str(found.get("judge", "")),
-                )
-            )
+            texts = {name: str(found.get(name, "")) for name in ("command", "time", "commit", "judge")}
+            under = environment if isinstance(environment, dict) else {}
+            records.append(Record(kind, found["data"], under, clean=found.get("clean"), **texts))
     return records, problems
 
 

@@ -18,7 +18,7 @@ from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import constant_meaning
 from gradcheck_suite.judge.patterns import FORMATS
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed
+from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed, times_text
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
@@ -64,14 +64,9 @@ def projection(expected: Array, observed: Array, allowed: float, parameter: Arra
     def lacks(part: Array) -> bool:
         return bool((np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any())
 
-    if lacks(np.full_like(expected, expected.mean())):
-        return "the mean of all its elements"
-    if expected.ndim > 1:
-        inner = tuple(range(1, expected.ndim))
-        for axes, which in ((inner, "row"), ((0,), "column")):
-            length = np.prod([expected.shape[axis] for axis in axes])
-            if length > 1 and lacks(np.broadcast_to(expected.mean(axis=axes, keepdims=True), expected.shape)):
-                return f"the mean of each {which}"
+    for mean, of in _means(expected):
+        if lacks(mean):
+            return f"the mean of each {of}" if of else "the mean of all its elements"
     size = 0.0 if parameter is None else float((parameter**2).sum())
     if parameter is not None and size and lacks(parameter * (float((parameter * expected).sum()) / size)):
         return "what lies along the parameter itself"
@@ -82,14 +77,18 @@ def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
     """Return the mean that every element of a gradient is: of all elements, of its row or of its column."""
     if not (np.abs(observed) > allowed).any():
         return None
-    axes: list[tuple[tuple[int, ...], str]] = [(tuple(range(expected.ndim)), "the mean of all elements")]
-    if expected.ndim > 1:
-        axes += [(tuple(range(1, expected.ndim)), "the mean of its row"), ((0,), "the mean of its column")]
-    for over, which in axes:
-        mean = np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape)
+    for mean, of in _means(expected):
         if (np.abs(mean - expected) > allowed).any() and (np.abs(observed - mean) <= allowed).all():
-            return which
+            return f"the mean of its {of}" if of else "the mean of all elements"
     return None
+
+
+def _means(expected: Array) -> Iterator[tuple[Array, str]]:
+    """Yield the mean of all elements, of each row and of each column, in the elements' shape, and what it is of."""
+    every = tuple(range(expected.ndim))
+    for over, of in ((every, ""), *(((every[1:], "row"), ((0,), "column")) if len(every) > 1 else ())):
+        if math.prod(expected.shape[axis] for axis in over) > 1:
+            yield np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape), of
 
 
 def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
@@ -121,9 +120,6 @@ def _is_of_all(comparison: Comparison, name: str, what: str) -> bool:
     alike = np.stack([part for part in parts if part.shape == own.shape])
     of_all = alike.mean(0) if what == "mean" else alike.sum(0)
     return len(alike) > 1 and bool((np.abs(seen - of_all) <= len(alike) * allowed.max()).all())
-
-
-# Which narrow format, or how many levels, the elements of a gradient were rounded to.
 
 
 LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
@@ -229,8 +225,8 @@ def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> 
         return None
     whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
     if whole and factor:
-        return Diagnosis("wrong-scale", f"{where}every element is {_times(factor)} what it should be")
-    what = "0" if not factor else f"{_times(factor)} what they should be"
+        return Diagnosis("wrong-scale", f"{where}every element is {times_text(factor)} what it should be")
+    what = "0" if not factor else f"{times_text(factor)} what they should be"
     return Diagnosis(
         "partial-gradient",
         f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
@@ -258,10 +254,13 @@ def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
     form = format_of(expected, observed)
     if form is None or format_of(expected, expected) is not None:
         return None
-    return Diagnosis(
-        "rounded-gradient",
-        f"the gradient has a relative error of {relative_error(expected, observed):.1g}, and all its elements are "
-        f"exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+    return Diagnosis("rounded-gradient", f"the gradient {_rounded_text(expected, observed, form)}")
+
+
+def _rounded_text(expected: Array, observed: Array, form: str) -> str:
+    return (
+        f"has a relative error of {relative_error(expected, observed):.1g}, and all its elements are exactly "
+        f"representable in {form}: accumulate in the parameter's dtype or a wider one"
     )
 
 
@@ -311,11 +310,7 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := format_of(expected, observed)):
-        yield (
-            "rounded-gradient",
-            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
-            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
-        )
+        yield "rounded-gradient", f"the gradient of {name} {_rounded_text(expected, observed, form)}"
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -331,13 +326,8 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
-    said = f"every element is {_times(factor)} what it should be"
+    said = f"every element is {times_text(factor)} what it should be"
     return f"{said}: {meaning}; {remedy}" if meaning else said
-
-
-def _times(factor: float) -> str:
-    off = factor - 1
-    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
 
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -386,7 +376,7 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     if not np.any(np.abs(observed[off]) > allowed[off]):
         what = "0"
     elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
-        what = f"{_times(float(ratio.flat[0]))} what they should be"
+        what = f"{times_text(float(ratio.flat[0]))} what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
@@ -413,37 +403,12 @@ def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_z
     return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
 
 
-# Naming a gradient each element of which is combined from those of the micro-batches otherwise than by their sum.
-#
-# On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
-# and a median or an agreement of signs looks like a missing gradient.
-
-
-Rows = npt.NDArray[np.float64]
-
-
-def _where(parts: Rows, chosen: npt.NDArray[np.intp]) -> Vector:
+def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:
     found: Vector = np.take_along_axis(parts, chosen[None], axis=0)[0]
     return found
 
 
-def _agreeing(parts: Rows) -> Vector:
-    total: Vector = parts.sum(axis=0)
-    return np.where(np.abs(np.sign(parts).sum(axis=0)) == len(parts), total, 0.0)
-
-
-def _over_those_reached(parts: Rows) -> Vector:
-    found: Vector = parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
-    return found
-
-
-def _signal_to_noise(parts: Rows) -> Vector:
-    squares = (parts**2).sum(axis=0)
-    found: Vector = parts.sum(axis=0) ** 3 / np.where(squares, squares, 1.0)
-    return found
-
-
-COMBINATIONS: dict[str, Callable[[Rows], Vector]] = {
+COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
     "the largest of those of the micro-batches": lambda parts: parts.max(axis=0),
     "the smallest of those of the micro-batches": lambda parts: parts.min(axis=0),
     "that of the micro-batch in which it is largest in absolute value": lambda parts: _where(
@@ -455,15 +420,24 @@ COMBINATIONS: dict[str, Callable[[Rows], Vector]] = {
     "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
     "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[(len(parts) - 1) // 2],
     "the root of the sum of the squares of those of the micro-batches": lambda parts: np.sqrt((parts**2).sum(axis=0)),
-    "the micro-batches' sum where their signs agree, and 0 elsewhere": _agreeing,
-    "the micro-batches' sum over the number of those in which it is not 0": _over_those_reached,
-    "the micro-batches' sum times its square over the sum of their squares": _signal_to_noise,
+    "the micro-batches' sum where their signs agree, and 0 elsewhere": lambda parts: np.where(
+        np.abs(np.sign(parts).sum(axis=0)) == len(parts), parts.sum(axis=0), 0.0
+    ),
+    "the micro-batches' sum over the number of those in which it is not 0": lambda parts: (
+        parts.sum(axis=0) / np.maximum(1, np.count_nonzero(parts, axis=0))
+    ),
+    "the micro-batches' sum times its square over the sum of their squares": lambda parts: (
+        parts.sum(axis=0) ** 3 / np.where(squares := (parts**2).sum(axis=0), squares, 1.0)
+    ),
 }
 """What an element may be in place of the micro-batches' sum, from (micro-batches, P) their parts of the gradient."""
 
 
 def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
     """Return the diagnosis of elements that are another function of the micro-batches' than their sum, or None.
+
+    On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
+    and a median or an agreement of signs looks like a missing gradient.
 
     Args:
         window: whose gradient is wrong.
@@ -491,9 +465,6 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     return None
 
 
-# Telling what, in place of a sum of the same elements, a reduction over ranks made of their gradients.
-
-
 OPERATIONS = (
     ("MAX", "the largest", lambda rows: rows.max(axis=0)),
     ("MIN", "the smallest", lambda rows: rows.min(axis=0)),
@@ -513,7 +484,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
         alike: whether all ranks have it.
     """
     owners = window.reference.instance.case.plan.owners
-    gradients = np.stack(window.sums()) / window.divisor
+    gradients = np.stack(window.contributions(summed=True)) / window.divisor
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return None
     ranks = np.array([owners[j] for j in window.members])
@@ -542,9 +513,6 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
             "parameters in the same order on every rank, all of them",
         )
     return None
-
-
-# Parameters under several names that are wrong: done once per name, or with only one of their uses in the gradient.
 
 
 def with_second_names(
@@ -622,9 +590,6 @@ def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[st
 
 
 # What a gradient that does not grow with the loss shows: a threshold, a normalization, or a term that is added.
-#
-# The same loop runs with the loss 2**-20 times as large. What it does to the gradient of that is compared with what
-# it does to the gradient itself.
 
 
 EXACT = 1e-9

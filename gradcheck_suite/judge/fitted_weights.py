@@ -24,9 +24,6 @@ from gradcheck_suite.judge.weights import Diagnosis, Weights, trial_weights
 from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
 
-# Solving for the weights of micro-batches: observed = sum over j of weight[j] * gradient[j].
-
-
 CONDITION = 1e-7
 """Singular values below this share of the largest are left out: with them the weights would have fewer than half of
 the digits of float64."""
@@ -50,7 +47,7 @@ class Fit:
 
 
 def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> Fit:
-    """Fit weights by least squares.
+    """Fit weights by least squares: observed = sum over j of weight[j] * gradient[j].
 
     Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a small one.
 
@@ -81,12 +78,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     )
 
 
-# Finding gradients that share memory with something else, which makes the reset mode change the gradient.
-#
-# With `.grad` None, autograd does not copy the first gradient of a window: it takes the tensor that backward
-# returned. A backward that returns a view of a buffer which it will use again (a static buffer of a CUDA graph, a
-# workspace of a hand-written `autograd.Function`) thereby gives that buffer away, and the next backward overwrites
-# the running sum. After a reset to zeros the same backward is added into memory of its own, and all is well.
+# Gradients that share memory with something else, which makes the reset mode change the gradient.
 
 
 Parameters = dict[str, torch.nn.Parameter]
@@ -121,6 +113,11 @@ def find_stolen_buffers(
 ) -> tuple[StolenBuffer, ...]:
     """Look for gradients that share memory with each other or with what backward writes into.
 
+    With `.grad` None, autograd takes the tensor that backward returned and does not copy it. A backward that returns a
+    view of a buffer which it will use again (a static buffer of a CUDA graph, a workspace of a hand-written
+    `autograd.Function`) gives that buffer away, and the next backward overwrites the running sum. After a reset to
+    zeros the same backward is added into memory of its own.
+
     Parameters and their `.grad` are left as they were; buffers that a forward updates are not.
 
     Args:
@@ -138,14 +135,27 @@ def find_stolen_buffers(
         raise UsageError("find_stolen_buffers: the model has no parameter with requires_grad=True")
     with _gradients_kept(parameters), torch.enable_grad():
         losses = [lambda batch=batch: loss(model, batch) for batch in batches]
-        error = _modes_apart(parameters, losses)
+        released, zeroed = (_sums(parameters, losses, zeros=zeros) for zeros in (False, True))
+        apart = {name: (released[name] - zeroed[name]).abs() for name in parameters}
+        error = {name: float(apart[name].max()) if apart[name].numel() else 0.0 for name in parameters}
         rewritten = _rewritten(parameters, losses)
         shared = _shared(parameters, losses[0])
-    found = [
-        StolenBuffer("rewritten", name, None, error[name], _rewritten_text(name, error[name], len(batches)))
-        for name in rewritten
-    ]
-    found += [StolenBuffer("shared", a, b, max(error[a], error[b]), _shared_text(a, b)) for a, b in shared]
+    found = []
+    for name in rewritten:
+        why = (
+            f"{name}.grad shares its storage with a buffer that the next backward writes: with .grad None, autograd "
+            "takes the tensor that backward returned instead of copying it, and the sum of the earlier micro-batches "
+            f"is lost. Over {len(batches)} micro-batches set_to_none and zero_ differ by {error[name]:.3g}. "
+            "Return a fresh tensor (buffer.clone()) from that backward, or allocate p.grad as zeros before the first "
+            "backward and reset with zero_"
+        )
+        found.append(StolenBuffer("rewritten", name, None, error[name], why))
+    for a, b in shared:
+        why = (
+            f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other: "
+            "return a tensor of its own for each from their backward"
+        )
+        found.append(StolenBuffer("shared", a, b, max(error[a], error[b]), why))
     return tuple(found)
 
 
@@ -169,24 +179,17 @@ def _backward(loss: Callable[[], torch.Tensor]) -> None:
 
 def _sums(parameters: Parameters, losses: Backwards, *, zeros: bool) -> dict[str, torch.Tensor]:
     """Accumulate all micro-batches from zeros or from None; return dense copies."""
+
+    def dense(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_dense().clone() if gradient.is_sparse else gradient.detach().clone()
+
     for p in parameters.values():
         p.grad = torch.zeros_like(p) if zeros else None
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     with seeded(0, device):
         for loss in losses:
             _backward(loss)
-    return {name: torch.zeros_like(p) if p.grad is None else _dense(p.grad) for name, p in parameters.items()}
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense().clone() if gradient.is_sparse else gradient.detach().clone()
-
-
-def _modes_apart(parameters: Parameters, losses: Backwards) -> dict[str, float]:
-    released, zeroed = (_sums(parameters, losses, zeros=zeros) for zeros in (False, True))
-    return {
-        name: float((released[name] - zeroed[name]).abs().max()) if p.numel() else 0.0 for name, p in parameters.items()
-    }
+    return {name: torch.zeros_like(p) if p.grad is None else dense(p.grad) for name, p in parameters.items()}
 
 
 def _rewritten(parameters: Parameters, losses: Backwards) -> list[str]:
@@ -210,38 +213,17 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
     for p in parameters.values():
         p.grad = None
     _backward(loss)
-    places = sorted((*_extent(p.grad), name) for name, p in parameters.items() if _is_dense(p.grad))
+    made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    places = sorted((*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel())
     return [
         (name, other) for i, (_, end, name) in enumerate(places) for start, _, other in places[i + 1 :] if start < end
     ]
 
 
-def _is_dense(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and not gradient.is_sparse and gradient.numel() > 0
-
-
-def _extent(gradient: torch.Tensor | None) -> tuple[int, int]:
+def _extent(gradient: torch.Tensor) -> tuple[int, int]:
     """Return the first byte's address and the one after the last byte's."""
-    assert gradient is not None
     last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     return gradient.data_ptr(), gradient.data_ptr() + (last + 1) * gradient.element_size()
-
-
-def _rewritten_text(name: str, error: float, micro_batches: int) -> str:
-    return (
-        f"{name}.grad shares its storage with a buffer that the next backward writes: with .grad None, autograd takes "
-        f"the tensor that backward returned instead of copying it, and the sum of the earlier micro-batches is lost. "
-        f"Over {micro_batches} micro-batches set_to_none and zero_ differ by {error:.3g}. "
-        "Return a fresh tensor (buffer.clone()) from that backward, or allocate p.grad as zeros before the first "
-        "backward and reset with zero_"
-    )
-
-
-def _shared_text(name: str, other: str) -> str:
-    return (
-        f"{name}.grad and {other}.grad overlap in memory, so what is added to one changes the other: "
-        "return a tensor of its own for each from their backward"
-    )
 
 
 Rows = npt.NDArray[np.float64]
@@ -332,7 +314,7 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
 
 def stolen_buffer(instance: Instance) -> Diagnosis | None:
     """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
-    batches = [instance.batch(instance.case.plan.items(j)) for j in range(len(instance.case.plan.micro_batches))]
+    batches = [instance.batch(items) for items in instance.case.plan.cuts]
     try:
         found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
     except RuntimeError:
@@ -343,13 +325,8 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
 def _summed_gradients(window: Window) -> Rows:
     """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
     instance, model = window.reference.instance, window.model()
-    rows = [
-        window.reference.flat(
-            gradients_of(instance, model, instance.case.plan.items(j), summed=True, dtype=torch.float64)
-        )
-        for j in range(len(instance.case.plan.micro_batches))
-    ]
-    return np.stack(rows)
+    rows = (gradients_of(instance, model, c, summed=True, dtype=torch.float64) for c in instance.case.plan.cuts)
+    return np.stack([window.reference.flat(row) for row in rows])
 
 
 def _diagnosed(

@@ -22,7 +22,7 @@ from gradcheck_suite.judge.elements import (
 )
 from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign, stolen_buffer
 from gradcheck_suite.judge.probe import WeightProbe, per_micro_batch, probes_of
-from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights, not_linear
+from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights, not_linear, poisoned_by
 from gradcheck_suite.judge.reruns import (
     NOT_REPEATABLE,
     SKIPPED,
@@ -30,7 +30,7 @@ from gradcheck_suite.judge.reruns import (
     LossRecorder,
     confirmed_by_repeating,
     explain_inputs,
-    is_same,
+    repeats_gradient,
     run_recorded,
     run_with_finite_losses,
 )
@@ -40,9 +40,6 @@ from gradcheck_suite.run.instance import Instance, scaled
 from gradcheck_suite.run.runner import Outcome
 
 # Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
-#
-# The case is run again in float64, with parameters that stay where they are: one run records what the losses are
-# computed from, and one has a loss 2**-20 times as large.
 
 
 def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
@@ -73,7 +70,7 @@ def explain_run(
     """Return what a recorded run shows: that the fault is gone, or that the inputs of losses are wrong; or None."""
     if again is None:
         return None
-    if not is_same(again, comparison):
+    if not repeats_gradient(again, comparison):
         return NOT_REPEATABLE
     flat, members = window.reference.flat, window.members
     return explain_inputs(recorder, flat, members, comparison.observed, step, window.parameters)
@@ -83,12 +80,6 @@ def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) ->
     values = {name: p.detach().double() for name, p in window.model().named_parameters()}
     parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
     return explain_size(comparison.expected, comparison.observed, with_small_loss, parameters)
-
-
-def _gradient_at(runner: LoopRunner, reference: Reference, instance: Instance, step: int) -> Vector | None:
-    """Return the gradient at a step of one more run; None where no run is left, the loop raises or it stops before."""
-    outcome = runner.run(instance)
-    return None if outcome is None else gradient_of_step(outcome, reference, step)
 
 
 def explain_on_case(
@@ -149,7 +140,8 @@ def _explain(
     found = diagnose_case(window, comparison, epoch, alike=runner.alike)
     if is_linear_there and not runner.runs_left:
         return found
-    again = _gradient_at(runner, window.reference, scaled(window.reference.instance, SMALL_SCALE), step)
+    outcome = runner.run(scaled(window.reference.instance, SMALL_SCALE))
+    again = None if outcome is None else gradient_of_step(outcome, window.reference, step)
     if again is None:
         return None
     if is_linear(comparison.observed, again):
@@ -162,18 +154,6 @@ def _explain(
 
 
 # Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop, as a rule.
-#
-# The first run is on the weight probe, under the same plan. Where the weights are wrong, a second one is on the probe
-# that separates faults which look alike, with a loss 2**-20 times as large; where no fault explains both, a third one
-# with the small loss under the first plan tells whether the weights depend on the gradient's size. Where the weights
-# are right, or the loop cannot run on the probe, the case itself is read, in float64 and with parameters that stay
-# where they are: one run records what the losses are computed from, and one has the small loss. Runs that are left
-# repeat the case, since a fault that not every run shows has no other name. Where micro-batches have no valid
-# targets, or every item counts the same and not 1, the weights are read off two probes, which count differently.
-#
-# A run beyond the three is made in three cases: every item counts the same and not 1; the loop cannot run on the
-# probe in float64, so that it runs there in float32; other windows look like a number that is added, which the small
-# loss tells apart.
 
 
 RIGHT_ON_PROBE = (
@@ -211,6 +191,11 @@ OF_ELEMENTS = frozenset(
 def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of a wrong gradient; `not-linear` where no weights of micro-batches explain it.
 
+    The first run is on the weight probe, and a second one on the probe that separates faults which look alike. Where
+    the weights are right, or the loop cannot run on the probe, the case itself is read, in float64: one run records
+    what the losses are computed from, and one has a loss 2**-20 times as large. Runs that are left repeat the case,
+    since a fault that not every run shows has no other name.
+
     Args:
         comparison: of the gradient with the right one.
         window: whose gradient it is.
@@ -246,14 +231,18 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis
-    diagnosis = confirmed_by_repeating(
-        diagnosis,
-        runner,
-        instance,
-        comparison,
-        lambda run: gradient_of_step(run, window.reference, step, comparison.observed),
-    )
+    diagnosis = _confirmed(diagnosis, runner, window, comparison, step)
     return replace(diagnosis, details=numbers + diagnosis.details)
+
+
+def _confirmed(found: Diagnosis, runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis:
+    """Return a diagnosis, or `not-repeatable` where a run again has another gradient at the step."""
+    reference = window.reference
+
+    def gradient(outcome: Outcome) -> Vector | None:
+        return gradient_of_step(outcome, reference, step, comparison.observed)
+
+    return confirmed_by_repeating(found, runner, reference.instance, comparison, gradient)
 
 
 def _worst_element(comparison: Comparison) -> str:
@@ -279,11 +268,7 @@ def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis |
     sources = [i for i in earlier if not np.isfinite(reference.window(i).expected[bad]).all()]
     if not sources:
         return None
-    return Diagnosis(
-        "poisoned-by-earlier-window",
-        f"the reference gradient of window {sources[0]} is NaN or infinite, and the reset left that behind in this "
-        "window: it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
-    )
+    return poisoned_by(sources[0])
 
 
 def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
@@ -307,9 +292,6 @@ def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
         f"it is {place_of_the_fault(comparison)}; the objective is a function of the whole window, so weights of "
         "micro-batches cannot be read off it"
     )
-
-
-# The weight probe
 
 
 def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis | None:
@@ -409,15 +391,7 @@ def explain_missing(
         epoch: of the step.
         runner: of the loop.
     """
-    instance = window.reference.instance
-    step = epoch * len(instance.case.plan.windows) + window.index
+    step = epoch * len(window.reference.instance.case.plan.windows) + window.index
     if _is_right_with_finite_losses(runner, window, comparison, step):
         return SKIPPED
-    found = missing_gradient(parameter)
-    return confirmed_by_repeating(
-        found,
-        runner,
-        instance,
-        comparison,
-        lambda run: gradient_of_step(run, window.reference, step, comparison.observed),
-    )
+    return _confirmed(missing_gradient(parameter), runner, window, comparison, step)

@@ -25,13 +25,14 @@ from gradcheck_suite.judge.patterns import (
     rescaled,
     rounded_to,
 )
-from gradcheck_suite.judge.weights import Diagnosis, Steps, Weights, listed
+from gradcheck_suite.judge.weights import Diagnosis, Steps, Weights, listed, times_text
 
 # Factors of a run by which every item of a window may be too heavy or too light, each with its remedy.
 
 
 LEAST_LOSS_SCALE = 2**7
 Value = Callable[[Weights], float | None]
+MicroBatches = Callable[[Weights], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,22 @@ SHORT = "a short window is divided as if it were whole: divide by its own count"
 OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step"
 
 
-def _other_count(micro_batches: Callable[[Weights], tuple[int, ...] | None]) -> Value:
-    """Return the window's count over another one; None where it is the same or there is no such count."""
+def _over_count(count: Callable[[Weights], float | None]) -> Value:
+    """Return the window's count over another one; None where there is no such count, or counts do not matter."""
 
     def value(w: Weights) -> float | None:
-        chosen = micro_batches(w)
-        if chosen is None or w.reduction == "sum" or not (count := w.count_of(chosen)):
-            return None
-        return w.window_count / count
+        other = None if w.reduction == "sum" else count(w)
+        return w.window_count / other if other and other > 0 else None
 
     return value
 
 
-def _neighbour(step: int) -> Callable[[Weights], tuple[int, ...] | None]:
+def _other_count(micro_batches: MicroBatches, times: Callable[[Weights], float] = lambda w: 1) -> Value:
+    """Return the window's count over a multiple of that of other micro-batches; None where there are none."""
+    return _over_count(lambda w: None if (chosen := micro_batches(w)) is None else times(w) * w.count_of(chosen))
+
+
+def _neighbour(step: int) -> MicroBatches:
     """Return the window so many before or after, of the epoch before or after where necessary."""
 
     def window(w: Weights) -> tuple[int, ...] | None:
@@ -82,10 +86,6 @@ def _neighbour(step: int) -> Callable[[Weights], tuple[int, ...] | None]:
     return window
 
 
-def _first(w: Weights) -> tuple[int, ...] | None:
-    return w.windows[0] if w.windows else None
-
-
 def _one_more(w: Weights) -> tuple[int, ...] | None:
     return (*w.window, w.window[-1] + 1) if w.window[-1] + 1 < len(w.counts) else None
 
@@ -94,60 +94,23 @@ def _epoch(w: Weights) -> tuple[int, ...] | None:
     return tuple(range(len(w.counts))) if w.windows else None
 
 
-def _over_mean_of_windows(w: Weights) -> float | None:
-    counted = w.count_of(_epoch(w) or ())
-    return None if w.reduction == "sum" or not counted else w.window_count * len(w.windows) / counted
-
-
-def _so_far(w: Weights) -> float | None:
-    if w.index is None or w.reduction == "sum":
+def _count_so_far(w: Weights) -> float | None:
+    if w.index is None:
         return None
-    before = w.epoch * sum(w.counts) + sum(w.count_of(v) for v in w.windows[: w.index])
-    return w.window_count / (before + w.window_count)
-
-
-def _of_means(count: Callable[[Weights], float], times: Callable[[Weights], float]) -> Value:
-    return lambda w: None if w.reduction == "sum" or not count(w) else w.window_count / (times(w) * count(w))
+    return w.epoch * sum(w.counts) + sum(w.count_of(v) for v in w.windows[: w.index]) + w.window_count
 
 
 def _items(w: Weights) -> float | None:
     """Return the window's items where they are not what is counted."""
-    if not w.items or w.items == w.counts or w.reduction == "sum":
+    if not w.items or w.items == w.counts:
         return None
     return float(sum(w.items[j] for j in w.window))
 
 
-def _miscounted(by: int) -> Value:
-    """Return the window's count over that and so many targets for each of its micro-batches."""
-
-    def value(w: Weights) -> float | None:
-        count = w.window_count + by * len(w.window)
-        return None if w.reduction == "sum" or count <= 0 else w.window_count / count
-
-    return value
-
-
-def _with_empty(weigh: Callable[[Weights, int], float]) -> Value:
-    """Return the window's count over that and something for each micro-batch without valid targets."""
-
-    def value(w: Weights) -> float | None:
-        empty = [j for j in w.window if not w.counts[j]]
-        if not empty or w.reduction == "sum":
-            return None
-        return w.window_count / (w.window_count + sum(weigh(w, j) for j in empty))
-
-    return value
-
-
-def _rounded_count(whole: Callable[[float], float], *, each: bool) -> Value:
-    """Return the window's count over the same made a whole number; None where it is one."""
-
-    def value(w: Weights) -> float | None:
-        counts = [w.counts[j] for j in w.window] if each else [w.window_count]
-        count = sum(map(whole, counts))
-        return None if w.reduction == "sum" or not count or count == w.window_count else w.window_count / count
-
-    return value
+def _with_empty(w: Weights) -> float | None:
+    """Return the window's count with the items of each micro-batch without valid targets; None where there is none."""
+    empty = [j for j in w.window if not w.counts[j]]
+    return w.window_count + sum(w.items[j] for j in empty if w.items) if empty else None
 
 
 def _k(w: Weights) -> int:
@@ -158,7 +121,7 @@ def _short(w: Weights) -> int | None:
     return len(w.window) if len(w.window) != w.accumulation_steps * w.world_size else None
 
 
-def _part_of_rank(rank: int) -> Callable[[Weights], tuple[int, ...] | None]:
+def _part_of_rank(rank: int) -> MicroBatches:
     def part(w: Weights) -> tuple[int, ...] | None:
         own = tuple(j for j in w.window if w.owners and w.owners[j] == rank)
         return own if len(own) < len(w.window) else None
@@ -184,9 +147,7 @@ OF_RANKS = (
     ),
     *(
         Factor(
-            lambda w, times=times, rank=rank: (  # type: ignore[misc]
-                (value := _other_count(_part_of_rank(rank))(w)) and value / w.world_size**times
-            ),
+            _other_count(_part_of_rank(rank), lambda w, times=times: w.world_size**times),  # type: ignore[misc]
             lambda w, times=times, rank=rank: (  # type: ignore[misc]
                 f"the window's count over {'the number of ranks times ' * times}that of rank {rank}, "
                 f"{w.window_count:g}/{w.count_of(_part_of_rank(rank)(w) or ()) * w.world_size**times:g}"
@@ -197,6 +158,19 @@ OF_RANKS = (
         for rank in range(MAX_RANKS)
     ),
 )
+
+OTHER_COUNTS: tuple[tuple[MicroBatches, Callable[[Weights], float], str], ...] = (
+    (_neighbour(-1), lambda w: 1, "the previous window's, {}"),
+    (_neighbour(1), lambda w: 1, "the next window's, {}"),
+    (lambda w: w.windows[0] if w.windows else None, lambda w: 1, "the first window's, {}"),
+    (_epoch, lambda w: 1, "the whole epoch's, {}"),
+    (_epoch, lambda w: 1 / len(w.windows), "the mean count of the epoch's windows"),
+    (_one_more, lambda w: 1, "that of one micro-batch more, {}"),
+    (lambda w: w.window[:-1] if len(w.window) > 1 else None, lambda w: 1, "that without its last micro-batch, {}"),
+    (lambda w: w.window[1:] if len(w.window) > 1 else None, lambda w: 1, "that without its first micro-batch, {}"),
+)
+"""Micro-batches whose count, times a number, a loop may divide by in place of the window's, and what that is, with a
+place for the quotient."""
 
 FACTORS = (
     Factor(
@@ -231,63 +205,26 @@ FACTORS = (
         "a sum is divided by the count, or a mean is divided twice: divide the summed losses by the window's count "
         "once if run.reduction is 'mean', and not at all if it is 'sum'",
     ),
-    Factor(
-        _other_count(_neighbour(-1)),
-        lambda w: f"the window's count over the previous window's, {_over(w, _neighbour(-1))}",
-        OTHER_COUNT,
-        rare=2,
+    *(
+        Factor(
+            _other_count(chosen, times),
+            lambda w, words=words, chosen=chosen: (  # type: ignore[misc]
+                f"the window's count over {words.format(_over(w, chosen))}"
+            ),
+            OTHER_COUNT,
+            rare=2,
+        )
+        for chosen, times, words in OTHER_COUNTS
     ),
     Factor(
-        _other_count(_neighbour(1)),
-        lambda w: f"the window's count over the next window's, {_over(w, _neighbour(1))}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _other_count(_first),
-        lambda w: f"the window's count over the first window's, {_over(w, _first)}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _other_count(_epoch),
-        lambda w: f"the window's count over the whole epoch's, {_over(w, _epoch)}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _over_mean_of_windows,
-        lambda w: "the window's count over the mean count of the epoch's windows",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _other_count(_one_more),
-        lambda w: f"the window's count over that of one micro-batch more, {_over(w, _one_more)}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _other_count(lambda w: w.window[:-1] if len(w.window) > 1 else None),
-        lambda w: f"the window's count over that without its last micro-batch, {_over(w, lambda v: v.window[:-1])}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _other_count(lambda w: w.window[1:] if len(w.window) > 1 else None),
-        lambda w: f"the window's count over that without its first micro-batch, {_over(w, lambda v: v.window[1:])}",
-        OTHER_COUNT,
-        rare=2,
-    ),
-    Factor(
-        _so_far,
+        _over_count(_count_so_far),
         lambda w: "the window's count over that of all windows up to it",
         "set the count to 0 when a window begins",
         rare=2,
     ),
     *(
         Factor(
-            _of_means(lambda w, chosen=chosen: w.counts[chosen(w)], times),  # type: ignore[misc]
+            _other_count(lambda w, chosen=chosen: (chosen(w),), times),  # type: ignore[misc]
             lambda w, word=word, named=named: f"the window's count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
             "add up the counts of the window's micro-batches: they are not all alike",
             rare=2,
@@ -300,12 +237,12 @@ FACTORS = (
         for times, named in ((_k, "accumulation_steps"), (lambda w: len(w.window), "its micro-batches"))
     ),
     Factor(
-        lambda w: (n := _items(w)) and w.window_count / n,
+        _over_count(_items),
         lambda w: f"the window's count over its items, {w.window_count:g}/{_items(w):g}",
         "divide by run.count(batch), which is not the number of items",
     ),
     Factor(
-        lambda w: (n := _items(w)) and w.window_count / (w.window_count + n),
+        _over_count(lambda w: (n := _items(w)) and w.window_count + n),
         lambda w: (
             f"the window's count over that and its items together, {w.window_count:g}/({w.window_count:g} + "
             f"{_items(w):g}): one target too many is counted for every item"
@@ -314,7 +251,7 @@ FACTORS = (
     ),
     *(
         Factor(
-            _miscounted(by),
+            _over_count(lambda w, by=by: w.window_count + by * len(w.window)),  # type: ignore[misc]
             lambda w, how=how: f"the window's count over one with {how} for each micro-batch",  # type: ignore[misc]
             "count the targets that the loss divides by, no first or last one more or less",
             rare=2,
@@ -322,19 +259,22 @@ FACTORS = (
         for by, how in ((-1, "one target too few"), (1, "one target too many"))
     ),
     Factor(
-        lambda w: None if w.reduction == "sum" else w.window_count / sum(max(w.counts[j], 1.0) for j in w.window),
+        _over_count(lambda w: sum(max(w.counts[j], 1.0) for j in w.window)),
         lambda w: "the window's count over one in which every micro-batch counts at least 1",
         "do not raise the count of a micro-batch: one without valid targets counts 0",
     ),
     *(
         Factor(
-            _rounded_count(whole, each=each),
+            _over_count(count),
             lambda w: f"its count, {w.window_count:g}, over the same made a whole number",
             "a count may be a fraction, as a sum of class weights is: do not make it a whole number",
             rare=1,
         )
         for whole in (math.floor, round, math.ceil)
-        for each in (False, True)
+        for count in (
+            lambda w, whole=whole: whole(w.window_count),
+            lambda w, whole=whole: sum(whole(w.counts[j]) for j in w.window),
+        )
     ),
     *(
         Factor(
@@ -346,14 +286,14 @@ FACTORS = (
         for power, said in ((0.5, ""), (-0.5, "1/"))
     ),
     Factor(
-        _with_empty(lambda w, j: w.items[j] if w.items else 0),
+        _over_count(_with_empty),
         lambda w: "the window's count over that and the items of micro-batches without valid targets",
         "a micro-batch without valid targets counts 0",
     ),
 )
 
 
-def _over(w: Weights, micro_batches: Callable[[Weights], tuple[int, ...] | None]) -> str:
+def _over(w: Weights, micro_batches: MicroBatches) -> str:
     return f"{w.window_count:g}/{w.count_of(micro_batches(w) or ()):g}"
 
 
@@ -405,14 +345,16 @@ def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: b
     """
     steps = [violated, *others]
     wrong = [w for w in steps if not w.is_right]
-    fitting = [p for p in _fitting(violated, steps, wrong) if not (known_only and p.name == "wrong-scale" and p.rank)]
+    fitting = [
+        p for p in _fitting(violated, steps, wrong) if not (known_only and p.name == "wrong-scale" and p.priority)
+    ]
     # what predicts the steps that are right, too, is preferred
     complete = [p for p in fitting if all(p.fits(w) for w in steps)]
     chosen = _most_special(complete or fitting, wrong)
     if not chosen:
         return _unrecognised(violated)
     names = list(dict.fromkeys(pattern.name for pattern in chosen))[:MOST_NAMES]
-    first = {name: next(p.sentence(violated, wrong) for p in chosen if p.name == name) for name in names}
+    first = {name: next(p.text(violated, wrong) for p in chosen if p.name == name) for name in names}
     rare = _alike(steps) or ("" if complete else _where(violated, steps))
     if rare == OF_SEVERAL and names == ["no-gradient"]:
         rare += NOT_A_SUM
@@ -435,13 +377,13 @@ def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
 
 
 def _most_special(fitting: Sequence[Pattern], wrong: Steps) -> list[Pattern]:
-    """Return the patterns of the lowest rank, with those of the next where nothing tells them apart."""
+    """Return the patterns of the lowest priority number, with those of the next where nothing tells them apart."""
     if not fitting:
         return []
-    lowest = min(p.rank for p in fitting)
-    chosen = [p for p in fitting if p.rank == lowest]
+    lowest = min(p.priority for p in fitting)
+    chosen = [p for p in fitting if p.priority == lowest]
     if not any(p.tells(w) for p in chosen for w in wrong):
-        chosen += [p for p in fitting if p.rank == lowest + 1]
+        chosen += [p for p in fitting if p.priority == lowest + 1]
     return chosen
 
 
@@ -466,10 +408,7 @@ def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
 
     def sentence(w: Weights, wrong: Steps) -> str:
         scale = float(w.ratio.mean())
-        said = f"every item of the window weighs {scale:.6g} times what it should"
-        off = abs(scale - 1)
-        if off < 1e-5:
-            said = f"every item of the window weighs 1 {'+' if scale > 1 else '-'} {off:.3g} times what it should"
+        said = f"every item of the window weighs {times_text(scale)} what it should"
         if meaning:
             return f"{said}: {meaning}; {remedy}"
         if factors:

@@ -17,7 +17,6 @@ from gradcheck_suite.judge.weights import (
     Steps,
     Weights,
     alone,
-    alone_for_all,
     dropped_text,
     listed,
     more_than_one,
@@ -41,22 +40,26 @@ class Pattern:
     Attributes:
         name: of the fault.
         fits: whether a step's weights are the pattern's.
-        sentence: what the loop did and what to do, from the violated step and all steps that are wrong.
-        rank: patterns of a lower rank are more special, and win where they fit.
-        tells: whether a wrong step separates the pattern from those of the next rank; they are given as well where no
+        sentence: what the loop did and what to do; or a function of the violated step and all steps that are wrong.
+        priority: patterns of a lower number are more special, and win where they fit.
+        tells: whether a wrong step separates the pattern from those of the next number; they are given as well where no
             step does.
         informs: whether a wrong step shows the pattern at all; at least one must.
     """
 
     name: str
     fits: Callable[[Weights], bool]
-    sentence: Callable[[Weights, Steps], str]
-    rank: int = 0
+    sentence: str | Callable[[Weights, Steps], str]
+    priority: int = 0
     tells: Callable[[Weights], bool] = lambda w: True
     informs: Callable[[Weights], bool] = lambda w: True
 
+    def text(self, violated: Weights, wrong: Steps) -> str:
+        """Return the sentence."""
+        return self.sentence if isinstance(self.sentence, str) else self.sentence(violated, wrong)
 
-def _patterns_unequal(w: Weights) -> bool:
+
+def _unequal_counts(w: Weights) -> bool:
     return len({w.counts[j] for j in w.inside}) > 1
 
 
@@ -84,7 +87,7 @@ def _is_mean(w: Weights, share: float | None = None) -> bool:
     return not w.foreign and bool(np.all(means != 0)) and w.close(means, means.mean() if share is None else share)
 
 
-def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], str], rank: int = 0) -> Pattern:
+def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], str], priority: int = 0) -> Pattern:
     def sentence(w: Weights, wrong: Steps) -> str:
         if w.reduction == "sum":
             return (
@@ -94,7 +97,7 @@ def _means(share: Callable[[Weights], float | None], text: Callable[[Weights], s
         short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
         return f"each micro-batch's mean has weight {text(w)}, whatever its count{short}: {SHARES}"
 
-    return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, rank, informs=_patterns_unequal)
+    return Pattern("mean-of-means", lambda w: _is_mean(w, share(w)), sentence, priority, informs=_unequal_counts)
 
 
 def _by_one_count(place: int, word: str) -> Pattern:
@@ -106,12 +109,10 @@ def _by_one_count(place: int, word: str) -> Pattern:
     return Pattern(
         "wrong-count",
         lambda w: w.reduction == "mean" and _is_mean(w, share(w)),
-        lambda w, wrong: (
-            f"each micro-batch's mean is weighted by the count of the window's {word} micro-batch, and not by its own: "
-            f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share"
-        ),
+        f"each micro-batch's mean is weighted by the count of the window's {word} micro-batch, and not by its own: "
+        f"look for a count that is read {'late' if place else 'once'}, as from a variable that later ones share",
         informs=lambda w: (
-            _patterns_unequal(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
+            _unequal_counts(w) and not any(w.close(share(w), 1 / n) for n in (len(w.window), w.accumulation_steps))
         ),
     )
 
@@ -188,7 +189,7 @@ INSIDE: tuple[Pattern, ...] = (
     Pattern(
         "no-gradient",
         lambda w: not w.foreign and not np.any(w.ratio),
-        lambda w, wrong: "nothing of the window is in the gradient: it was reset before the step",
+        "nothing of the window is in the gradient: it was reset before the step",
         # what cannot be read may be there
         tells=lambda w: w.inside == list(w.window),
     ),
@@ -203,7 +204,7 @@ INSIDE: tuple[Pattern, ...] = (
             f"the micro-batches are dealt to {_groups(w)} groups, as to ranks, and the groups' means have one weight "
             f"whatever their counts: {SHARES}"
         ),
-        informs=_patterns_unequal,
+        informs=_unequal_counts,
     ),
     Pattern(
         "mean-of-means",
@@ -218,30 +219,26 @@ INSIDE: tuple[Pattern, ...] = (
         "wrong-scale",
         lambda w: w.reduction == "mean" and _is_mean(w, 1.0),
         lambda w, wrong: f"each micro-batch's mean has weight 1, {len(w.window)} times the mean of means: {SHARES}",
-        informs=_patterns_unequal,
+        informs=_unequal_counts,
     ),
     Pattern(
         "wrong-count",
         _counts_items,
-        lambda w, wrong: (
-            "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
-            "weight each by run.count(batch) over the window's count"
-        ),
+        "micro-batches' means are weighted as if every item of theirs counted alike, which here it does not: "
+        "weight each by run.count(batch) over the window's count",
     ),
     Pattern(
         "wrong-count",
         lambda w: w.is_right or _counts_whole(w),
-        lambda w, wrong: (
-            "micro-batches' means are weighted by their counts made whole numbers, and a count may be a fraction, as a "
-            "sum of class weights is: weight each by run.count(batch) as it is"
-        ),
+        "micro-batches' means are weighted by their counts made whole numbers, and a count may be a fraction, as a "
+        "sum of class weights is: weight each by run.count(batch) as it is",
     ),
     *(
         Pattern(
             "weighted-by-count",
             _power_of_count(power),
-            lambda w, wrong, how=how: f"{how} its micro-batch's count: {SHARES}",  # type: ignore[misc]
-            informs=_patterns_unequal,
+            f"{how} its micro-batch's count: {SHARES}",
+            informs=_unequal_counts,
         )
         for power, how in (
             (1, "an item's weight is proportional to"),
@@ -269,27 +266,23 @@ INSIDE: tuple[Pattern, ...] = (
     Pattern(
         "reset-inside-window",
         alone(-1),
-        lambda w, wrong: (
-            "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and "
-            "add to the gradient, do not assign it"
-        ),
+        "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and "
+        "add to the gradient, do not assign it",
         tells=more_than_two,
         informs=more_than_one,
     ),
     Pattern(
         "first-only",
         alone(0),
-        lambda w, wrong: (
-            "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
-            "no_sync, a detached graph)"
-        ),
+        "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
+        "no_sync, a detached graph)",
         tells=more_than_two,
         informs=more_than_one,
     ),
     *(
         Pattern(
             "repeated-micro-batch",
-            alone_for_all(place),
+            alone(place, for_all=True),
             lambda w, wrong, word=word, why=why: (  # type: ignore[misc]
                 f"the window's {word} micro-batch is in the gradient {len(w.inside)} times, and the others not at all: "
                 f"{why}"
@@ -310,9 +303,6 @@ INSIDE: tuple[Pattern, ...] = (
 """Patterns of the window's own micro-batches."""
 
 
-# The patterns of means that are weighted by the count of another micro-batch of the window.
-
-
 def _by_count_of(w: Weights, away: int) -> bool:
     """Whether means are weighted by the counts of the micro-batches so many places away, over the window's count.
 
@@ -329,9 +319,7 @@ NEIGHBOURS = tuple(
     Pattern(
         "weighted-by-count",
         lambda w, away=away: _by_count_of(w, away),  # type: ignore[misc]
-        lambda w, wrong, where=where: (  # type: ignore[misc]
-            f"each micro-batch's mean is weighted by the count of the micro-batch {where} it: {SHARES}"
-        ),
+        f"each micro-batch's mean is weighted by the count of the micro-batch {where} it: {SHARES}",
         informs=lambda w: more_than_two(w) and len({w.counts[j] for j in w.inside}) > 1,
     )
     for away, where in ((1, "before"), (-1, "after"))
@@ -339,10 +327,7 @@ NEIGHBOURS = tuple(
 """One for the count of the micro-batch before, as of a variable that is updated late, and one for that of the next."""
 
 
-# Patterns of steps that hold micro-batches of other windows, beside their own or in their place.
-#
-# An epoch's items are the same in every epoch, so in later epochs a gradient of another window may come from either
-# side: only the steps of the first epoch tell an earlier window from a later one.
+# Steps that hold micro-batches of other windows, beside their own or in their place.
 
 
 RESET = "reset the gradients once after every step, the short last window's too"
@@ -363,6 +348,7 @@ def _own_is_whole(w: Weights) -> bool:
 
 
 def _stale(w: Weights) -> bool:
+    # in later epochs, whose items are the same, a gradient of another window may come from either side
     return _own_is_whole(w) and (w.epoch > 0 or all(_earlier(w, j) for j in w.foreign))
 
 
@@ -408,18 +394,12 @@ def _delayed(windows: int) -> Pattern:
     return Pattern(
         "delayed-window",
         lambda w: bool(w.windows) and fits(w),
-        lambda w, wrong: (
-            f"the step holds the gradient of {how_far}, and not its own: read the gradient after it has been computed "
-            "or communicated"
-        ),
+        f"the step holds the gradient of {how_far}, and not its own: read the gradient after it has been computed "
+        "or communicated",
         # one window that stands in for all looks the same where only the first two are seen
         tells=lambda w: bool(w.index and w.index >= windows + 1 and not w.epoch),
         informs=lambda w: bool(w.foreign),
     )
-
-
-def _one_window(w: Weights) -> bool:
-    return bool(w.windows) and _held(w) is not None
 
 
 def _wrong_window_text(w: Weights, wrong: Steps) -> str:
@@ -485,7 +465,7 @@ def outside(accumulation_steps: int) -> tuple[Pattern, ...]:
         ),
         *(_delayed(windows) for windows in range(1, FARTHEST + 1)),
         *shifts,
-        Pattern("other-window", _one_window, _wrong_window_text, 1),
+        Pattern("other-window", lambda w: bool(w.windows) and _held(w) is not None, _wrong_window_text, 1),
         # a window whose own weights are wrong as well
         Pattern(
             "stale-window",
@@ -538,7 +518,7 @@ def averaged(steps: Steps) -> tuple[Pattern, ...]:
         f"each step's gradient is {own:g} times its own window's, plus {kept:g} times that of the step before it: a "
         "moving average or a momentum is kept in the gradient; hand the optimizer the window's own gradient"
     )
-    return (Pattern("stale-window", lambda w: True, lambda w, wrong: said, -1),)
+    return (Pattern("stale-window", lambda w: True, said, -1),)
 
 
 def reordered(steps: Steps) -> tuple[Pattern, ...]:
@@ -561,10 +541,10 @@ def reordered(steps: Steps) -> tuple[Pattern, ...]:
         "each micro-batch of an epoch is in one step, and some in another window than their own: the loop trains them "
         "in another order than the loader yields them; shuffle or sort the data before the loader, or within a window"
     )
-    return (Pattern("other-window", lambda w: True, lambda w, wrong: said, 2, informs=lambda w: bool(w.foreign)),)
+    return (Pattern("other-window", lambda w: True, said, 2, informs=lambda w: bool(w.foreign)),)
 
 
-# The patterns of weights that depend on a micro-batch's place in its window, and are read off the longest one.
+# Weights that depend on a micro-batch's place in its window, read off the longest one.
 
 
 def _grows(w: Weights, step: float) -> bool:
@@ -626,21 +606,15 @@ def by_place(wrong: Steps) -> tuple[Pattern, ...]:
         Pattern(
             "weighted-by-place",
             fits,
-            lambda w, wrong: (
-                f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the "
-                f"first and those after it, whatever they count: {SHARES}"
-            ),
+            f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the "
+            f"first and those after it, whatever they count: {SHARES}",
             2,
             informs=lambda w: w is not longest and len(w.inside) > 1,
         ),
     )
 
 
-# The patterns of weights that faults between ranks give.
-#
-# They hold for the gradient of any rank: none asks which one it is. They are more special than the patterns of one
-# rank, which describe micro-batches in an order that those of several ranks do not have. Where all ranks have the
-# same wrong gradient, it was added up over them, and what is missing in it is missing for another reason.
+# Weights that faults between ranks give, for the gradient of any rank.
 
 
 REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
@@ -657,7 +631,7 @@ def _several(w: Weights) -> bool:
     return len(set(_owned(w))) > 1
 
 
-def _rank_patterns_unequal(w: Weights) -> bool:
+def _unequal_counts_of_ranks(w: Weights) -> bool:
     return len({w.count_of_rank(rank) for rank in set(_owned(w))}) > 1
 
 
@@ -672,14 +646,10 @@ def _ranks_means(share: Callable[[Weights], float]) -> Callable[[Weights], bool]
     return fits
 
 
-def _busy(w: Weights) -> int:
-    """Return the number of ranks that count something in the window."""
-    return len(set(_owned(w)))
-
-
 def _only_one_rank(w: Weights) -> int | None:
     """Return the rank whose micro-batches alone are in its gradient, or None."""
     present = set(_owned(w)[w.ratio != 0])
+    # where all ranks have the same gradient, it was added up, and what is missing in it has another reason
     if w.alike or w.foreign or len(present) != 1:
         return None
     (rank,) = present
@@ -778,10 +748,8 @@ def by_rank(wrong: Steps) -> tuple[Pattern, ...]:
         Pattern(
             "wrong-scale",
             lambda w: not w.foreign and w.close(w.ratio, [factors.get(rank, np.nan) for rank in _owned(w)]),
-            lambda w, wrong: (
-                f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what "
-                "a rank does to its losses or gradients before the gradients are added up"
-            ),
+            f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what "
+            "a rank does to its losses or gradients before the gradients are added up",
             2,
             informs=_longer,
         ),
@@ -796,24 +764,22 @@ RANKS: tuple[Pattern, ...] = (
         Pattern(
             "mean-of-means",
             _ranks_means(share),
-            lambda w, wrong, text=text: (  # type: ignore[misc]
-                f"each rank's mean has weight {text}, whatever its count, as where ranks divide by their own counts "
-                f"and gradients are averaged: {GLOBAL_COUNT}"
-            ),
+            f"each rank's mean has weight {text}, whatever its count, as where ranks divide by their own counts "
+            f"and gradients are averaged: {GLOBAL_COUNT}",
             -1,
-            informs=_rank_patterns_unequal,
+            informs=_unequal_counts_of_ranks,
         )
         for share, text in (
             (lambda w: 1 / w.world_size, "one over the number of ranks"),
-            (lambda w: 1 / _busy(w), "one over the number of ranks that have targets"),
+            (lambda w: 1 / len(set(_owned(w))), "one over the number of ranks that have targets"),
         )
     ),
     Pattern(
         "local-count",
         _ranks_means(lambda w: 1.0),
-        lambda w, wrong: f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
+        f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
         -1,
-        informs=_rank_patterns_unequal,
+        informs=_unequal_counts_of_ranks,
     ),
     Pattern(
         "reduced-repeatedly",
@@ -826,4 +792,7 @@ RANKS: tuple[Pattern, ...] = (
         informs=_longer,
     ),
 )
-"""Patterns of a window that several ranks share; they apply where the owners of micro-batches are known."""
+"""Patterns of a window that several ranks share; they apply where the owners of micro-batches are known.
+
+They are more special than the patterns of one rank, which describe micro-batches in an order that those of several
+ranks do not have."""

@@ -12,16 +12,13 @@ import torch
 
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text
 from gradcheck_suite.core.comparison import Vector
-from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, over_ranks
+from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
 from gradcheck_suite.core.results import ItemWeight
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.reruns import NOT_REPEATABLE, SKIPPED, LoopRunner, run_with_finite_losses
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled
 from gradcheck_suite.run.runner import Outcome
-
-# The weight probe under a case's plan: the weight that a loop gives each item, step by step.
-
 
 Count = Callable[[list[int]], float]
 """What the mean over some items, given by their indices, divides by."""
@@ -57,7 +54,7 @@ class WeightProbe:
         """What the mean over each micro-batch divides by."""
         if self.count is None:
             return self.plan.micro_batches
-        return tuple(self.count(list(self.plan.items(j))) for j in range(len(self.plan.micro_batches)))
+        return tuple(self.count(list(items)) for items in self.plan.cuts)
 
     def right_weights(self, window: int) -> Vector:
         """Return (total items,): the weight of each item in a window's gradient, 0 in those without valid targets."""
@@ -137,7 +134,7 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     def count(indices: list[int]) -> float:
         return float(instance.count(items.__getitems__(indices)))
 
-    counts = [count(list(plan.items(j))) for j in range(len(plan.micro_batches))]
+    counts = [count(list(cut)) for cut in plan.cuts]
     empty = {i for j, counted in enumerate(counts) if not counted for i in plan.items(j)}
     shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
     alike = reduction == "sum" or len(shares) == 1
@@ -208,12 +205,6 @@ def held_by(plan: Plan, items: Vector) -> list[int]:
     return held
 
 
-# A second weight probe on which faults that look alike under a small plan differ.
-#
-# Its windows have three or more micro-batches of other K, with different, with partly equal and with equal sizes, no
-# two windows count the same, the last window is short, and there are two epochs: all within what the loop assumes.
-
-
 UNEQUAL = ((1, 2, 4), (2, 2, 1), (3,), (4, 2))
 EQUAL = ((2,), (1,), (4,), (3,))
 """Sizes of the micro-batches of three windows and a short one, repeated as often as a window is long."""
@@ -221,6 +212,9 @@ EQUAL = ((2,), (1,), (4,), (3,))
 
 def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProbe:
     """Return the probe that separates what looks alike on another one.
+
+    Its windows have three or more micro-batches of other K, with different, with partly equal and with equal sizes, no
+    two windows count the same, the last window is short, and there are two epochs: all within what the loop assumes.
 
     Args:
         probe: the other one.
@@ -232,7 +226,7 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     shapes = UNEQUAL if not equal else EQUAL if EQUAL_BATCHES not in assumes else ((2,),) * len(lengths)
     sizes = [n for shape, length in zip(shapes, lengths, strict=False) for n in islice(cycle(shape), length)]
     plan = Plan(tuple(sizes), k, 1 if ONE_EPOCH in assumes else max(2, probe.plan.epochs))
-    plan = over_ranks(plan, probe.plan.world_size, assumes)
+    plan = dealt_to_ranks(plan, probe.plan.world_size, assumes)
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
     empty = {i for window in plan.windows for i in plan.items(window[1])} if 0 in probe.counts else set()
@@ -290,8 +284,6 @@ def per_micro_batch(probe: WeightProbe, items: Vector) -> Vector | None:
 
 
 # Which micro-batches each step of a wrong number of steps held, and which fault gives that.
-#
-# A known fault is a simulation: what its steps would hold under a plan. It fits where the loop's steps held the same.
 
 
 Held = list[frozenset[int]]
@@ -465,10 +457,6 @@ def _is_part(held: Held, right: Held) -> bool:
 
 
 # Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
-#
-# Two runs are on weight probes, whose steps show which micro-batches each of them was about: one under the loop's own
-# plan, one under the plan that separates faults which look alike. The others repeat the case, or the probe where the
-# loop takes another number of steps there.
 
 
 SKIPPED_BY_SCALER = (
@@ -479,6 +467,9 @@ SKIPPED_BY_SCALER = (
 
 def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> Diagnosis:
     """Name the fault of a loop that stepped too seldom or too often; `wrong-step-count` where no known one fits.
+
+    Two runs are on weight probes, whose steps show which micro-batches each of them was about: one under the loop's own
+    plan, one under the plan that separates faults which look alike. The others repeat the case.
 
     Args:
         instance: what the loop trained.

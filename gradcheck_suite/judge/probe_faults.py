@@ -38,9 +38,6 @@ from gradcheck_suite.judge.weights import Diagnosis, Weights
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import Outcome
 
-# Naming a fault from the weights that a loop gives to the items of a weight probe.
-
-
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
 
 OF_OTHER_WINDOWS = frozenset(("stale-window", "later-window", "other-window"))
@@ -141,6 +138,15 @@ def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector,
     return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
 
 
+def poisoned_by(window: int) -> Diagnosis:
+    """Return the diagnosis of a NaN or infinity that an earlier window left behind."""
+    return Diagnosis(
+        "poisoned-by-earlier-window",
+        f"the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: "
+        "it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
+    )
+
+
 def not_linear(why: str) -> Diagnosis:
     """Return the diagnosis of a gradient that no known fault explains."""
     return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
@@ -225,9 +231,8 @@ def clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRun
     items = np.flatnonzero(right)
     if not (np.abs(seen[items]) <= 1.01 * np.abs(right[items])).all() or not seen[items].any():
         return None
-    assert case.spec is not None
     slopes = [slope * FURTHER if abs(slope) > 1 else slope for slope in slopes_of(case)]
-    louder = WeightProbe(case.plan, case.spec.loss.reduction, dtype=case.dtype).observed_weights(runner, slopes=slopes)
+    louder = _probe(case, case.dtype).observed_weights(runner, slopes=slopes)
     if louder is None or step >= len(louder):
         return None
     cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
@@ -252,8 +257,7 @@ def _cut(case: Case, seen: Vector, right: Vector, items: npt.NDArray[np.intp]) -
 
 
 def _norms(case: Case, seen: Vector) -> str:
-    plan = case.plan
-    norms = [np.linalg.norm(seen[plan.items(j).start : plan.items(j).stop]) for j in range(len(plan.micro_batches))]
+    norms = [np.linalg.norm(seen[cut.start : cut.stop]) for cut in case.plan.cuts]
     return " and ".join(f"{norm:.4g}" for norm in norms if norm)
 
 
@@ -274,10 +278,6 @@ NO_LOSS = (
 )
 COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
-POISONED = (
-    "the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: it "
-    "scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN"
-)
 
 
 def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
@@ -414,9 +414,6 @@ def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diag
     return explain_weights(probe, seen, step, runner)
 
 
-# Faults that depend on the size of the gradient
-
-
 def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
 
@@ -435,8 +432,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         return _of_non_finite(case, right, seen, window)
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
-        source = poison[-1] % len(case.plan.windows)
-        return Diagnosis("poisoned-by-earlier-window", POISONED.format(window=source))
+        return poisoned_by(poison[-1] % len(case.plan.windows))
     if runner.runs_left > 1:
         # one is kept for a larger gradient
         recorder, outcome = run_recorded(runner, generated_instance(case))

@@ -67,9 +67,6 @@ class LoopRunner:
 
 
 # What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
-#
-# The losses are computed again from what they were called with. Where that gives the observed gradient, and the right
-# inputs do not, the inputs are the fault.
 
 
 Flat = Callable[[Gradients], Vector]
@@ -170,6 +167,9 @@ def explain_inputs(
     parameters: dict[str, torch.Tensor] | None = None,
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
+
+    The losses are computed again from what they were called with. Where that gives the observed gradient, and the right
+    inputs do not, the inputs are the fault.
 
     Args:
         recorder: of the run.
@@ -322,7 +322,7 @@ _BY_COUNT = "divide each part's summed loss by the window's count"
 def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
     """Return how a batch of the window is none that the loader yields, or None."""
     plan = instance.case.plan
-    yielded = [dict(named_leaves(instance.batch(plan.items(j)))) for j in range(len(plan.micro_batches))]
+    yielded = [dict(named_leaves(instance.batch(items))) for items in plan.cuts]
     for place, call in enumerate(calls):
         given = dict(named_leaves(call.batch))
         if any(_equal(given, own) for own in yielded):
@@ -351,9 +351,6 @@ def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool
 
 
 # Whether a loop leaves micro-batches out because their loss is NaN or infinite.
-#
-# The loss of a micro-batch whose targets are all ignored is NaN, and its gradient 0. A loop that skips it may lose
-# more than that. The loop runs again with such losses replaced by finite ones of the same gradient.
 
 
 SKIPPED = Diagnosis(
@@ -367,12 +364,13 @@ SKIPPED = Diagnosis(
 def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | None:
     """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left.
 
-    Ranks compute the losses of their own case, so there it is None too.
+    The loss of a micro-batch whose targets are all ignored is NaN, and its gradient 0. A loop that skips it may lose
+    more than that. Ranks compute the losses of their own case, so there it is None too.
     """
     plan, model = instance.case.plan, instance.model()
     if plan.ranks:
         return None
-    batches = [instance.batch(plan.items(j)) for j in range(len(plan.micro_batches))]
+    batches = [instance.batch(items) for items in plan.cuts]
     with torch.no_grad():
         uncounted = [batch for batch in batches if not instance.count(batch)]
         if all(instance.problem.loss(model, batch).isfinite() for batch in uncounted):
@@ -387,9 +385,6 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
 
 
 # Whether a loop hands its step the same gradient when it runs again on the same case.
-#
-# A fault that is gone in the next run also seems to depend on the gradient's size: the run with a small loss lacks
-# it.
 
 
 NOT_REPEATABLE = Diagnosis(
@@ -420,12 +415,12 @@ def confirmed_by_repeating(
         if outcome.skipped:
             return found  # a gradient scaler took fewer steps than there are windows
         again = step(outcome)
-        if again is None or not is_same(again, comparison):
+        if again is None or not repeats_gradient(again, comparison):
             return NOT_REPEATABLE
     return found
 
 
-def is_same(again: Vector, comparison: Comparison) -> bool:
+def repeats_gradient(again: Vector, comparison: Comparison) -> bool:
     """Return whether a run again gives the observed gradient, but for rounding."""
     seen = comparison.observed
     with np.errstate(invalid="ignore"):

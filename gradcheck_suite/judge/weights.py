@@ -147,6 +147,12 @@ def missing_gradient(parameter: str) -> Diagnosis:
     )
 
 
+def times_text(factor: float) -> str:
+    """Return a factor in words; one near to 1 by its distance from it."""
+    off = factor - 1
+    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
+
+
 def listed(names: Sequence[object], shown: int = 3) -> str:
     """Return a list in words, cut after a few."""
     text = ", ".join(str(name) for name in names[:shown])
@@ -172,32 +178,21 @@ def more_than_one(w: Weights) -> bool:
     return len(w.inside) > 1
 
 
-def alone(place: int) -> Callable[[Weights], bool]:
-    """Whether the window's first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
+def alone(place: int, *, for_all: bool = False) -> Callable[[Weights], bool]:
+    """Whether the window's first (0) or last (-1) micro-batch alone is there, with a weight that it may well have.
+
+    With `for_all`, it must weigh as much as all of them together.
+    """
 
     def fits(w: Weights) -> bool:
         ratio = w.ratio
         if w.foreign or not len(ratio) or not ratio[place] or np.count_nonzero(ratio) != 1:
             return False
+        if for_all:
+            return len(ratio) > 1 and w.close(ratio[place], len(ratio))
         mean = w.per_mean[place]
         return any(w.close(*pair) for pair in ((ratio[place], 1), (mean, 1 / w.accumulation_steps), (mean, 1))) or (
             w.close(mean, 1 / len(w.window))
-        )
-
-    return fits
-
-
-def alone_for_all(place: int) -> Callable[[Weights], bool]:
-    """Whether the window's first or last micro-batch stands for all of them."""
-
-    def fits(w: Weights) -> bool:
-        ratio = w.ratio
-        return bool(
-            not w.foreign
-            and len(ratio) > 1
-            and bool(ratio[place])
-            and np.count_nonzero(ratio) == 1
-            and w.close(ratio[place], len(ratio))
         )
 
     return fits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
@@ -24,12 +24,13 @@ from gradcheck_suite.core.contract import (
     Loop,
     TrainingRun,
     assumptions_of,
+    autocast_of,
     training_loop,
 )
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.reset_modes import MODES
 
-# The laws of the wrappers: which collectives a window takes, worked out from sizes alone.
+# The laws of the wrappers: which collectives a window takes.
 #
 # The laws assume a small dense model whose gradients fit into one bucket. `run.traffic` counts the same.
 
@@ -184,10 +185,31 @@ def add_up_gradients(run: TrainingRun) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+def _made_of(
+    loop: Loop, told: str, *, assumes: Iterable[str] = (), autocast: str | None = None
+) -> Callable[[Loop], Loop]:
+    """Return a decorator of a loop that wraps another one, with that one's name and assumptions.
+
+    Args:
+        loop: the other one.
+        told: what is said of the wrapper after the first line of its docstring.
+        assumes: what the wrapper assumes besides.
+        autocast: as for `training_loop`.
+    """
+
+    def made(trained: Loop) -> Loop:
+        functools.update_wrapper(trained, loop)
+        first = (loop.__doc__ or "").strip().split("\n")[0]
+        trained.__doc__ = f"{first} {told}"
+        return training_loop(assumes=(*assumptions_of(loop), *assumes), autocast=autocast)(trained)
+
+    return made
+
+
 def all_reduced(loop: Loop) -> Loop:
     """Return a loop whose every step begins with an all-reduce of the gradients."""
 
-    @functools.wraps(loop)
+    @_made_of(loop, "One all-reduce per window.", autocast=autocast_of(loop))
     def trained(run: TrainingRun) -> None:
         def add_up(*_: Any) -> None:
             add_up_gradients(run)
@@ -195,12 +217,7 @@ def all_reduced(loop: Loop) -> Loop:
         run.optimizer.register_step_pre_hook(add_up)
         loop(run)
 
-    trained.__doc__ = f"{_first_line(loop)} One all-reduce per window."
     return trained
-
-
-def _first_line(loop: Loop) -> str:
-    return (loop.__doc__ or "").strip().split("\n")[0]
 
 
 # Gradients averaged over ranks by `DistributedDataParallel`, in the last backward of each window.
@@ -227,10 +244,9 @@ def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
             `find_unused_parameters` is on if nothing else is said.
     """
     settings = {"find_unused_parameters": True, **options}
-    assumed = (*assumptions_of(loop), BUSY_RANKS, DENSE_GRADIENTS, *assumes)
+    told = f"In DistributedDataParallel{_shown(options)}."
 
-    @training_loop(assumes=assumed)
-    @functools.wraps(loop)
+    @_made_of(loop, told, assumes=(BUSY_RANKS, DENSE_GRADIENTS, *assumes))
     def trained(run: TrainingRun) -> None:
         wrapped, calls = DistributedDataParallel(run.model, **settings), count()
 
@@ -244,10 +260,11 @@ def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
 
         loop(replace(run, loss=loss))
 
-    first = (loop.__doc__ or "").strip().split("\n")[0]
-    told = "".join(f", {name}={value}" for name, value in options.items())
-    trained.__doc__ = f"{first} In DistributedDataParallel{told}."
     return trained
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    return "".join(f", {name}={value}" for name, value in options.items())
 
 
 # Parameters and gradients sharded over ranks by `fully_shard` (FSDP2).
@@ -259,12 +276,6 @@ FLOAT32_BUFFERS = tuple(f"{NO_LAYER}batch_norm{n}d" for n in (1, 2))
 """What a loop assumes whose mixed precision policy casts parameters and no buffers, which batch norm refuses."""
 NO_SCALARS = (f"{NO_LAYER}scale",)
 """What a loop assumes since `fully_shard` refuses scalar parameters: no layer that has one."""
-FSDP2_UNFIT = ("flat_buffer", "zero_between")
-"""The reset modes that `fully_shard` rules out.
-
-A view of a buffer of whole gradients is no shard. Between forward and backward the model has the gathered parameters,
-whose gradients are not those that the step uses.
-"""
 
 
 def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, **options: Any) -> Loop:
@@ -285,33 +296,42 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
             the same.
         options: of `fully_shard`.
     """
-    assumed = [*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
+    assumed = [EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
     assumed += [] if reach_all else SAME_PARAMETERS
     assumed += [] if compute is None else FLOAT32_BUFFERS
+    shown = options if compute is None else {**options, "param_dtype": compute}
 
-    @training_loop(assumes=assumed, autocast=compute)
-    @functools.wraps(loop)
+    @_made_of(loop, f"After fully_shard{_shown(shown)}.", assumes=assumed, autocast=compute)
     def trained(run: TrainingRun) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if any(not p.ndim for p in run.model.parameters()):
+            raise CannotRunHere("fully_shard does not take scalar parameters")
         policy = {} if compute is None or run.dtype is torch.float64 else {"mp_policy": _policy(compute)}
-        model, calls = _fsdp2_sharded(run, {**options, **policy}), count()
+        model: Any = run.model
+        with _parameters_replaced(run):
+            fully_shard(model, **options, **policy)
+        calls = count()
 
         def loss(_: torch.nn.Module, batch: Batch) -> torch.Tensor:
             model.set_requires_gradient_sync(is_last_of_window(run, next(calls)))
             part = run.loss(model, batch) * run.world_size
-            return part + _zero_of_each_parameter(model) if reach_all else part
+            # 0, with a gradient of zeros for every trainable parameter
+            return part + sum((0 * p).sum() for p in model.parameters() if p.requires_grad) if reach_all else part
 
         loop(replace(run, loss=loss))
 
-    first = (loop.__doc__ or "").strip().split("\n")[0]
-    shown = options if compute is None else {**options, "param_dtype": compute}
-    told = "".join(f", {name}={value}" for name, value in shown.items())
-    trained.__doc__ = f"{first} After fully_shard{told}."
     return trained
 
 
-def _zero_of_each_parameter(model: torch.nn.Module) -> Any:
-    """Return 0, with a gradient of zeros for every trainable parameter."""
-    return sum((0 * p).sum() for p in model.parameters() if p.requires_grad)
+@contextmanager
+def _parameters_replaced(run: TrainingRun) -> Iterator[None]:
+    """Give the optimizer the parameters that the block puts in the place of the model's."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    yield
+    new = dict(run.model.named_parameters())
+    for group in run.optimizer.param_groups:
+        group["params"] = [new[names[id(p)]] for p in group["params"]]
 
 
 def _policy(compute: str) -> Any:
@@ -321,28 +341,7 @@ def _policy(compute: str) -> Any:
     return MixedPrecisionPolicy(getattr(torch, compute), reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
-def _fsdp2_sharded(run: TrainingRun, options: dict[str, Any]) -> Any:
-    """Shard the model, give the optimizer its new parameters, and return the model."""
-    from torch.distributed.fsdp import fully_shard
-
-    if any(not p.ndim for p in run.model.parameters()):
-        raise CannotRunHere("fully_shard does not take scalar parameters")
-    names = {id(p): name for name, p in run.model.named_parameters()}
-    fully_shard(run.model, **options)
-    sharded = dict(run.model.named_parameters())
-    for group in run.optimizer.param_groups:
-        group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-    return run.model
-
-
 # Linear layers split over ranks (tensor parallelism): each rank has a part of the weights and trains on all items.
-
-
-TENSOR_PARALLEL_UNFIT = ("flat_buffer", "zero_grad_foreach")
-"""The reset modes that a model with split and whole parameters rules out.
-
-A gradient that is a `DTensor` is not added to a view of a buffer, and a foreach kernel refuses a list of both kinds.
-"""
 
 
 class AllMicroBatches:
@@ -372,15 +371,13 @@ def in_tensor_parallel(loop: Loop) -> Loop:
     Every rank computes every micro-batch, so gradients of parameters that are not split are the same on all ranks, and
     nothing adds them up.
     """
+    told = "Linear layers are split over the ranks (tensor parallelism)."
 
-    @training_loop(assumes=(*assumptions_of(loop), EVEN_RANKS, DENSE_GRADIENTS))
-    @functools.wraps(loop)
+    @_made_of(loop, told, assumes=(EVEN_RANKS, DENSE_GRADIENTS))
     def trained(run: TrainingRun) -> None:
         split_linear_layers(run)
         loop(as_one_rank(run))
 
-    first = (loop.__doc__ or "").strip().split("\n")[0]
-    trained.__doc__ = f"{first} Linear layers are split over the ranks (tensor parallelism)."
     return trained
 
 
@@ -401,20 +398,17 @@ def split_linear_layers(run: TrainingRun) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    names = {id(p): name for name, p in run.model.named_parameters()}
     uses = Counter(id(p) for module in run.model.modules() for p in module.parameters(recurse=False))
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    for module in list(run.model.modules()):
-        # a subclass may use its weight in another way than by a call of the layer
-        if type(module) is not torch.nn.Linear or any(uses[id(p)] > 1 for p in module.parameters()):
-            continue
-        if not module.out_features % run.world_size:
-            parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
-        elif not module.in_features % run.world_size:
-            parallelize_module(module, mesh, RowwiseParallel(input_layouts=Replicate()))
-    split = dict(run.model.named_parameters())
-    for group in run.optimizer.param_groups:
-        group["params"] = [split[names[id(p)]] for p in group["params"]]
+    with _parameters_replaced(run):
+        for module in list(run.model.modules()):
+            # a subclass may use its weight in another way than by a call of the layer
+            if type(module) is not torch.nn.Linear or any(uses[id(p)] > 1 for p in module.parameters()):
+                continue
+            if not module.out_features % run.world_size:
+                parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
+            elif not module.in_features % run.world_size:
+                parallelize_module(module, mesh, RowwiseParallel(input_layouts=Replicate()))
 
 
 # Optimizer states sharded over ranks by `ZeroRedundancyOptimizer`, on gradients of `DistributedDataParallel`.
@@ -427,16 +421,14 @@ def in_zero_redundancy(loop: Loop) -> Loop:
     """
     inner = in_ddp(loop)
 
-    @training_loop(assumes=assumptions_of(inner))
-    @functools.wraps(loop)
+    @_made_of(inner, "Steps of ZeroRedundancyOptimizer.")
     def trained(run: TrainingRun) -> None:
-        inner(replace(run, optimizer=_zero_redundancy_sharded(run.optimizer)))
+        inner(replace(run, optimizer=_with_sharded_states(run.optimizer)))
 
-    trained.__doc__ = f"{(inner.__doc__ or '').strip()} Steps of ZeroRedundancyOptimizer."
     return trained
 
 
-def _zero_redundancy_sharded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _with_sharded_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of all parameters that gives each rank's part to the given one."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -451,7 +443,14 @@ def _zero_redundancy_sharded(optimizer: torch.optim.Optimizer) -> torch.optim.Op
 
 WRAPPERS = {"all_reduce": all_reduced, "ddp": in_ddp, "fsdp2": in_fsdp2, "tensor_parallel": in_tensor_parallel}
 """Ways to train on several ranks, each a function that makes one loop of another."""
-UNFIT = {"fsdp2": FSDP2_UNFIT, "tensor_parallel": TENSOR_PARALLEL_UNFIT}
+UNFIT = {
+    # A view of a buffer of whole gradients is no shard. Between forward and backward the model has the gathered
+    # parameters, whose gradients are not those that the step uses.
+    "fsdp2": ("flat_buffer", "zero_between"),
+    # A gradient that is a `DTensor` is not added to a view of a buffer, and a foreach kernel refuses a list of both
+    # kinds.
+    "tensor_parallel": ("flat_buffer", "zero_grad_foreach"),
+}
 """The reset modes that a wrapper rules out."""
 RANK_MODES: dict[str, Loop] = {
     f"{name}/{mode}": wrap(loop)

@@ -1,4 +1,4 @@
-"""The reset modes, one record each with its laws of cost, and further sound loops.
+"""The reset modes, one record each with its law of cost, and further sound loops.
 
 Each is an ordinary training loop under the loop contract, sound for `mean` and `sum`.
 """
@@ -6,8 +6,8 @@ Each is an ordinary training loop under the loop contract, sound for `mean` and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,224 +23,16 @@ from gradcheck_suite.core.contract import (
     TrainingRun,
     training_loop,
 )
-
-# What a training window does to its gradients in memory, as plain data.
-#
-# The laws of the reset modes (`gradcheck_suite.loops.reset_modes`) predict it, and the ledger
-# (`gradcheck_suite.studies`)
-# measures it.
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Operations and the bytes they moved.
-
-    Attributes:
-        operations: number of operations, views left out.
-        views: number of operations that only made a view or changed metadata.
-        read: bytes of the tensors that the operations were given.
-        written: bytes of the tensors that they made or changed.
-        allocated: bytes of the storages that were allocated.
-        freed: bytes of the storages that were freed.
-    """
-
-    operations: int = 0
-    views: int = 0
-    read: int = 0
-    written: int = 0
-    allocated: int = 0
-    freed: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def moved(self) -> int:
-        """Bytes read plus bytes written."""
-        return self.read + self.written
-
-
-@dataclass(frozen=True)
-class ParameterUse:
-    """One parameter in one window.
-
-    Attributes:
-        bytes: bytes of its gradient.
-        itemsize: bytes of an element.
-        reached: number of the window's micro-batches whose loss reaches the parameter.
-        reached_in_last_window: whether a micro-batch of the window before reached it.
-        reached_before: whether a micro-batch of any earlier window reached it.
-    """
-
-    bytes: int
-    itemsize: int
-    reached: int
-    reached_in_last_window: bool
-    reached_before: bool
-
-
-@dataclass(frozen=True)
-class WindowUse:
-    """One window: its trainable parameters, and whether it is the first window of the run."""
-
-    parameters: tuple[ParameterUse, ...]
-    first: bool
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one window does to gradients, from the reset before it to the end of its step.
-
-    Attributes:
-        reset: zeroing or releasing the gradients of the window before.
-        accumulate: adding each micro-batch's gradients to the sum. The backward makes these gradients, and they are
-            released after they were added, in every mode alike: that is not counted.
-        handling: what the loop does to gradients between backward and step.
-        kept: bytes of gradients alive from the end of the reset to the first backward.
-    """
-
-    reset: Traffic
-    accumulate: Traffic
-    handling: Traffic
-    kept: int
-
-    @property
-    def moved(self) -> int:
-        """Bytes of gradients that the window reads and writes."""
-        return self.reset.moved + self.accumulate.moved + self.handling.moved
-
-
-def uniform_window(
-    parameters: int, elements: int, itemsize: int, micro_batches: int, *, first: bool = False
-) -> WindowUse:
-    """Return a window in which every micro-batch reaches every parameter.
-
-    Args:
-        parameters: number of parameters.
-        elements: number of elements of all parameters together.
-        itemsize: bytes of an element.
-        micro_batches: number of micro-batches in the window.
-        first: whether it is the first window of a run, which finds no gradients.
-    """
-    each, left = divmod(elements, parameters)
-    sizes = (each + (i < left) for i in range(parameters))
-    uses = (ParameterUse(size * itemsize, itemsize, micro_batches, not first, not first) for size in sizes)
-    return WindowUse(tuple(uses), first)
-
-
-# The laws of the reset modes: what one window does to gradients, worked out from sizes alone.
-#
-# The laws assume dense gradients that autograd can take as they are: of the parameter's own strides, and held by
-# nothing else. `add_` reads two operands and writes one, `zero_` writes one, and taking a gradient moves nothing. The
-# ledger (`gradcheck_suite.studies.ledger`) measures the same quantities, and `properties/test_cost_laws.py` requires
-# equality.
-
-
-Law = Callable[[WindowUse], Cost]
-
-FLOAT32_ITEMSIZE = 4
-
-
-def _bytes(parameters: Iterable[ParameterUse]) -> int:
-    return sum(p.bytes for p in parameters)
-
-
-def _additions(counts: Iterable[tuple[ParameterUse, int]]) -> Traffic:
-    """Return what adding gradients to sums of the same dtype moves, `count` times for each parameter."""
-    total = Traffic()
-    for p, count in counts:
-        total += Traffic(operations=count, read=2 * count * p.bytes, written=count * p.bytes)
-    return total
-
-
-def zeroed(window: WindowUse) -> Cost:
-    """Keep each gradient from the first backward that reaches its parameter; zero it, then add K times."""
-    kept = [p for p in window.parameters if p.reached_before]
-    added = ((p, p.reached if p.reached_before else max(p.reached - 1, 0)) for p in window.parameters)
-    return Cost(
-        reset=Traffic(operations=len(kept), written=_bytes(kept)),
-        accumulate=_additions(added),
-        handling=Traffic(),
-        kept=_bytes(kept),
-    )
-
-
-def zeroed_at_once(window: WindowUse) -> Cost:
-    """Do what `zeroed` does, with one call for all gradients of one dtype and device."""
-    cost = zeroed(window)
-    return replace(cost, reset=replace(cost.reset, operations=min(1, cost.reset.operations)))
-
-
-def released(window: WindowUse) -> Cost:
-    """Free each gradient; take the gradient of the first micro-batch that reaches its parameter, add K - 1 times."""
-    return Cost(
-        reset=Traffic(freed=_bytes(p for p in window.parameters if p.reached_in_last_window)),
-        accumulate=_additions((p, max(p.reached - 1, 0)) for p in window.parameters),
-        handling=Traffic(),
-        kept=0,
-    )
-
-
-def laws_flat_buffer(window: WindowUse) -> Cost:
-    """Keep all gradients in one buffer from the start of the run; zero it with one call, then add K times."""
-    size = _bytes(window.parameters)
-    return Cost(
-        reset=Traffic() if window.first else Traffic(operations=1, written=size),
-        accumulate=_additions((p, p.reached) for p in window.parameters),
-        handling=Traffic(),
-        kept=size,
-    )
-
-
-def stepped_in_backward(window: WindowUse) -> Cost:
-    """Step on each gradient and free it as soon as the last micro-batch's was added: none is left to reset."""
-    return replace(released(window), reset=Traffic())
-
-
-def laws_main_gradients(window: WindowUse) -> Cost:
-    """Add each micro-batch's gradient to a sum in float32 or wider, and free it.
-
-    At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where that is narrower. A
-    sum is kept from the first addition on.
-    """
-    reset, accumulate, handling, kept = Traffic(), Traffic(), Traffic(), 0
-    for p in window.parameters:
-        wide = p.bytes // p.itemsize * max(FLOAT32_ITEMSIZE, p.itemsize)
-        rounded = p.bytes if p.itemsize < FLOAT32_ITEMSIZE else 0
-        accumulate += Traffic(operations=p.reached, read=p.reached * (wide + p.bytes), written=p.reached * wide)
-        if p.reached_in_last_window:
-            reset += Traffic(operations=1, written=wide, freed=rounded)
-        if p.reached and p.itemsize < FLOAT32_ITEMSIZE:
-            handling += Traffic(operations=1, read=wide, written=rounded, allocated=rounded)
-        if p.reached_before:
-            kept += wide
-    return Cost(reset, accumulate, handling, kept)
-
-
-def bytes_saved_by_releasing(gradient_bytes: int, micro_batches: int = 1) -> int:
-    """Return the bytes that a window moves less when it releases gradients than when it zeroes them.
-
-    Zeroing writes every gradient once more, and one more addition reads two operands and writes one: four times the
-    gradients' bytes for any number of micro-batches.
-
-    Args:
-        gradient_bytes: bytes of one gradient of all parameters.
-        micro_batches: number of micro-batches in the window.
-    """
-    window = uniform_window(1, gradient_bytes, 1, micro_batches)
-    return zeroed(window).moved - released(window).moved
-
+from gradcheck_suite.loops import laws
 
 # The windows of an epoch and the backward of one window, shared by the correct loops.
-#
-# With several ranks a window is what all of them contribute to one step. They agree on the number of windows and on
-# the count of each; who adds up their gradients is for the loop to say (`loops.ranks`).
 
 
 def windows(run: TrainingRun) -> Iterator[list[Batch]]:
     """Yield each epoch's micro-batches in windows of `accumulation_steps`, the last one possibly shorter.
 
-    A rank that has no micro-batch left yields empty windows until all ranks are at the end.
+    With several ranks a window is what all of them contribute to one step. A rank that has no micro-batch left yields
+    empty windows until all ranks are at the end.
     """
     for _ in range(run.epochs):
         micro_batches = iter(run.loader)
@@ -280,9 +72,7 @@ def backward_window(run: TrainingRun, window: list[Batch]) -> None:
         part_of_window(run, batch, total).backward()
 
 
-# The reset modes, one record each: everything else that concerns reset modes iterates over `RESET_MODES`.
-#
-# A new mode is one record here, with a law from `laws.py` or a new one there.
+# The reset modes. A new one is a record in `RESET_MODES`, with a law from `laws.py` or a new one there.
 
 
 Parameters = Sequence[torch.nn.Parameter]
@@ -308,7 +98,7 @@ class ResetMode:
 
     name: str
     loop: Loop
-    law: Law
+    law: laws.Law
     reset: Reset | None = None
     releases: bool = False
     preallocate: Callable[[Parameters], None] | None = None
@@ -418,7 +208,7 @@ def between_forward_and_backward(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-def modes_flat_buffer(run: TrainingRun) -> None:
+def flat_buffer(run: TrainingRun) -> None:
     """Hold all gradients as views of one flat buffer per dtype and device, zeroed at once after each step."""
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     allocate_flat(trainable)
@@ -428,7 +218,7 @@ def modes_flat_buffer(run: TrainingRun) -> None:
         zero_flat(trainable, run.optimizer)
 
 
-def modes_main_gradients(run: TrainingRun) -> None:
+def main_gradients(run: TrainingRun) -> None:
     """Keep each sum in float32 or wider, round it to the parameter's dtype for the step, then zero it."""
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     mains = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trainable}
@@ -492,26 +282,26 @@ def _optimizer_like(
 # --- records
 
 
-def _after_step(name: str, reset: Reset, law: Law, **about: Any) -> ResetMode:
+def _after_step(name: str, reset: Reset, law: laws.Law, **about: Any) -> ResetMode:
     return ResetMode(name, after_step(reset), law, reset, **about)
 
 
 RESET_MODES: dict[str, ResetMode] = {
     mode.name: mode
     for mode in (
-        _after_step("zero_", zero_by_hand, zeroed, benchmarked=True),
-        _after_step("zero_grad", zero_grad_false, zeroed),
-        _after_step("zero_grad_foreach", zero_grad_foreach, zeroed_at_once, benchmarked=True),
-        _after_step("set_to_none", zero_grad_none, released, releases=True, benchmarked=True),
-        _after_step("grad_none", none_by_hand, released, releases=True),
+        _after_step("zero_", zero_by_hand, laws.zeroed, benchmarked=True),
+        _after_step("zero_grad", zero_grad_false, laws.zeroed),
+        _after_step("zero_grad_foreach", zero_grad_foreach, laws.zeroed_at_once, benchmarked=True),
+        _after_step("set_to_none", zero_grad_none, laws.released, releases=True, benchmarked=True),
+        _after_step("grad_none", none_by_hand, laws.released, releases=True),
+        ResetMode("flat_buffer", flat_buffer, laws.flat_buffer, zero_flat, preallocate=allocate_flat, benchmarked=True),
+        ResetMode("zero_before_forward", before_forward, laws.zeroed, zero_by_hand),
+        ResetMode("zero_between", between_forward_and_backward, laws.zeroed, zero_by_hand),
+        _after_step("foreach_zero", foreach_zero, laws.zeroed_at_once, built_in=False),
+        ResetMode("main_gradients", main_gradients, laws.main_gradients, built_in=False),
         ResetMode(
-            "flat_buffer", modes_flat_buffer, laws_flat_buffer, zero_flat, preallocate=allocate_flat, benchmarked=True
+            "optimizer_in_backward", optimizer_in_backward, laws.stepped_in_backward, built_in=False, steps=False
         ),
-        ResetMode("zero_before_forward", before_forward, zeroed, zero_by_hand),
-        ResetMode("zero_between", between_forward_and_backward, zeroed, zero_by_hand),
-        _after_step("foreach_zero", foreach_zero, zeroed_at_once, built_in=False),
-        ResetMode("main_gradients", modes_main_gradients, laws_main_gradients, built_in=False),
-        ResetMode("optimizer_in_backward", optimizer_in_backward, stepped_in_backward, built_in=False, steps=False),
     )
 }
 """Every reset mode by name, those included that are only measured."""
@@ -587,11 +377,7 @@ def float32_accumulator(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
-PRECISION: dict[str, Loop] = {
-    "autocast_bfloat16": autocast_bfloat16,
-    "grad_scaler": grad_scaler,
-    "float32_accumulator": float32_accumulator,
-}
+PRECISION: dict[str, Loop] = {f.__name__: f for f in (autocast_bfloat16, grad_scaler, float32_accumulator)}
 
 
 # Correct loops in the forms that people write; some state assumptions. `verify` must find that each holds.
@@ -664,19 +450,7 @@ def divide_by_steps(run: TrainingRun) -> None:
                 run.optimizer.zero_grad()
 
 
-SOUND: dict[str, Loop] = {
-    "plain": plain,
-    "rescale_at_the_end": rescale_at_the_end,
-    "closure": closure,
-    "summed": summed,
-    "divide_by_steps": divide_by_steps,
-}
-
-
-# The built-in loops: the reset modes, one record each, and further sound loops.
-#
-# Each built-in loop is an ordinary training loop under the loop contract, sound for `mean` and `sum`. This package
-# does not import what runs, judges or measures loops.
+SOUND: dict[str, Loop] = {f.__name__: f for f in (plain, rescale_at_the_end, closure, summed, divide_by_steps)}
 
 
 BUILT_IN: dict[str, Loop] = {**MODES, **SOUND, **PRECISION}

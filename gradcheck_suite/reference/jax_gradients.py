@@ -26,10 +26,7 @@ from gradcheck_suite.catalogue.tables import (
 )
 from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.reference import programs
-from gradcheck_suite.reference.programs import Request, keep, kept_files, to_numpy
-
-# Pads the leading dimension of the arrays that compiled programs receive, so that few shapes occur.
-
+from gradcheck_suite.reference.programs import ProgramRequest, keep, kept_files, to_numpy
 
 ROWS = {None: 48, 1: 144, 0: 256}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
@@ -64,9 +61,6 @@ def pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
     return padded
 
 
-# Windows that go through a model in JAX in one batch.
-
-
 class Windows:
     """Consecutive windows that go through the model in one batch, and the gradients of each.
 
@@ -89,7 +83,9 @@ class Windows:
 
 # The chain rule between layers, each of which is one compiled program that JAX differentiates.
 #
-# `Walk.forward` calls the programs from the first layer to the last, and `Walk.backward` from the last to the first.
+# For parameters p, input x and an incoming cotangent c, a program returns y = f(p, x) and the pullback of c. Random
+# models consist of the same few layers, so almost nothing is compiled twice. Tests hold the result equal to
+# `whole_gradient`, and a finding is checked against it before it is reported.
 
 
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
@@ -117,9 +113,9 @@ class _Leaf:
         self.path, self.ties = path, ties
         self.key = ("layer", layer.kind, layer.options)
         self.program = _layer_program(layer.kind, layer.o)
-        self._requests: dict[Any, tuple[Request, npt.NDArray[Any]]] = {}
+        self._requests: dict[Any, tuple[ProgramRequest, npt.NDArray[Any]]] = {}
 
-    def request(self, windows: Windows) -> Request:
+    def request(self, windows: Windows) -> ProgramRequest:
         """Return the request for the layer's program on the rows of these windows."""
         x = np.broadcast_to(np.zeros((), self.dtype), (windows.rows, *self.size_in))
         return self._request(windows.rows, self._params(windows), self._fold(x), self._extras(windows))[0]
@@ -175,12 +171,12 @@ class _Leaf:
 
     def _request(
         self, rows: int, params: Arrays, x: npt.NDArray[Any], extras: Arrays
-    ) -> tuple[Request, npt.NDArray[Any]]:
+    ) -> tuple[ProgramRequest, npt.NDArray[Any]]:
         """Return the request for so many rows and a cotangent of zeros; `x` is folded."""
         found = self._requests.get((rows, x.shape))
         if found is None:
             zeros = np.zeros(self._shape(rows))
-            request = Request.of(self.key, self.program, params, x, extras, zeros)
+            request = ProgramRequest.of(self.key, self.program, params, x, extras, zeros)
             found = self._requests[rows, x.shape] = request, zeros
         return found
 
@@ -205,34 +201,11 @@ class _Leaf:
         return folded.reshape(-1)[: rows * math.prod(size)].reshape(rows, *size)
 
 
-class _Residual:
-    def __init__(self, inner: Walk) -> None:
-        self.inner = inner
-
-    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        y, saved = self.inner.forward(windows, x)
-        return x + y, saved
-
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return cotangent + self.inner.backward(windows, saved, cotangent)
-
-
-class _Shared:
-    def __init__(self, inner: Walk) -> None:
-        self.inner = inner
-
-    def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        middle, first = self.inner.forward(windows, x)
-        y, second = self.inner.forward(windows, middle)
-        return y, (first, second)
-
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        first, second = saved
-        return self.inner.backward(windows, first, self.inner.backward(windows, second, cotangent))
-
-
 class _Branches:
-    """Branches that receive the same input and join, by addition or along an axis."""
+    """Branches that receive the same input and join, by addition or along an axis.
+
+    A residual connection is the sum of an empty chain and the chain inside.
+    """
 
     def __init__(self, branches: list[Walk], axis: int | None) -> None:
         self.inner, self.axis = branches, axis
@@ -256,7 +229,7 @@ class Walk:
     def __init__(
         self, layers: Iterable[Layer], signal: Signal, path: str = "", ties: Sequence[Tie] = (), start: int = 0
     ) -> None:
-        self.nodes: list[_Leaf | _Residual | _Shared | _Branches] = []
+        self.nodes: list[_Leaf | _Branches | Walk] = []
         for i, layer in enumerate(layers, start):
             kind = layer_definition(layer)
             if kind.wraps is None:
@@ -266,7 +239,9 @@ class Walk:
                 self.nodes.append(_Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None))
             else:
                 inner = Walk(layer.layers, signal, f"{path}{i}.", ties)
-                self.nodes.append(_Residual(inner) if kind.wraps == "residual" else _Shared(inner))
+                residual = _Branches([Walk([], signal), inner], None)
+                # a shared chain is run twice
+                self.nodes += [residual] if kind.wraps == "residual" else [inner, inner]
             signal = out_signal(layer, signal)
         self.size_out = signal.size
 
@@ -276,7 +251,7 @@ class Walk:
             if isinstance(node, _Leaf):
                 yield node
             else:
-                for inner in node.inner if isinstance(node, _Branches) else [node.inner]:
+                for inner in node.inner if isinstance(node, _Branches) else [node]:
                     yield from inner.leaves()
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Any]]:
@@ -287,23 +262,18 @@ class Walk:
             tape.append(saved)
         return x, tape
 
-    def backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Add each window's gradients of the parameters; return the gradient of the input of the first layer."""
-        return self._backward(windows, tape, cotangent, 0)
-
-    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
-        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
-        first = next((i for i, saved in enumerate(tape) if not self._is_fixed(i, saved)), len(tape))
-        self._backward(windows, tape, cotangent, first)
-
-    def _is_fixed(self, index: int, saved: Any) -> bool:
-        """Return whether a node is a single layer without parameters and buffers."""
-        return isinstance(self.nodes[index], _Leaf) and not saved[0]
-
-    def _backward(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
+    def backward(
+        self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int = 0
+    ) -> npt.NDArray[Any]:
+        """Add each window's gradients of the parameters, from the last node to the first; return that of its input."""
         for node, saved in zip(reversed(self.nodes[first:]), reversed(tape[first:]), strict=True):
             cotangent = node.backward(windows, saved, cotangent)
         return cotangent
+
+    def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
+        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
+        fixed = [isinstance(node, _Leaf) and not saved[0] for node, saved in zip(self.nodes, tape, strict=True)]
+        self.backward(windows, tape, cotangent, fixed.index(False) if False in fixed else len(tape))
 
 
 # The objective of a window in JAX, and the compiled program of its gradient by the model's output.
@@ -353,15 +323,15 @@ class Objective:
         options = tuple(option for option in loss.options if option[0] != "reduction")
         self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
         self.mean = np.asarray(loss.reduction == "mean")
-        self._requests: dict[Any, Request] = {}
+        self._requests: dict[Any, ProgramRequest] = {}
 
-    def request(self, windows: Windows, size: tuple[int, ...]) -> Request:
+    def request(self, windows: Windows, size: tuple[int, ...]) -> ProgramRequest:
         """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
         found = self._requests.get(windows.rows)
         if found is None:
             out = np.broadcast_to(0.0, (windows.rows, *size))
             arguments = out, self._targets(windows), windows.numbers(), self.mean
-            found = self._requests[windows.rows] = Request.of(self.key, self.program, *arguments)
+            found = self._requests[windows.rows] = ProgramRequest.of(self.key, self.program, *arguments)
         return found
 
     def gradients(self, windows: Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
@@ -376,11 +346,7 @@ class Objective:
         return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
 
 
-# JAX's gradients of earlier runs, in files.
-#
-# `verify` draws the same cases from the same seed, so a run after a change to the loop needs the same gradients. Only
-# the second process reads them: it says nothing but that a run holds, and whatever it doubts, its parent judges by
-# gradients that it computes itself.
+# JAX's gradients of earlier runs, in files: `verify` draws the same cases from the same seed.
 
 
 FOLDER = "gradients"
@@ -392,7 +358,11 @@ _used_here = False
 
 
 def use_kept_gradients() -> None:
-    """Let this process read gradients from files, and write those that it computes."""
+    """Let this process read gradients from files, and write those that it computes.
+
+    Only the second process does: it says nothing but that a run holds, and whatever it doubts, its parent judges by
+    gradients that it computes itself.
+    """
     global _used_here
     _used_here = True
     if (folder := kept_files()) is not None:
@@ -446,12 +416,6 @@ class KeptGradients:
 
 
 # The large-batch gradient in JAX.
-#
-# Each layer is one compiled program. For parameters p, input x and an incoming cotangent c it returns y = f(p, x) and
-# the pullback of c by `jax.vjp`. `jax_layers` calls the programs forward and then backward through the model: it
-# applies the chain rule between layers, and JAX differentiates inside each. Random models consist of the same few
-# layers, so almost nothing is compiled twice. `accumulated.whole_gradient` differentiates the whole model with
-# `jax.grad`. Tests hold the two equal, and a finding is checked against it before it is reported.
 
 
 @lru_cache(maxsize=512)
@@ -537,7 +501,7 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
 # JAX reference differ, and for a sample of the cases in the properties.
 
 
-class _Given(NamedTuple):
+class _ModelInputs(NamedTuple):
     values: Arguments
     batch: Arguments
     ties: Sequence[Tie]
@@ -546,7 +510,7 @@ class _Given(NamedTuple):
 def _apply(
     layers: Iterable[Layer],
     signal: Signal,
-    given: _Given,
+    given: _ModelInputs,
     x: jax.Array,
     path: str = "",
     start: int = 0,
@@ -571,7 +535,7 @@ def _apply(
 
 
 def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
-    return _apply(problem.layers, input_signal(problem.input), _Given(values, batch, problem.ties), batch["x"])
+    return _apply(problem.layers, input_signal(problem.input), _ModelInputs(values, batch, problem.ties), batch["x"])
 
 
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:

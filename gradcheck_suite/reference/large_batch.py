@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,9 @@ from gradcheck_suite.catalogue.tables import is_accumulable
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import (
     DRAWS,
+    FEW_DRAWS,
+    MANY_DRAWS,
+    RARE_DRAWS,
     SMALLEST,
     UNIT_ROUNDOFF,
     Comparison,
@@ -33,21 +36,15 @@ from gradcheck_suite.reference.jax_gradients import (
     large_batch_gradients,
     whole_gradient,
 )
-from gradcheck_suite.reference.noise import (
+from gradcheck_suite.reference.rounding import (
     Computation,
     Part,
     RoundingErrors,
-    WindowBound,
     cancellation,
-    compare_within,
-    is_rarely_rounding,
     leaves_range,
     shared,
-    whole_bound,
 )
 from gradcheck_suite.run.instance import Compute, Instance, instance_of, torch_dtype
-
-# The error of a reference that cannot be computed.
 
 
 class CannotJudgeError(Exception):
@@ -98,8 +95,7 @@ def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients
 
 # What rounding allows of one window's gradient: in float64, and in a lower precision.
 #
-# Both bounds have a coarse part that needs no draws, `quick`, and a whole, which measures rounding errors. The
-# formulas and their sources are in `core.comparison`.
+# The formulas and their sources are in `core.comparison`.
 
 
 class Float64Bound:
@@ -114,10 +110,6 @@ class Float64Bound:
         return Computation(self._window.reference.instance, self._window.model(), torch.float64)
 
     @cached_property
-    def _parts(self) -> list[Part]:
-        return _parts(self._window)
-
-    @cached_property
     def quick(self) -> Vector:
         """A resolution below which nothing is looked for, and the additions of the micro-batches."""
         return quick_bound(self._window.expected, self._terms)
@@ -125,7 +117,7 @@ class Float64Bound:
     @cached_property
     def summing(self) -> Vector:
         """The resolution, and the rounding errors of adding up the items in another order."""
-        cuts = [items for items, _ in self._parts]
+        cuts = [items for items, _ in self._window.parts]
         return self.quick + cancellation(self.computation, self._window.items, cuts, self._window.reference.layout)
 
     @cached_property
@@ -139,9 +131,9 @@ class Float64Bound:
 
         Where there is one, a fault of torch that rounding switches on and off would allow itself.
         """
-        if self._window.jax is not None or len(self._parts) == 1:
+        if self._window.jax is not None or len(self._window.parts) == 1:
             return None
-        return RoundingErrors(self.computation, self._parts, torch.float64)
+        return RoundingErrors(self.computation, self._window.parts, torch.float64)
 
     @property
     def large_batch(self) -> Vector:
@@ -151,7 +143,7 @@ class Float64Bound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient."""
-        return [self.computation.gradient(part) for part in self._parts]
+        return [self.computation.gradient(part) for part in self._window.parts]
 
     def comparable(self, observed: Vector) -> Vector:
         """Return the gradient itself."""
@@ -167,7 +159,7 @@ class Float64Bound:
             return
         instance = self._window.reference.instance
         try:
-            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._parts)
+            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._window.parts)
         except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails under autocast {self._compute}: {error}") from error
 
@@ -206,7 +198,7 @@ class LowPrecisionBound:
     @cached_property
     def contributions(self) -> list[Vector]:
         """Each micro-batch's part of the window's gradient, in the case's dtype."""
-        return [self._computation.gradient(part) for part in _parts(self._window)]
+        return [self._computation.gradient(part) for part in self._window.parts]
 
     @cached_property
     def _sizes(self) -> Vector:
@@ -244,8 +236,7 @@ class LowPrecisionBound:
     @cached_property
     def errors_of_parts(self) -> RoundingErrors | None:
         """The rounding errors of the micro-batches' gradients in the coarsest precision that takes part."""
-        parts = _parts(self._window)
-        return self._errors(parts) if len(parts) > 1 else None
+        return self._errors(self._window.parts) if len(self._window.parts) > 1 else None
 
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
         computation, dtype = self._window.float64_bound.computation, torch_dtype(self._unit)
@@ -301,14 +292,14 @@ class LowPrecisionBound:
         instance = self._window.reference.instance
         batch = instance.batch(self._window.items)
         total = float(instance.count(batch)) if instance.problem.reduction == "mean" else 1.0
-        parts = [(cut, share * total) for cut, share in _parts(self._window)]
+        parts = [(cut, share * total) for cut, share in self._window.parts]
         sums = self._computation.gradient(*parts)
         if (np.isfinite(sums) != np.isfinite(self._window.expected)).any() and self._leave_range(parts):
             raise CannotJudgeError(f"the gradient of the window's summed loss overflows {instance.case.dtype}")
 
     def is_out_of_range(self) -> bool:
         """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""
-        return self._leave_range([(self._window.items, 1.0), *_parts(self._window)])
+        return self._leave_range([(self._window.items, 1.0), *self._window.parts])
 
     def _leave_range(self, parts: Sequence[Part]) -> bool:
         in_use = [torch_dtype(name) for name in (self._window.reference.instance.case.dtype, self._compute) if name]
@@ -320,9 +311,85 @@ class LowPrecisionBound:
         return False
 
 
-def _parts(window: Window) -> list[Part]:
-    instance = window.reference.instance
-    return shared(instance, window.items, [instance.case.plan.items(j) for j in window.members])
+WindowBound = Float64Bound | LowPrecisionBound
+
+
+# Compare gradients within a bound whose rounding errors are drawn: as often as it takes to decide.
+
+
+UNEVEN = 8.0
+"""Quotient of the mean squares of two groups of `DRAWS` rounding errors from which rare errors are far larger than the
+others. Normally distributed errors in four groups reach it in three of ten million cases."""
+
+SMALL = 100_000
+"""Number of elements up to which `MANY_DRAWS` are made: with more, draws take minutes."""
+
+
+def compare_within(
+    bound: WindowBound, evidence: Comparison, *, roughly: bool = False, accumulated: bool = True
+) -> Comparison:
+    """Compare two gradients with as many draws of the rounding errors as it takes to decide.
+
+    Where the gradients of micro-batches cancel, their rounding errors are larger than the large batch's: the backward
+    of a normalization takes out what lies along its input, and its error is of the size of what it takes out. So before
+    an accumulated gradient is found wrong, the errors of the micro-batches' gradients are drawn, too.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients, and `bound.quick`.
+        roughly: whether a violation may be found with `FEW_DRAWS`, whose bound is 30 times as wide.
+        accumulated: whether one of the gradients is a sum of micro-batches' gradients.
+    """
+    if evidence.ratio <= 1:
+        return evidence
+    found = _compare_drawn(bound, evidence, [bound.errors], roughly)
+    if found.ratio > 1 and accumulated and bound.errors_of_parts is not None:
+        found = _compare_drawn(bound, evidence, [bound.errors, bound.errors_of_parts], roughly)
+    return found
+
+
+def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bool = False) -> bool:
+    """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
+
+    So many are made only where the draws before differ in size from one group to the next, or through a normalization:
+    that over two features has nearly no gradient but where rounding makes them equal, which 128 draws may all miss.
+
+    Args:
+        bound: what rounding allows.
+        evidence: the gradients that differ.
+        has_norm: whether the model has a normalization.
+    """
+    measured = [errors for errors in (bound.errors, bound.errors_of_parts) if errors is not None]
+    index = evidence.worst.index
+    if len(evidence.observed) > SMALL:
+        return False
+    if not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+        measured = measured[:has_norm]
+    draws = MANY_DRAWS
+    while measured and draws < RARE_DRAWS:
+        draws *= 2
+        if _within(bound, evidence, [errors.noise(draws) for errors in measured]).ratio <= 1:
+            return True
+    return False
+
+
+def _compare_drawn(
+    bound: WindowBound, evidence: Comparison, measured: Sequence[RoundingErrors], roughly: bool
+) -> Comparison:
+    """Compare two gradients, whose rounding errors may be as large as the largest of those that are measured."""
+    if roughly and (found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))).ratio > 1:
+        return found
+    found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
+    for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
+        if found.ratio <= 1:
+            return found
+        found = _within(bound, evidence, (errors.noise(draws) for errors in measured))
+    return found
+
+
+def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) -> Comparison:
+    allowed = np.maximum(bound.quick, bound.summing + np.max([*noises], axis=0))
+    return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
 
 
 # One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed one with it.
@@ -374,6 +441,12 @@ class Window:
         """Return a model in `dtype` at the window's parameters."""
         return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self.parameters)
 
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The items of each micro-batch, and the factor of their loss's gradient in the window's."""
+        instance = self.reference.instance
+        return shared(instance, self.items, [instance.case.plan.items(j) for j in self.members])
+
     @property
     def arrays(self) -> Arrays:
         """The window's items as numpy arrays, of a generated problem."""
@@ -402,7 +475,7 @@ class Window:
 
     def allowed(self, draws: int = DRAWS) -> Vector:
         """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
-        return whole_bound(self.bound, draws)
+        return np.maximum(self.bound.quick, self.bound.summing + self.bound.errors.noise(draws))
 
     def compare(self, observed: Vector, *, roughly: bool = False) -> Comparison:
         """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
@@ -421,17 +494,12 @@ class Window:
         compared = self.bound.comparable(observed)
         return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
 
-    def contributions(self) -> list[Vector]:
-        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it."""
-        instance, model = self.reference.instance, self.model()
-        items = (instance.case.plan.items(j) for j in self.members)
-        return [self.reference.flat(gradients_of(instance, model, cut, dtype=torch.float64)) for cut in items]
-
-    def sums(self) -> list[Vector]:
-        """Return the float64 gradient of each micro-batch's summed loss."""
+    def contributions(self, *, summed: bool = False) -> list[Vector]:
+        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or summed."""
         instance, model = self.reference.instance, self.model()
         cuts = (instance.case.plan.items(j) for j in self.members)
-        return [self.reference.flat(gradients_of(instance, model, c, summed=True, dtype=torch.float64)) for c in cuts]
+        found = (gradients_of(instance, model, cut, summed=summed, dtype=torch.float64) for cut in cuts)
+        return [self.reference.flat(gradients) for gradients in found]
 
     @property
     def divisor(self) -> float:
@@ -441,7 +509,7 @@ class Window:
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        total: Vector = sum(self.sums(), start=np.zeros_like(self.torch)) / self.divisor
+        total: Vector = sum(self.contributions(summed=True), start=np.zeros_like(self.torch)) / self.divisor
         return total
 
 
@@ -477,12 +545,7 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         # a random gradient is no rounding error, and would widen the bound that it is held to
         return text
     compared = compare_within(bound, quickly, accumulated=False)
-    if compared.ratio <= 1:
-        return None
-    return (
-        f"torch's and JAX's large-batch gradients of {_where(window, compared)}: "
-        f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
-    )
+    return None if compared.ratio <= 1 else _differing("large-batch gradients", window, compared, jax)
 
 
 def accumulation_fault(window: Window) -> str | None:
@@ -497,11 +560,13 @@ def accumulation_fault(window: Window) -> str | None:
         return text
     bound, accumulated = window.float64_bound, np.sum(window.float64_bound.contributions, axis=0)
     compared = compare_within(bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick))
-    if compared.ratio <= 1:
-        return None
+    return None if compared.ratio <= 1 else _differing("gradients", window, compared, window.jax)
+
+
+def _differing(what: str, window: Window, compared: Comparison, jax: Vector) -> str:
     return (
-        f"torch's and JAX's gradients of {_where(window, compared)}: "
-        f"{blame(opinions(window, window.jax), compared.allowed)}; no loop is to blame"
+        f"torch's and JAX's {what} of {_where(window, compared)}: "
+        f"{blame(opinions(window, jax), compared.allowed)}; no loop is to blame"
     )
 
 
@@ -520,10 +585,11 @@ def precision_fault(window: Window) -> str | None:
         computed = [(window.bound.large_batch, False), (np.sum(window.bound.contributions, axis=0), True)]
     except RuntimeError:
         return None
+    has_norm = any(isinstance(module, NORMS) for module in window.model().modules())
     for gradient, accumulated in computed:
         compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
         if compared.ratio > 1:
-            if is_rarely_rounding(window.bound, compared, has_norm=_has_norm(window.model())):
+            if is_rarely_rounding(window.bound, compared, has_norm=has_norm):
                 raise CannotJudgeError(f"the gradient jumps where {name} rounds values to equal ones")
             if window.bound.is_out_of_range():
                 raise CannotJudgeError(f"numbers within the plain gradient's computation leave the range of {name}")
@@ -533,10 +599,6 @@ def precision_fault(window: Window) -> str | None:
                 f"{name} computation of torch is wrong, and no loop is to blame"
             )
     return None
-
-
-def _has_norm(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, NORMS) for module in model.modules())
 
 
 def _randomness(window: Window) -> str | None:

@@ -136,7 +136,7 @@ Tree = Any
 """A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
 
 
-class Request(NamedTuple):
+class ProgramRequest(NamedTuple):
     """What a program computes.
 
     Attributes:
@@ -150,7 +150,7 @@ class Request(NamedTuple):
     arguments: tuple[Tree, ...]
 
     @classmethod
-    def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> Request:
+    def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> ProgramRequest:
         """Return the request for a function on arguments like these, of which only the shapes are kept.
 
         Args:
@@ -194,10 +194,10 @@ class Programs:
             arguments: trees of float64, integer or boolean numpy arrays.
             store: whether to keep the program on disk.
         """
-        request = Request((key, _shapes(arguments)), function, arguments)
+        request = ProgramRequest((key, _shapes(arguments)), function, arguments)
         return to_numpy(self.run(request, *arguments, store=store))
 
-    def run(self, request: Request, *arguments: Tree, store: bool = True) -> Tree:
+    def run(self, request: ProgramRequest, *arguments: Tree, store: bool = True) -> Tree:
         """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays."""
         program = self._programs.get(request.key)
         if program is None:
@@ -210,7 +210,7 @@ class Programs:
             program = self._programs[request.key] = program.result()
         return program(*arguments)
 
-    def prepare(self, requests: Iterable[Request]) -> None:
+    def prepare(self, requests: Iterable[ProgramRequest]) -> None:
         """Start to load or compile the programs that are not in memory, with one thread for each core.
 
         XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute with torch. `run`
@@ -236,7 +236,7 @@ class Programs:
         folder = kept_files() if self._platform == "cpu" else None
         return None if folder is None else folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
-    def _found(self, request: Request, path: Path | None, once: bool = False) -> Callable[..., Any]:
+    def _found(self, request: ProgramRequest, path: Path | None, once: bool = False) -> Callable[..., Any]:
         """Return a program from disk, or compile it where there is none."""
         program: Callable[..., Any] = self._load(path) or self._lowered(request, path, once)()
         return program
@@ -254,7 +254,7 @@ class Programs:
             self.loaded += 1
         return program
 
-    def _lowered(self, request: Request, path: Path | None, once: bool = False) -> Any:
+    def _lowered(self, request: ProgramRequest, path: Path | None, once: bool = False) -> Any:
         """Trace and lower a function; return a function that compiles and stores it, in any thread."""
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments)

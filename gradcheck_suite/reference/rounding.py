@@ -1,4 +1,4 @@
-"""Monte Carlo arithmetic: float64 operations whose results are rounded at random as in float64 or a lower precision.
+"""Rounding errors of gradients by Monte Carlo arithmetic: float64 operations whose results are rounded at random.
 
 Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by up to 4 unit
 roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on cancellation, which perturbed
@@ -16,13 +16,27 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradcheck_suite.core.comparison import (
+    DRAWS,
+    MANY_DRAWS,
+    Layout,
+    Vector,
+    likely_bound,
+    noise_bound,
+    summation_bound,
+)
+from gradcheck_suite.core.contract import Batch
+from gradcheck_suite.run.instance import Compute, Instance, autocast_context, map_leaves
 
 # Torch's attention on the CPU, forward and backward, operation by operation, so that each can be rounded at random.
 
@@ -149,10 +163,6 @@ def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:
 
 
 # Normalizations as functions of simpler operations, so that each of these is rounded at random.
-#
-# A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
-# Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
-# by their standard deviation: 5e-6 for (-6.7251, -6.8569).
 
 
 Tensor = torch.Tensor
@@ -160,6 +170,10 @@ Tensor = torch.Tensor
 
 def _statistics(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the centred input, the mean, and one over the standard deviation; the last two keep the axes.
+
+    A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
+    Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
+    by their standard deviation: 5e-6 for (-6.7251, -6.8569).
 
     An error of the mean alone would cancel in the variance. Welford's method, which torch uses, multiplies deviations
     from two partial means, each with an error of its own: each value is therefore rounded before it is centred again.
@@ -349,7 +363,31 @@ class _Rounding:
     largest: bool = False
 
 
-class RandomRounding(TorchDispatchMode):
+class _RoundingMode(TorchDispatchMode):
+    """A mode that runs every operation in its own way, and some as functions of simpler operations."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation."""
+        if (decomposed := self._simpler().get(func)) is not None:
+            with self:
+                return decomposed(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+    def _simpler(self) -> dict[Any, Any]:
+        """Return the operations that are run as functions of simpler ones, with these functions."""
+        raise NotImplementedError
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class RandomRounding(_RoundingMode):
     """A mode in which the results of every operation are rounded at random.
 
     An operation that adds up products rounds each of them, and in an order that is not known. Its arguments are
@@ -378,17 +416,11 @@ class RandomRounding(TorchDispatchMode):
         self._coarse = 1.5 * 2.0**52 * smallest
         self._hash, self._operations = random.Random(seed).getrandbits(64), 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _simpler(self) -> dict[Any, Any]:
+        return _decompositions(inside=_grid(self._dtype).rounds_inside)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation with rounding errors."""
-        if (decomposed := _decompositions(inside=_grid(self._dtype).rounds_inside).get(func)) is not None:
-            with self:
-                return decomposed(*args, **(kwargs or {}))
         rounding = _rounding_of(func)
         self._operations += self._salted
         given = args
@@ -396,7 +428,7 @@ class RandomRounding(TorchDispatchMode):
             args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
         if func is BATCH_NORM and args[IN_TRAINING]:
             return batch_norm_of_stored(self._round, *args)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if not rounding.results and not _narrows(func, args, out):
             return out
         if isinstance(out, torch.Tensor):
@@ -477,8 +509,8 @@ def _decompositions(*, inside: bool) -> dict[Any, Any]:
     torch in a lower precision returns a rounding error of g / sqrt(eps).
 
     Args:
-        inside: whether a normalization rounds inside, as `normalizations` has it, the derivative of gelu, and the
-            logarithms of sums that the backward of attention reads.
+        inside: whether a normalization rounds inside, the derivative of gelu, and the logarithms of sums that the
+            backward of attention reads.
     """
     aten = torch.ops.aten
     names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
@@ -508,3 +540,312 @@ def _rounding_of(func: Any) -> _Rounding:
         shifted=name == SHIFTED,
         largest=name == LARGEST,
     )
+
+
+# Gradients of parts of a window, and their rounding errors.
+
+
+Part = tuple[range, float]
+"""Some items, and the factor of their loss's gradient in the window's gradient."""
+
+
+def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Part]:
+    """Return parts of a window's items, each with the factor of its gradient in the window's gradient."""
+    if instance.problem.reduction == "batch":
+        return [(window, 1.0)]
+    if instance.problem.reduction == "sum":
+        return [(cut, 1.0) for cut in cuts]
+    total = float(instance.count(instance.batch(window)))
+    return [(cut, float(instance.count(instance.batch(cut))) / total) for cut in cuts]
+
+
+class Computation:
+    """Computes gradients of an instance's loss over parts of its items, in one precision."""
+
+    def __init__(self, instance: Instance, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
+        """Prepare the computation.
+
+        Args:
+            instance: the instance whose items and loss are used.
+            model: a model in `dtype`; its parameters are perturbed and restored.
+            dtype: dtype of parameters and floating-point data.
+            compute: autocast dtype of the losses, or None.
+        """
+        self.instance, self._model, self._dtype, self._compute = instance, model, dtype, compute
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._batches: dict[range, Batch] = {}
+        self._guarded = False
+
+    def on_cpu(self, *parts: Part) -> Computation:
+        """Return this computation on the CPU, or itself where the problem computes a part on its own device only.
+
+        There a value that rounding moves out of a loss's range raises an exception. A CUDA kernel asserts instead, and
+        every later CUDA call of the process fails.
+        """
+        if self._is_on_cpu:
+            return self
+        instance = self.instance.on_cpu()
+        try:
+            model = instance.model(self._dtype)
+            model.load_state_dict(self._model.state_dict())
+            found = Computation(instance, model, self._dtype, self._compute)
+            found.gradient(*parts)
+        except (RuntimeError, ValueError):
+            return self
+        return found
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.instance.device.type == "cpu"
+
+    def gradient(self, *parts: Part) -> Vector:
+        """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
+        return self._gradient([(self._batch(items), share) for items, share in parts])
+
+    def rounded_at_random(
+        self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, smallest: float = 0.0
+    ) -> Vector:
+        """Return the sum of the parts' gradients with every operation rounded at random as in a dtype, (P,).
+
+        On another device than the CPU, only the parameters are moved: their values are in no loss's range.
+
+        Args:
+            parts: whose gradients are added up.
+            dtype: whose rounding errors are drawn.
+            draw: number of the draw.
+            smallest: spacing of the smallest numbers, as for `RandomRounding`.
+        """
+        if not self._is_on_cpu:
+            return self._at_moved_values(parts, dtype, draw, data=False)
+        try:
+            for guarded in (self._guarded, True):
+                with RandomRounding(draw, dtype, guarded=guarded, smallest=smallest):
+                    found = self.gradient(*parts)
+                if guarded or np.isfinite(found).all():
+                    return found
+                # a mask may hold the largest number, which a rounding error makes infinite
+                self._guarded = True
+        except (RuntimeError, ValueError):
+            # a loss may reject values outside of its range: only parameters and inputs are moved then
+            return self._at_moved_values(parts, dtype, draw)
+        raise AssertionError("a guarded draw returns")
+
+    def _at_moved_values(self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, data: bool = True) -> Vector:
+        generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
+        batches = [(self._batch(items), share) for items, share in parts]
+        values = [p.detach().clone() for p in self._model.parameters()]
+        try:
+            self._put([_moved(value, eps, generator) for value in values])
+            if data:
+                # a loss may reject a target outside of its range: only the parameters are moved then
+                with suppress(RuntimeError, ValueError):
+                    moved = [(map_leaves(lambda t: _moved_data(t, eps, generator), b), share) for b, share in batches]
+                    return self._gradient(moved)
+            return self._gradient(batches)
+        finally:
+            self._put(values)
+
+    def _put(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for p, value in zip(self._model.parameters(), values, strict=True):
+                p.copy_(value)
+
+    def _batch(self, items: range) -> Batch:
+        if items not in self._batches:
+            self._batches[items] = self.instance.batch(items, self._dtype)
+        return self._batches[items]
+
+    def _gradient(self, batches: Sequence[tuple[Batch, float]]) -> Vector:
+        with autocast_context(self.instance.device, self._compute):
+            losses = [self.instance.problem.loss(self._model, batch) * share for batch, share in batches]
+        reaching = [loss for loss in losses if loss.requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
+        if reaching:
+            found = torch.autograd.grad(reaching, self._trainable, allow_unused=True)
+        parts = [
+            torch.zeros(p.numel(), dtype=torch.float64) if g is None else _flat(g)
+            for p, g in zip(self._trainable, found, strict=True)
+        ]
+        flat: Vector = torch.cat(parts).numpy()
+        return flat
+
+
+class RoundingErrors:
+    """The rounding errors of the sum of some parts' gradients in a dtype, drawn when they are needed and kept."""
+
+    def __init__(
+        self, computation: Computation, parts: Sequence[Part], dtype: torch.dtype, *, smallest: float = 0.0
+    ) -> None:
+        """Prepare the draws.
+
+        Args:
+            computation: in float64; the draws are made on the CPU where the problem allows it.
+            parts: whose gradients are computed one by one and added up.
+            dtype: the precision whose rounding errors are drawn.
+            smallest: spacing of the smallest numbers, as for `RandomRounding`.
+        """
+        self._computation, self._parts, self._dtype = computation.on_cpu(*parts), parts, dtype
+        self._smallest = smallest
+        self._kept: dict[tuple[int, int], tuple[Vector, Vector]] = {}
+
+    def noise(self, draws: int = DRAWS) -> Vector:
+        """Return a bound on the rounding error, (P,): the largest of the bounds of every `DRAWS` draws.
+
+        Where a rounding error takes a value past a kink, such as that of a ReLU, the gradient jumps. A few of many
+        draws show it, and their root mean square alone would understate it.
+        """
+        ends = [(first, min(first + DRAWS, draws)) for first in range(0, draws, DRAWS)]
+        return np.max([noise_bound(self._mean_square(*end), end[1] - end[0]) for end in ends], axis=0)
+
+    def unevenness(self) -> Vector:
+        """Return the largest over the smallest mean square of the groups of `MANY_DRAWS` draws, (P,)."""
+        groups = [self._mean_square(first, first + DRAWS) for first in range(0, MANY_DRAWS, DRAWS)]
+        return np.max(groups, axis=0) / np.maximum(np.min(groups, axis=0), np.finfo(np.float64).tiny)
+
+    def likely(self, draws: int) -> Vector:
+        """Return a smaller bound, (P,), within which an error is taken as right without further draws.
+
+        With four draws, an error at this bound is within the bound of 32 draws, of which they are the first, in 91% of
+        cases, and a smaller error more often (`docs/bounds.md`).
+        """
+        return likely_bound(self._mean_square(0, draws))
+
+    def _mean_square(self, first: int, last: int) -> Vector:
+        """Return the mean square of the errors of the draws `first` to `last` - 1, without those that overflow, (P,).
+
+        The errors are those of the same framework: a difference between two frameworks is not rounding error.
+        """
+        drawn = max((end for start, end in self._kept if start == first and end <= last), default=first)
+        nothing = np.zeros_like(self._centre)
+        total, number = self._kept.get((first, drawn), (nothing, nothing))
+        for draw in range(drawn, last):
+            with np.errstate(invalid="ignore", over="ignore"):
+                rounded = self._computation.rounded_at_random(self._parts, self._dtype, draw, smallest=self._smallest)
+                square = (rounded - self._centre) ** 2
+            finite = np.isfinite(square)
+            total, number = total + np.where(finite, square, 0.0), number + finite
+        self._kept[first, last] = total, number
+        return total / np.maximum(number, 1)
+
+    @cached_property
+    def _centre(self) -> Vector:
+        return self._computation.gradient(*self._parts)
+
+
+def cancellation(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:
+    """Return a bound on the difference of two float64 sums of a window's items, in any order, (P,).
+
+    Args:
+        computation: a computation in float64.
+        window: the items of the window.
+        cuts: the items of each micro-batch.
+        layout: the layout of the gradient.
+    """
+    instance = computation.instance
+    items = [range(i, i + 1) for i in window]
+    try:
+        sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, items)]
+    except (RuntimeError, ValueError):
+        # a user's model may reject a single item, but not a micro-batch
+        sizes = [np.abs(computation.gradient(part)) for part in shared(instance, window, cuts)]
+    return summation_bound(np.sum(sizes, axis=0), len(window), layout)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.reshape(-1).to("cpu", torch.float64)
+
+
+def _moved(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
+    """Return the tensor with each element moved by an ulp or two away from zero, towards zero, or not at all."""
+    if not tensor.is_floating_point():
+        return tensor
+    steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+    return tensor * (1 + eps * steps)
+
+
+def _moved_data(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
+    """Return perturbed data; whole numbers are not moved.
+
+    They may be class labels: a loss that tests whether its target is 1 or -1 would take 1.0001 for neither, and the
+    change of its value would not be a rounding error.
+    """
+    moved = _moved(tensor, eps, generator)
+    return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved
+
+
+# Whether a computation's numbers fit into the range of a lower precision: a gradient that is finite in float64 may
+# overflow in float16 without a fault.
+
+
+MARGIN = 64.0
+"""Factor between the largest number of a precision and results whose intermediate terms may exceed it."""
+
+
+class _Narrowed(_RoundingMode):
+    """A mode that rounds the result of every operation to a dtype of lower precision.
+
+    Attributes:
+        left: whether a result came near the largest number of the dtype, or is 0 in the dtype alone.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self.left = dtype, False
+
+    def _simpler(self) -> dict[Any, Any]:
+        return _overflowing()
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation and round its results."""
+        out = func(*args, **kwargs)
+        aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        if all(alias.is_write for alias in aliases):
+            for value in out if isinstance(out, list | tuple) else [out]:
+                # cuDNN's recurrent operation returns its flat weights, which are the model's parameters
+                if aliases or not any(value is argument for argument in args):
+                    self._round(value)
+        return out
+
+    def _round(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float64 or not value.numel():
+            return
+        limits = torch.finfo(self._dtype)
+        sizes = value.abs()
+        infinite = value.isinf() | (sizes == torch.finfo(torch.float64).max)
+        self.left |= bool((~infinite & (sizes > limits.max / MARGIN)).any())
+        rounded = value.clamp(-limits.max, limits.max).to(self._dtype).to(torch.float64)
+        value.copy_(torch.where(infinite, value, rounded))
+
+
+@cache
+def _overflowing() -> dict[Any, Any]:
+    """Return the operations with an intermediate result that overflows, as functions of simpler operations.
+
+    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89. The gradient of its
+    binary cross entropy is the incoming one times (p - y) / (p (1 - p)), and divided by the number of elements only
+    then.
+    """
+    aten = torch.ops.aten
+    names = ("soft_margin_loss", "soft_margin_loss_backward", "binary_cross_entropy_backward")
+    return dict(get_decompositions([getattr(aten, name) for name in names]))
+
+
+def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> bool:
+    """Return whether parts of a gradient may be infinite or NaN in a dtype where they are finite, or vice versa.
+
+    Args:
+        computation: in float64.
+        parts: whose gradients are computed, each by itself.
+        dtype: of the lower precision.
+    """
+    computation = computation.on_cpu(parts[0])
+    for part in parts:
+        # before the mode, which would round the batch that the computation keeps
+        exact = computation.gradient(part)
+        mode = _Narrowed(dtype)
+        with mode:
+            rounded = computation.gradient(part)
+        if mode.left or (np.isfinite(rounded) != np.isfinite(exact)).any():
+            return True
+    return False

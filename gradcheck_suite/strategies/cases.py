@@ -176,7 +176,7 @@ class Limits:
         return found
 
 
-def options_of(variants: Sequence[Options], *, every_usual: bool = False) -> st.SearchStrategy[Options]:
+def mostly_usual(variants: Sequence[Options], *, every_usual: bool = False) -> st.SearchStrategy[Options]:
     """Return a strategy that draws one variant four times as often as all the others together.
 
     It is the first with the usual number of features, or the first of all. Most layers then have the same shapes and
@@ -191,7 +191,7 @@ def options_of(variants: Sequence[Options], *, every_usual: bool = False) -> st.
 def choices_of(found: Iterable[tuple[Any, Sequence[Options]]], *, every_usual: bool = False) -> Choices | None:
     """Return a strategy of the kinds that have variants, or None if none has."""
     kinds = [
-        (kind, cache(partial(options_of, variants, every_usual=every_usual))) for kind, variants in found if variants
+        (kind, cache(partial(mostly_usual, variants, every_usual=every_usual))) for kind, variants in found if variants
     ]
     return st.sampled_from(kinds) if kinds else None
 
@@ -232,7 +232,7 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
     if focus.layer is not None:
         # the drawn kind goes unused, so that the later choices keep their places when the focus shrinks to none
         kind = LAYERS[focus.layer]
-        variants = partial(options_of, _of_focus(focus, signal, limits))
+        variants = partial(mostly_usual, _of_focus(focus, signal, limits))
     inner: list[Layer] = []
     if kind.wraps:
         count = draw(integers(1, MAX_INNER_LAYERS)) + kind.parallel
@@ -420,7 +420,7 @@ def _drawn(
     kind, variants = draw(choices)
     if instead:
         kind = kind if kind in instead else next(iter(instead))
-        variants = partial(options_of, instead[kind], every_usual=True)
+        variants = partial(mostly_usual, instead[kind], every_usual=True)
     return kind, draw(variants())
 
 
@@ -473,7 +473,7 @@ def _chain(
 
 
 @st.composite
-def _problems_problems(
+def _problems(
     draw: st.DrawFn, min_layers: int, max_layers: int, sparse: bool, accumulable: bool, assumes: str | tuple[str, ...]
 ) -> ProblemSpec:
     check_range(min_layers, max_layers, "layers")
@@ -521,7 +521,7 @@ def problems(
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    return _problems_problems(min_layers, max_layers, sparse, accumulable, hashable(assumes))
+    return _problems(min_layers, max_layers, sparse, accumulable, hashable(assumes))
 
 
 # The Hypothesis strategy for cases, and how large a case is.
@@ -564,7 +564,7 @@ def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: i
 
 
 @cache
-def _cases_problems(
+def _problems_of_cases(
     assumes: str | tuple[str, ...], dtype: str, optimizer: str | None, small: bool
 ) -> st.SearchStrategy[ProblemSpec]:
     return problems(sparse=_takes_sparse(dtype, optimizer), assumes=assumes, max_layers=1 if small else 5)
@@ -596,7 +596,7 @@ def _cases(
     _check(problem, plan, fixed["dtype"], fixed["device"])
     valid_assumptions(assumes)
     if problem is None:
-        problem = _cases_problems(assumes, fixed["dtype"], fixed["optimizer"], small)
+        problem = _problems_of_cases(assumes, fixed["dtype"], fixed["optimizer"], small)
     else:
         _takes_sparse(fixed["dtype"], fixed["optimizer"])
     if isinstance(problem, str):

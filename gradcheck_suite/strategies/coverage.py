@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from gradcheck_suite.core.case import Case, Plan
 
@@ -31,20 +31,15 @@ class CaseCoverage:
 
     def note(self, case: Case) -> None:
         """Count a case."""
-        for category, names in _parts(case):
-            self._counts[category].update(set(names))
+        if (spec := case.spec) is not None:
+            self._counts["inputs"][spec.input.kind] += 1
+            self._counts["layers"].update(set(spec.layer_kinds))
+            self._counts["losses"][f"{spec.loss.kind}, {spec.loss.reduction}"] += 1
+        self._counts["splits"].update(_splits(case.plan))
 
     def to_json(self) -> Coverage:
         """Return the counts, the most frequent first."""
         return {category: dict(counts.most_common()) for category, counts in self._counts.items()}
-
-
-def _parts(case: Case) -> Iterator[tuple[str, Iterable[str]]]:
-    if (spec := case.spec) is not None:
-        yield "inputs", [spec.input.kind]
-        yield "layers", spec.layer_kinds
-        yield "losses", [f"{spec.loss.kind}, {spec.loss.reduction}"]
-    yield "splits", _splits(case.plan)
 
 
 def _splits(plan: Plan) -> Iterator[str]:

@@ -128,8 +128,13 @@ def run_on_cases(
     failure: Exception | None = None
     shrinking = False
 
-    judge_drawn = _rejecting(judge)
     chosen = _settings(examples)
+
+    def judge_drawn(case: Case) -> None:
+        try:
+            judge(case)
+        except RedrawError:
+            reject()  # for Hypothesis, a case that is not judged is invalid
 
     @chosen  # after the seed, which takes the database away
     @seed(seed_value)
@@ -179,18 +184,6 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
         if not waiting:
             return
         yield waiting.popleft()
-
-
-def _rejecting(judge: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Return `judge` for Hypothesis: a case that it does not judge is invalid."""
-
-    def judge_drawn(case: Case) -> None:
-        try:
-            judge(case)
-        except RedrawError:
-            reject()
-
-    return judge_drawn
 
 
 def _numbered(read: Callable[[bytes], Case | None], kept: _Kept, seed_value: int, examples: int) -> Iterator[_Drawn]:

@@ -151,24 +151,21 @@ def _parameter(sound: Sound, rng: np.random.Generator) -> Vector | None:
     present = [part for part in slices if sound.observed[part].any()]
     if not present:
         return None
-    part = present[rng.integers(len(present))]
-    direction = np.zeros_like(sound.observed)
-    direction[part] = sound.observed[part]
-    return direction
+    return _part(sound, present[rng.integers(len(present))])
 
 
 def _largest(sound: Sound, rng: np.random.Generator) -> Vector | None:
-    return _one(sound, int(np.argmax(np.abs(sound.observed)))) if sound.observed.any() else None
+    return _part(sound, int(np.argmax(np.abs(sound.observed)))) if sound.observed.any() else None
 
 
 def _any(sound: Sound, rng: np.random.Generator) -> Vector | None:
     nonzero = np.flatnonzero(sound.observed)
-    return _one(sound, int(rng.choice(nonzero))) if len(nonzero) else None
+    return _part(sound, int(rng.choice(nonzero))) if len(nonzero) else None
 
 
-def _one(sound: Sound, index: int) -> Vector:
+def _part(sound: Sound, elements: int | slice) -> Vector:
     direction = np.zeros_like(sound.observed)
-    direction[index] = sound.observed[index]
+    direction[elements] = sound.observed[elements]
     return direction
 
 
@@ -306,7 +303,7 @@ class _Noted:
             self.compute = run.loss.compute if isinstance(run.loss, AutocastRecorder) else None
 
 
-class Judge:
+class CaseJudge:
     """Judges sound loops on one case and counts the verdicts; bitwise equal gradients are compared once."""
 
     def __init__(self, drawn: Drawn, loops: Mapping[str, Loop] = LOOPS) -> None:
@@ -319,7 +316,7 @@ class Judge:
         self._layers, self._loss = frozenset(spec.layer_kinds), spec.loss.kind
 
     def run(self, limit: int, progress: Callable[[], None]) -> Tally:
-        """Judge the loops whose assumptions hold in the case, at most `limit` of them."""
+        """CaseJudge the loops whose assumptions hold in the case, at most `limit` of them."""
         for name, loop in list(self._loops.items())[:limit]:
             noted = _Noted(loop, self._reference)
             self._note(name, noted, check(noted, self._drawn.case))
@@ -465,7 +462,7 @@ def shares(total: int, dtypes: Sequence[str]) -> dict[str, int]:
 
 
 def count_alarms(settings: Settings, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
-    """Judge sound loops until every dtype has its share of the checks.
+    """CaseJudge sound loops until every dtype has its share of the checks.
 
     Args:
         settings: what was asked for.
@@ -533,12 +530,12 @@ def _fill(
 
 
 def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
-    """Judge sound loops on the cases of one chunk, `limit` checks in all."""
+    """CaseJudge sound loops on the cases of one chunk, `limit` checks in all."""
     total = Tally()
     for drawn in draw_cases(dtype, chunk, cases_for(limit), seed):
         if total.checks >= limit:
             break
-        total.add(Judge(drawn).run(limit - total.checks, lambda: progress(1)))
+        total.add(CaseJudge(drawn).run(limit - total.checks, lambda: progress(1)))
     return total
 
 

@@ -16,7 +16,8 @@ import torch
 from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, TrainingRun
 from gradcheck_suite.core.results import Result
-from gradcheck_suite.loops.reset_modes import bytes_saved_by_releasing, part_of_window, window_count, windows
+from gradcheck_suite.loops.laws import bytes_saved_by_releasing
+from gradcheck_suite.loops.reset_modes import part_of_window, window_count, windows
 from gradcheck_suite.run.observer import ancestors
 from gradcheck_suite.studies import step_times
 from gradcheck_suite.studies.claim_checks import DEPTH, Finding, accumulate_and_divide, train

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.reset_modes import Traffic
+from gradcheck_suite.loops.laws import MemoryTraffic
 
 PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "other")
 """The phases of a loop, distinguished without patching anything:
@@ -377,13 +377,13 @@ class Ledger(TorchDispatchMode):
         """Bytes alive by category, now or, once the ledger is closed, at its end."""
         return dict(self._storages.live)
 
-    def total(self, *phases: str, window: int | None = None) -> Traffic:
+    def total(self, *phases: str, window: int | None = None) -> MemoryTraffic:
         """Return the sum over the named phases (default all), in one window or all."""
         check_phases(phases)
-        found = Traffic()
+        found = MemoryTraffic()
         for (w, phase, _), line in self._lines.items():
             if (not phases or phase in phases) and window in (None, w):
-                found += Traffic(**line)
+                found += MemoryTraffic(**line)
         return found
 
     def operations(self, *phases: str, window: int | None = None) -> dict[str, int]:

@@ -29,14 +29,12 @@ from gradcheck_suite.run.runner import Outcome
 from gradcheck_suite.verification.judge_run import Trajectory, judge_run
 from gradcheck_suite.verification.separability import reference_of
 
-# Work that belongs to a step, done at each micro-batch: a learning rate schedule, the update of a gradient scaler.
-#
-# The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as
-# on a CPU, does nothing.
-
 
 def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool) -> Violation | None:
     """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the optimizer per window.
+
+    The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as
+    on a CPU, does nothing.
 
     Once per window and once per epoch are both right, and any other number may be meant. Several ranks may step a
     scheduler as many times per window as there are ranks, as Accelerate does. Weight probes are left out.

@@ -53,8 +53,6 @@ from gradcheck_suite.run.optimizers import (
 from gradcheck_suite.run.runner import Outcome
 from gradcheck_suite.verification.separability import gradient_fault
 
-# Which step of the plan each step of a loop is, where a gradient scaler may have skipped some.
-
 
 def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]) -> list[int] | None:
     """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
@@ -79,14 +77,11 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
     return places if len(places) == len(outcome.observations) else None
 
 
-# The diagnosis of a loop that computes in a lower precision than the run's, which it did not declare.
-#
-# The precision that a loop is held to comes from its declaration, never from the run. Otherwise a loop that turns on
-# autocast by mistake would widen its own bound.
-
-
 def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right but for the rounding errors of autocast, else None.
+
+    The precision that a loop is held to comes from its declaration, never from the run. Otherwise a loop that turns on
+    autocast by mistake would widen its own bound.
 
     Args:
         window: in which the gradient is wrong in the precision that the loop declares.
@@ -111,15 +106,14 @@ def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute
     )
 
 
-# A step that calls its closure several times, as L-BFGS does, where the closure does not reset the gradients.
-
-
 ROUNDINGS = 8.0
 """Multiple of the gradient's bound that is allowed the difference of two sums: of up to twenty calls by default."""
 
 
 def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluation) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right but for that of the call of the closure before it.
+
+    L-BFGS calls its closure several times in a step.
 
     Args:
         window: at the parameters of this call.
@@ -139,9 +133,6 @@ def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluati
         "the optimizer calls the closure several times in a step, and the gradient of each call contains those of the "
         "calls before it: reset at the start of the closure, not before the step",
     )
-
-
-# Parameters that have diverged under a real optimizer, where gradients overflow in one order of operations alone.
 
 
 DIVERGED = "the parameters have diverged under the optimizer"
@@ -184,18 +175,14 @@ def is_far(reference: Reference, evaluation: Evaluation) -> bool:
     return any(bool((p.abs() > FAR * first).any()) for p in evaluation.parameters.values())
 
 
-# Parameters that a window does not reach, and that the optimizer moves since their gradient is zeros and not None.
-#
-# The loop contract allows both, so that this is no violation. It is explained, since training differs: an optimizer
-# skips None, and steps on zeros, with weight decay and what is left of the momentum.
-
-
 BY_CHANCE = "normalized"
 """The optimizer of drawn cases where the user asked for none."""
 
 
 def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
     """Return the parameters that a step moved on a gradient of zeros, and would not move on None, with the distance.
+
+    The loop contract allows both, so that this is no violation. It is explained, since training differs.
 
     Args:
         case: whose optimizer stepped.
@@ -250,9 +237,6 @@ def moved_while_frozen(case: Case, outcome: Outcome) -> str:
                     "was zeros and not None: release it with set_to_none=True, and it stays where it is"
                 )
     return ""
-
-
-# Judge the parameters of a run step by step: only the optimizer's steps may change them, each as its rule says.
 
 
 ON_PURPOSE = (
@@ -335,18 +319,36 @@ class Trajectory:
         )
 
 
-# The violation of a wrong gradient: its kind, its diagnosis and its evidence.
-
-
 UNNAMED = Diagnosis("", "")
 """In place of a diagnosis for which the loop would have to run again."""
 
 
-def _fitted(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis:
-    """Return the diagnosis that a wrong gradient alone determines, without a further run of the loop."""
-    if window.moved or window.reference.instance.case.dtype != "float64":
-        return UNNAMED
-    return diagnose_case(window, comparison, epoch, alike=alike) or UNNAMED
+def _violation_of(
+    kind: ViolationKind,
+    named: Diagnosis,
+    case: Case,
+    evidence: Comparison,
+    place: tuple[str, int, int],
+    *,
+    moved: bool = False,
+) -> Violation:
+    """Return the violation of a gradient that is wrong in a parameter, an epoch and a window."""
+    parameter, epoch, window = place
+    return Violation(
+        kind,
+        named.name,
+        named.sentence,
+        case,
+        parameter=parameter,
+        epoch=epoch,
+        window=window,
+        error=evidence.worst.error,
+        allowed=evidence.worst.allowed,
+        details=named.details,
+        weights=named.weights,
+        moved=moved,
+        evidence=evidence,
+    )
 
 
 def gradient_violation(
@@ -370,8 +372,8 @@ def gradient_violation(
         known: the diagnosis where it is known already.
         alike: whether all of several ranks had the same gradients at each step.
     """
-    layout, worst = comparison.layout, comparison.worst
-    parameter, _ = layout.place(worst.index)
+    case, layout = window.reference.instance.case, comparison.layout
+    parameter, _ = layout.place(comparison.worst.index)
     seen = evaluation.gradients[parameter]
     kind: ViolationKind = "gradient"
     if seen is None:
@@ -382,30 +384,17 @@ def gradient_violation(
     else:
         if runner and known is None:
             known = explain_gradient(comparison, window, epoch, runner)
-        named = known or _fitted(window, comparison, epoch, alike=alike)
+        if known is None and not window.moved and case.dtype == "float64":
+            # what the gradient alone determines, without a further run of the loop
+            known = diagnose_case(window, comparison, epoch, alike=alike)
+        named = known or UNNAMED
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
             kind = "non-finite"
             said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
             named = replace(named, sentence=said)
-    return Violation(
-        kind,
-        named.name,
-        named.sentence,
-        window.reference.instance.case,
-        parameter=parameter,
-        epoch=epoch,
-        window=window.index,
-        error=worst.error,
-        allowed=worst.allowed,
-        details=named.details,
-        weights=named.weights,
-        moved=window.moved,
-        evidence=replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)),
-    )
-
-
-# Judging a loop on a weight probe, whose right gradient follows from the plan and needs no reference.
+    evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
+    return _violation_of(kind, named, case, evidence, (parameter, epoch, window.index), moved=window.moved)
 
 
 MOST_STEPS = 6
@@ -437,8 +426,7 @@ def judge_probe(
         seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
         comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
         if comparison.ratio > 1:
-            violation = _gradient_violation(case, steps, step, comparison, runner)
-            return _confirmed_by_repeating(violation, instance, comparison, taken, runner), ratio
+            return _wrong_on_probe(instance, steps, step, taken, comparison, runner), ratio
         ratio = max(ratio, comparison.ratio)
     return None, ratio
 
@@ -479,62 +467,41 @@ def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
     return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
 
 
-def _confirmed_by_repeating(
-    violation: Violation, instance: Instance, comparison: Comparison, taken: int, runner: LoopRunner | None
+def _wrong_on_probe(
+    instance: Instance,
+    steps: list[Vector | None],
+    step: int,
+    taken: int,
+    comparison: Comparison,
+    runner: LoopRunner | None,
 ) -> Violation:
-    """Return a violation with the diagnosis `not-repeatable` where the loop does not show it in each of two more runs.
+    """Return the violation of a wrong gradient on a weight probe.
 
     Args:
-        violation: of a gradient.
         instance: the probe.
-        comparison: of the wrong gradient.
-        taken: index of its step among those of the run.
+        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+        step: index of the wrong one in the plan.
+        taken: its index among the steps of the run.
+        comparison: of its gradient with the right one.
         runner: of the loop; None while shrinking.
     """
-    if runner is None:
-        return violation
-
-    def gradient(outcome: Outcome) -> Vector | None:
-        steps = gradients_of_steps(outcome)
-        return steps[taken] if outcome.raised is None and taken < len(steps) else None
-
-    found = Diagnosis(violation.diagnosis, violation.explanation, violation.details, violation.weights)
-    named = confirmed_by_repeating(found, runner, instance, comparison, gradient)
-    return replace(
-        violation,
-        diagnosis=named.name,
-        explanation=named.sentence,
-        details=named.details,
-        weights=named.weights,
-    )
-
-
-def _gradient_violation(
-    case: Case, steps: list[Vector | None], step: int, comparison: Comparison, runner: LoopRunner | None
-) -> Violation:
-    epoch, window = divmod(step, len(case.plan.windows))
-    worst = comparison.worst
+    case = instance.case
     finite = np.isfinite(comparison.expected)
-    kind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
+    kind: ViolationKind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
     if PARAMETER in comparison.missing:
         kind = "none-pattern"
         named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
     else:
-        named = explain_probe(case, steps, step, runner) if runner else Diagnosis("", "")
-    return Violation(
-        "none-pattern" if kind == "none-pattern" else "non-finite" if kind == "non-finite" else "gradient",
-        named.name,
-        named.sentence,
-        case,
-        parameter=PARAMETER,
-        epoch=epoch,
-        window=window,
-        error=worst.error,
-        allowed=worst.allowed,
-        details=named.details,
-        weights=named.weights,
-        evidence=comparison,
-    )
+        named = explain_probe(case, steps, step, runner) if runner else UNNAMED
+
+    def gradient(outcome: Outcome) -> Vector | None:
+        seen = gradients_of_steps(outcome)
+        return seen[taken] if outcome.raised is None and taken < len(seen) else None
+
+    if runner:
+        named = confirmed_by_repeating(named, runner, instance, comparison, gradient)
+    epoch, window = divmod(step, len(case.plan.windows))
+    return _violation_of(kind, named, case, comparison, (PARAMETER, epoch, window))
 
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"

@@ -16,17 +16,15 @@ from gradcheck_suite.core.contract import (
     FINITE_GRADIENTS,
     ONE_EPOCH,
     WHOLE_WINDOWS,
-    over_ranks,
+    dealt_to_ranks,
 )
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.cases import reductions_within
 
-# A stopwatch, such that a busy machine searches as far as an idle one.
-
 
 class Stopwatch:
-    """Measures time from when it is made."""
+    """Measures time from when it is made, such that a busy machine searches as far as an idle one."""
 
     def __init__(self) -> None:
         self._thread, self._clock = time.thread_time(), time.perf_counter()
@@ -36,11 +34,10 @@ class Stopwatch:
         return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
 
 
-# The battery of weight probes that every loop is checked on before any case is drawn, as data.
+# The battery of weight probes that every loop is checked on before any case is drawn.
 #
-# Drawn cases have gradients of about 1, few micro-batches and few epochs. The battery has what they lack: gradients
-# that are large, small, infinite and NaN, long windows, many micro-batches, many epochs. Most counts are powers of
-# two, so that the weights of a correct loop are exact in every dtype.
+# Drawn cases have gradients of about 1, few micro-batches and few epochs; the battery has what they lack. Most counts
+# are powers of two, so that the weights of a correct loop are exact in every dtype.
 
 
 def _mixed(micro_batches: int) -> tuple[int, ...]:
@@ -91,7 +88,7 @@ def within(plan: Plan, assumes: frozenset[str]) -> Plan:
 def first_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
     """Yield the probes that show most faults, within a loop's assumptions."""
     for number, plan in enumerate(FIRST):
-        dealt = over_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
+        dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
         for reduction in reductions_within(assumes):
             yield probe_case(dealt, reduction, dtype=dtype, device=device)
 
@@ -99,7 +96,7 @@ def first_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
 def long_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
     """Yield the probes with plans that no strategy draws, within a loop's assumptions."""
     for plan in LONG:
-        dealt = over_ranks(within(plan, assumes), ranks, assumes)
+        dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
 
@@ -127,9 +124,6 @@ def _of_size(exponent: int) -> tuple[float, ...]:
 
 
 # The smallest weight probe that shows a fault: fewer windows, epochs and micro-batches, smaller K, fewer slopes.
-#
-# The numbers are bisected, so a probe of hundreds of micro-batches takes some twenty further checks. Each of them is
-# diagnosed: a smaller case counts only if its violation has the same diagnosis.
 
 
 Checked = Callable[[Case], Verdict]
@@ -236,13 +230,8 @@ class _Search:
 
     def bisect(self, number: _Number) -> None:
         """Keep the least of a plan's numbers that shows the fault, if it shows from some number on."""
-        plan, low, high = self.plan, 1, number.value(self.plan)
-        while low < high:
-            middle = (low + high) // 2
-            if self.attempt(self._with_number(plan, number, middle)):
-                high = middle
-            else:
-                low = middle + 1
+        plan = self.plan
+        _bisect(1, number.value(plan), lambda value: self.attempt(self._with_number(plan, number, value)))
 
     def line_beside(self, number: _Number) -> str | None:
         """Return which somewhat smaller number of the plan the loop is right with, or None if there is none."""
@@ -264,6 +253,13 @@ class _Search:
         return None if smaller == plan else _of_plan(self.case, smaller)
 
 
+def _bisect(low: int, high: int, shows: Callable[[int], bool]) -> None:
+    """Ask for ever smaller numbers that show a fault: of hundreds of micro-batches some ten are asked about."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if shows(middle) else (middle + 1, high)
+
+
 def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
     """Return the probe of another plan, otherwise like a case."""
     assert case.spec is not None
@@ -273,53 +269,32 @@ def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
 
 def _shrink_slopes(search: _Search) -> None:
     """Keep one window or two, then one item in each, then slopes as close to 1 as show the fault."""
-    start = search.case
-    for windows in _few_windows(search.best):
-        if search.attempt(_of_windows(start, windows)):
+    start, violated = search.case, search.best.window
+    last = len(search.plan.windows) - 1 if violated is None else violated
+    alone = range(last + 1) if violated is None else [last]
+    for windows in [*((w,) for w in alone), *((w, last) for w in reversed(range(last)))]:
+        kept = [j for w in windows for j in start.plan.windows[w]]
+        own = tuple(slopes_of(start)[i] for j in kept for i in start.plan.items(j))
+        if search.attempt(_of_plan(start, start.plan.select(kept), own)):
             break
     before, slopes = search.plan.windows, tuple(slopes_of(search.case))
     if len(before) <= 2:
-        items = [list(search.plan.window_items(window)) for window in range(len(before))]
-        for choice in _choices(items):
+        first = search.plan.window_items(0)
+        second = [] if len(before) == 1 else [search.plan.window_items(1)[0]]
+        for choice in [[i, *second] for i in first]:
             if search.attempt(_of_plan(start, Plan((1,) * len(choice), 1), tuple(slopes[i] for i in choice))):
                 break
     if len(search.plan.windows) == 1 and np.isfinite(slopes_of(search.case)).all():
         _bisect_exponent(search)
 
 
-def _few_windows(violation: Violation) -> Iterator[tuple[int, ...]]:
-    """Yield the windows that may show a violation alone: the violated one, or a window before and it."""
-    case = violation.case
-    window = violation.window
-    last = len(case.plan.windows) - 1 if window is None else window
-    wanted = range(last + 1) if window is None else [last]
-    yield from ((w,) for w in wanted)
-    yield from ((w, last) for w in reversed(range(last)))
-
-
-def _of_windows(case: Case, windows: tuple[int, ...]) -> Case:
-    plan, slopes = case.plan, slopes_of(case)
-    kept = [j for w in windows for j in plan.windows[w]]
-    items = [i for j in kept for i in plan.items(j)]
-    return _of_plan(case, plan.select(kept), tuple(slopes[i] for i in items))
-
-
-def _choices(items: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    if len(items) == 1:
-        yield from ((i,) for i in items[0])
-    else:
-        yield from ((i, items[1][0]) for i in items[0])
-
-
 def _bisect_exponent(search: _Search) -> None:
     """Bring the slopes of one window as close to 1 as show the fault, all by the same power of two."""
     slopes, case = tuple(slopes_of(search.case)), search.case
     largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
-    low, high = 0, abs(largest)
-    while low < high:
-        middle = (low + high) // 2
-        factor = 2.0 ** (math.copysign(middle, largest) - largest)
-        if search.attempt(_of_plan(case, case.plan, tuple(slope * factor for slope in slopes))):
-            high = middle
-        else:
-            low = middle + 1
+
+    def shows(exponent: int) -> bool:
+        factor = 2.0 ** (math.copysign(exponent, largest) - largest)
+        return search.attempt(_of_plan(case, case.plan, tuple(slope * factor for slope in slopes)))
+
+    _bisect(0, abs(largest), shows)

@@ -114,7 +114,7 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
     groups: dict[Shapes, list[_Asked]] = defaultdict(list)
     for asked in _asked(cases, problem):
         window = asked.reference.window(asked.index)
-        groups[_shapes(window.model(), _batch(asked.reference, window))].append(asked)
+        groups[_shapes(window.model(), _batch(window))].append(asked)
         opinion.windows += 1
     for group in sorted(groups.values(), key=len, reverse=True):
         lowered: Lowered | None = None
@@ -129,9 +129,9 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
                 continue
             try:
                 if lowered is None:
-                    functions = _wrong_backwards(asked.reference, found, opinion)
-                    lowered = _lowered(asked.reference, found, functions)
-                finding = _compare(asked.reference, found, lowered, functions)
+                    functions = _wrong_backwards(found, opinion)
+                    lowered = _lowered(found, functions)
+                finding = _compare(found, lowered, functions)
             except BridgeError as error:
                 # other shapes may be translated all the same
                 if opinion.refusal is None:
@@ -147,12 +147,12 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
     return opinion
 
 
-def _wrong_backwards(reference: Reference, window: Window, opinion: SecondOpinion) -> tuple[type, ...]:
+def _wrong_backwards(window: Window, opinion: SecondOpinion) -> tuple[type, ...]:
     """Note the custom functions whose backward is not the derivative, each as one finding, and return them.
 
     The windows are then compared with these backwards in place, so that another fault shows beside them.
     """
-    found = wrong_backwards(window.model(), reference.instance.problem.loss, _batch(reference, window))
+    found = wrong_backwards(window.model(), window.reference.instance.problem.loss, _batch(window))
     for wrong in found:
         name = f"{wrong.function.__name__}.backward "
         if not any(finding.startswith(name) for finding in opinion.findings):
@@ -160,25 +160,24 @@ def _wrong_backwards(reference: Reference, window: Window, opinion: SecondOpinio
     return tuple(wrong.function for wrong in found)
 
 
-def _compare(reference: Reference, window: Window, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
-    if disagreement(window, _gradient(reference, window, lowered)) is None:
+def _compare(window: Window, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
+    if disagreement(window, _gradient(window, lowered)) is None:
         return None
     # a model's constants may depend on its seed: a difference counts only with this model's own program
-    return disagreement(window, _gradient(reference, window, _lowered(reference, window, functions)))
+    return disagreement(window, _gradient(window, _lowered(window, functions)))
 
 
-def _lowered(reference: Reference, window: Window, functions: tuple[type, ...]) -> Lowered:
-    loss, batch = reference.instance.problem.loss, _batch(reference, window)
-    return lower(window.model(), loss, batch, own_backwards=functions)
+def _lowered(window: Window, functions: tuple[type, ...]) -> Lowered:
+    return lower(window.model(), window.reference.instance.problem.loss, _batch(window), own_backwards=functions)
 
 
-def _gradient(reference: Reference, window: Window, lowered: Lowered) -> Vector:
-    _, gradient, _ = lowered.value_and_gradient(*arguments_of(window.model(), _batch(reference, window)))
-    return reference.join(gradient)
+def _gradient(window: Window, lowered: Lowered) -> Vector:
+    _, gradient, _ = lowered.value_and_gradient(*arguments_of(window.model(), _batch(window)))
+    return window.reference.join(gradient)
 
 
-def _batch(reference: Reference, window: Window) -> Batch:
-    return reference.instance.batch(window.items, torch.float64)
+def _batch(window: Window) -> Batch:
+    return window.reference.instance.batch(window.items, torch.float64)
 
 
 def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:

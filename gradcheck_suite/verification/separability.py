@@ -24,18 +24,15 @@ from gradcheck_suite.run.instance import Instance, Items, generated_instance, le
 from gradcheck_suite.run.optimizers import optimizer_of
 from gradcheck_suite.run.runner import users_line
 
-# Reads the weights of items in a weighted mean from losses alone; in a mean over tokens, long rows weigh more.
-#
-# If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own losses and determines the
-# quotient of their weights. The quotients must then explain the losses of all other batches.
-
-
 LARGEST_COUNT = 64
 """Largest whole number in a proportion of weights that is printed in whole numbers."""
 
 
 def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list[float] | None:
     """Return the weights relative to the first item's, or None if the loss is no weighted mean or all are equal.
+
+    If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own losses and determines the
+    quotient of their weights. The quotients must then explain the losses of all other batches.
 
     Args:
         loss: indices of items -> the loss of their batch.
@@ -111,7 +108,7 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
             "multiply it by the number of items, or leave it to the optimizer"
         )
     twice = Items(whole).__getitems__([*range(items), *range(items)])
-    once, again = (_batch_dependence_loss(instance, model, batch) for batch in (whole, twice))
+    once, again = (_plain_loss(instance, model, batch) for batch in (whole, twice))
     if instance.problem.reduction == "sum":
         again /= 2
     if abs(once - again) <= LOSS_TOLERANCE * max(abs(once), abs(again)):
@@ -125,13 +122,12 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     )
 
 
-def _batch_dependence_loss(instance: Instance, model: torch.nn.Module, batch: Batch) -> float:
+def _plain_loss(instance: Instance, model: torch.nn.Module, batch: Batch) -> float:
     return float(instance.problem.loss(model, batch).detach())
 
 
 def _micro_batches(instance: Instance) -> list[Batch]:
-    plan = instance.case.plan
-    return [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
+    return [instance.batch(items, torch.float64) for items in instance.case.plan.cuts]
 
 
 def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
@@ -139,7 +135,7 @@ def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
     batches = [instance.batch(range(instance.case.plan.total_items), torch.float64), *_micro_batches(instance)]
     weights = [1.0 if instance.problem.reduction == "sum" else float(instance.count(batch)) for batch in batches]
     whole, *parts = (
-        weight * _batch_dependence_loss(instance, model, batch) if weight else 0.0
+        weight * _plain_loss(instance, model, batch) if weight else 0.0
         for weight, batch in zip(weights, batches, strict=True)
     )
     return abs(whole - sum(parts)) <= EXACT * max(abs(whole), sum(map(abs, parts)))
@@ -153,7 +149,7 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
     items = Items(instance.drawn(3, torch.float64))
 
     def loss(*indices: int) -> float:
-        return _batch_dependence_loss(instance, model, items.__getitems__(indices))
+        return _plain_loss(instance, model, items.__getitems__(indices))
 
     first, *others = (loss(i) + loss(j) - loss(i, j) for i, j in ((0, 1), (0, 2), (1, 2)))
     scale = LOSS_TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
@@ -184,7 +180,7 @@ def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> 
     gradients are not, so the first items are compared, too.
     """
     plan = instance.case.plan
-    cuts = [plan.items(j) for j in range(len(plan.micro_batches))]
+    cuts = plan.cuts
     cuts += [range(items) for items in range(1, min(plan.total_items, MOST_FIRST + 1))]
     try:
         # rounding in float32 parts of a model is taken for a difference only if nothing else is found
@@ -252,9 +248,6 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 # Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.
-#
-# A problem fails with every loop if its loss is not a scalar, if it draws random numbers, or if its objective is not
-# a sum over items. The verdict is then on the problem, and no loop is blamed.
 
 
 WEIGHED_ITEMS = 4
@@ -297,7 +290,7 @@ def _objective_fault(instance: Instance) -> str | None:
     everything = instance.batch(range(plan.total_items), torch.float64)
     before = {key: tensor.detach().clone() for key, tensor in _tensors(model)}
     try:
-        whole = _separability_loss(instance, model, everything, need_graph=True)
+        whole = _checked_loss(instance, model, everything, need_graph=True)
     except (RuntimeError, ValueError):
         said = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
         if said is None:
@@ -308,12 +301,11 @@ def _objective_fault(instance: Instance) -> str | None:
         return None
     terms, counts = [], []
     total = _weight(instance, everything)
-    for j in range(len(plan.micro_batches)):
-        batch = instance.batch(plan.items(j), torch.float64)
+    for batch in _micro_batches(instance):
         weight = _weight(instance, batch)
         if weight:
             try:
-                terms.append(weight * _separability_loss(instance, model, batch))
+                terms.append(weight * _checked_loss(instance, model, batch))
             except (RuntimeError, ValueError):
                 if (said := batch_norm_refusal(model)) is None:
                     raise
@@ -369,7 +361,7 @@ def _expect_stateless(
             "weight does, so the gradient of a window depends on how often the loop runs it: do so after the "
             "optimizer's step, or leave it out for the verification"
         )
-    again = _separability_loss(instance, model, batch)
+    again = _checked_loss(instance, model, batch)
     # a buffer that has nearly converged changes the loss by less than float32 parts of a model may
     if again == loss or (adds_up(loss, [again]) and not changed) or abs(again - loss) <= EXACT * abs(loss):
         return
@@ -393,7 +385,7 @@ def _expect_fresh_models(instance: Instance) -> None:
         raise UsageError(
             f"{name}: Problem.model(seed) must return a fresh module each time, got the same one twice: build it inside"
         )
-    one, other = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (first, second))
+    one, other = (dict(_tensors(m)) for m in (first, second))
     owned = {id(tensor): key for key, tensor in one.items()}
     if shared := [key for key, tensor in other.items() if id(tensor) in owned]:
         raise UsageError(
@@ -420,9 +412,8 @@ def _expect_fresh_models(instance: Instance) -> None:
 def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | None:
     """Return what the loss is a mean over, or that it is a sum; None if neither fits."""
     plan = instance.case.plan
-    batches = [instance.batch(plan.items(j), torch.float64) for j in range(len(plan.micro_batches))]
     try:
-        losses = [_separability_loss(instance, model, batch) for batch in batches]
+        losses = [_checked_loss(instance, model, batch) for batch in _micro_batches(instance)]
     except (UsageError, RuntimeError, ValueError):
         return None  # a micro-batch without valid targets: the loss is neither a mean over all items nor a sum
     guesses: dict[str, list[float]] = {}
@@ -445,7 +436,7 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     items = Items(instance.drawn(WEIGHED_ITEMS, torch.float64))
     try:
         weights = weights_of_items(
-            lambda chosen: _separability_loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS
+            lambda chosen: _checked_loss(instance, model, items.__getitems__(chosen)), WEIGHED_ITEMS
         )
     except (UsageError, RuntimeError, ValueError):
         return None  # a single item may have no valid targets, and batch normalization rejects it
@@ -457,7 +448,7 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     )
 
 
-def _separability_loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
+def _checked_loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
     name = _name(instance)
     with torch.set_grad_enabled(need_graph):
         loss = instance.problem.loss(model, batch)
@@ -500,7 +491,7 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
         if _weight(instance, batch):
             continue
         try:
-            loss = _separability_loss(instance, model, batch)
+            loss = _checked_loss(instance, model, batch)
         except (UsageError, RuntimeError, ValueError):
             loss = 0.0  # a mean of nothing is no number, and batch normalization rejects a single item
         if loss:
@@ -514,8 +505,8 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
 # The reference of a case, or the violation that its problem is not accumulable, before any loop is blamed.
 
 
-def _not_accumulable(case: Case, explanation: str | None) -> Violation | None:
-    return Violation("not-accumulable", "not-accumulable", explanation, case) if explanation else None
+def _not_accumulable(case: Case, explanation: str) -> Violation:
+    return Violation("not-accumulable", "not-accumulable", explanation, case)
 
 
 def gradient_fault(reference: Reference, window: Window) -> Violation | None:
@@ -529,14 +520,13 @@ def gradient_fault(reference: Reference, window: Window) -> Violation | None:
     if difference.ratio <= 1:
         return None
     parameter, _ = reference.layout.place(difference.index)
-    instance = reference.instance
     explanation = (
         "the objective is not a sum over items, so no plain accumulation can equal the large batch and no loop is to "
-        f"blame: {batch_dependence(instance, window.model())}. {AS_A_BATCH}. The gradients of {parameter} in window "
-        f"{window.index}, of the large batch and as the sum of the micro-batches', differ by "
+        f"blame: {batch_dependence(reference.instance, window.model())}. {AS_A_BATCH}. The gradients of {parameter} in "
+        f"window {window.index}, of the large batch and as the sum of the micro-batches', differ by "
         f"{error_text(difference.error, difference.allowed)}"
     )
-    found = Violation("not-accumulable", "not-accumulable", explanation, instance.case)
+    found = _not_accumulable(reference.instance.case, explanation)
     return replace(found, parameter=parameter, epoch=0, window=window.index, evidence=comparison)
 
 
@@ -565,8 +555,8 @@ def reference_of(case: Case, problem: Problem | None) -> tuple[Reference | None,
         return REFERENCES.get(case, problem), None
     try:
         instance = user_instance(case, problem)
-        if fault := _not_accumulable(case, objective_fault(instance)):
-            return None, fault
+        if fault := objective_fault(instance):
+            return None, _not_accumulable(case, fault)
         reference = REFERENCES.get(case, problem)
         for window in range(len(case.plan.windows)):
             reference.window(window)

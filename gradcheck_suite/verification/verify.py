@@ -28,8 +28,8 @@ from gradcheck_suite.core.contract import (
     autocast_of,
     checked_assumptions,
     checked_autocast,
+    dealt_to_ranks,
     expect_within,
-    over_ranks,
 )
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.errors import UsageError
@@ -40,9 +40,8 @@ from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import ALONE, names_of
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import plain
-from gradcheck_suite.reference.large_batch import CannotJudgeError, Reference, Window
+from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
-from gradcheck_suite.run.observer import Observation
 from gradcheck_suite.run.ranks import kept_ranks, run_ranks
 from gradcheck_suite.run.runner import quiet_loops
 from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
@@ -61,8 +60,6 @@ from gradcheck_suite.verification.probe_plans import (
 )
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 from gradcheck_suite.verification.separability import reference_of
-
-# What ends a search: a violation, an error of the user's, or enough cases.
 
 
 class ViolatedError(Exception):
@@ -113,27 +110,6 @@ def is_same_fault(found: Violation, first: Violation) -> bool:
     return may_be_unnamed(found, first) or found.diagnosis == first.diagnosis
 
 
-def is_named_otherwise(alone: Violation | None, full: Violation) -> bool:
-    """Return whether a case's own gradient gives its fault another name than further runs do.
-
-    A case on which both give the same name explains the fault better: a window of one micro-batch shows a mean of means
-    as a wrong factor.
-
-    Args:
-        alone: the violation without further runs of the loop.
-        full: the violation with them.
-    """
-    return full.kind == "gradient" and alone is not None and alone.diagnosis not in ("", full.diagnosis)
-
-
-def is_of_elements(violation: Violation) -> bool:
-    """Return whether some elements of parameters are wrong, which a weight probe shows as another fault.
-
-    Its parameter has one element for each item.
-    """
-    return bool(names_of(violation.diagnosis) & OF_ELEMENTS)
-
-
 def may_be_unnamed(found: Violation, first: Violation) -> bool:
     """Return whether the first violation has no name, and the other's is none that the first would have shown."""
     return first.diagnosis == "not-linear" and not names_of(found.diagnosis) & SHOWN_BY_LARGER
@@ -146,9 +122,6 @@ def keeps_right_parameters(found: Violation, first: Violation) -> bool:
         return True
     _, right = wrong_and_right(comparison)
     return any(np.any(comparison.layout.part(comparison.expected, name)) for name in right)
-
-
-# Whether the right gradients of a case are finite, for loops that assume `finite-gradients`.
 
 
 OUTSIDE = "a window's gradient is infinite or NaN, and the loop assumes finite-gradients"
@@ -169,14 +142,11 @@ def stays_finite(case: Case, problem: Problem | None) -> bool:
     if reference is None or case.optimizer is None:
         return True
     loop = plain if case.plan.world_size == 1 else RANK_LOOPS["all_reduce/zero_grad"]
-    observations = run_ranks(loop, reference.instance)[0].observations
-    return all(_was_finite(reference, step, observed) for step, observed in enumerate(observations))
-
-
-def _was_finite(reference: Reference, step: int, observed: Observation) -> bool:
-    seen = reference.flat(observed.gradients)
-    window = reference.window(step % len(reference.instance.case.plan.windows), observed.parameters)
-    return bool(np.isfinite(seen).all() and np.isfinite(window.expected).all())
+    for step, observed in enumerate(run_ranks(loop, reference.instance)[0].observations):
+        window = reference.window(step % len(case.plan.windows), observed.parameters)
+        if not (np.isfinite(reference.flat(observed.gradients)).all() and np.isfinite(window.expected).all()):
+            return False
+    return True
 
 
 def _is_finite(window: Window) -> bool:
@@ -185,12 +155,6 @@ def _is_finite(window: Window) -> bool:
         with suppress(RuntimeError):  # torch lacks an operation in this dtype: `check` says so
             computed += [window.bound.large_batch, *window.bound.contributions]
     return all(bool(np.isfinite(gradient).all()) for gradient in computed)
-
-
-# Running the battery of weight probes on a loop, and making the violated one as small as it goes.
-#
-# The first probes show most faults; for such a fault drawn cases are searched, too. What the other probes show is a
-# fault that no drawn case can show: their violation, made smaller, is the verdict.
 
 
 SHARE_OF_LIMIT = 0.25
@@ -223,6 +187,9 @@ def run_battery(
     ranks: int = 1,
 ) -> Battery:
     """Check a loop on the battery, within its assumptions.
+
+    The first probes show most faults; for such a fault drawn cases are searched, too. What the other probes show is a
+    fault that no drawn case can show: their violation, made smaller, is the verdict.
 
     Args:
         checked: returns the loop's verdict on a case.
@@ -292,9 +259,6 @@ def _with_size_fault(violation: Violation, case: Case, runner: Callable[[], Loop
     if fault is None or fault.name in (violation.diagnosis, "not-linear"):
         return violation
     return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))
-
-
-# The search for a violation: check drawn cases, shrink the first violated one, and diagnose the smallest.
 
 
 SHRINK_SECONDS = 30.0
@@ -544,7 +508,8 @@ class Search:
 
     def _is_the_fault(self, violation: Violation) -> bool:
         if self._final:
-            if is_of_elements(violation):
+            # some elements are wrong, which a weight probe, with one element for each item, shows as another fault
+            if names_of(violation.diagnosis) & OF_ELEMENTS:
                 self.found_after, self._other = self.cases, violation
             return False
         if self.found_after is None:
@@ -562,9 +527,11 @@ class Search:
         if sought is not None and not is_same_fault(violation, sought):
             self._other = self._other or violation
             return False
-        # the same fault may have another name without further runs
+        # The same fault may have another name without further runs. A case on which both give the same name explains
+        # the fault better: a window of one micro-batch shows a mean of means as a wrong factor.
         alone = self._check(violation.case, shrinking=True).violation
-        if self._first_pass and is_named_otherwise(alone, violation):
+        named = "" if alone is None else alone.diagnosis
+        if self._first_pass and violation.kind == "gradient" and named not in ("", violation.diagnosis):
             self._other = self._other or violation
             return False
         if self._settled is None:
@@ -598,7 +565,7 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Veri
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
     if EQUAL_BATCHES in assumes:
         micro_batches = (2, 2, 2, 2)
-    plan = over_ranks(Plan(micro_batches, 2), options.ranks, assumes)
+    plan = dealt_to_ranks(Plan(micro_batches, 2), options.ranks, assumes)
     return Case(problem_name, plan, dtype=options.dtype, device=options.device)
 
 
@@ -650,14 +617,26 @@ def verify(
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
         raise stop.error from None
-    return replace(
-        _result(search, opinion),
+    return Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
+        cases=search.cases,
         seconds=time.perf_counter() - started,
+        violation=search.violation,
+        found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
+        ratio=search.ratio,
+        findings=(*search.findings, *(opinion.findings if opinion else ())),
+        skipped=dict(search.skipped),
         interrupted=interrupted,
+        judged=search.judged,
+        windows=search.windows,
+        windows_skipped=dict(search.windows_skipped),
+        second_opinion=None if opinion is None else opinion.summary(),
+        shrinking=search.stopped,
         traffic=traffic,
+        moved_by_zeros=next(iter(search.moved_by_zeros), None),
+        moving_cases=len(search.moved_by_zeros),
     )
 
 
@@ -672,27 +651,6 @@ def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, proble
     return chosen
 
 
-def _result(search: Search, opinion: SecondOpinion | None) -> Result:
-    """Return what a search and JAX found, without what is known of the loop."""
-    return Result(
-        loop="",
-        cases=search.cases,
-        seconds=0.0,
-        violation=search.violation,
-        found_after=search.found_after,
-        ratio=search.ratio,
-        findings=(*search.findings, *(opinion.findings if opinion else ())),
-        skipped=dict(search.skipped),
-        judged=search.judged,
-        windows=search.windows,
-        windows_skipped=dict(search.windows_skipped),
-        second_opinion=None if opinion is None else opinion.summary(),
-        shrinking=search.stopped,
-        moved_by_zeros=next(iter(search.moved_by_zeros), None),
-        moving_cases=len(search.moved_by_zeros),
-    )
-
-
 @contextmanager
 def _settled(search: Search) -> Iterator[None]:
     """Keep the smallest case that was found before an interrupt; a second interrupt keeps the first case."""
@@ -705,28 +663,9 @@ def _settled(search: Search) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _cases(
-    problem: str | None,
-    plan: st.SearchStrategy[Plan] | None,
-    dtype: str,
-    device: str,
-    optimizer: str | None,
-    assumes: frozenset[str],
-    ranks: int,
-    *,
-    small: bool,
-) -> st.SearchStrategy[Case]:
+def _cases(**fields: Any) -> st.SearchStrategy[Case]:
     """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
-    return cases(
-        problem=problem,
-        plan=plan,
-        dtype=dtype,
-        device=device,
-        optimizer=optimizer or SOMETIMES_MOVING,
-        assumes=tuple(sorted(assumes)),
-        small=small,
-        ranks=ranks,
-    )
+    return cases(**fields)
 
 
 def _search(
@@ -737,8 +676,19 @@ def _search(
     plan: st.SearchStrategy[Plan] | None,
 ) -> None:
     """Check the fixed first cases, then drawn ones, and shrink the first violation."""
-    asked = options.dtype, options.device, options.optimizer, assumes, options.ranks
-    drawn, small = (_cases(problem_name, plan, *asked, small=few) for few in (False, True))
+    drawn, small = (
+        _cases(
+            problem=problem_name,
+            plan=plan,
+            dtype=options.dtype,
+            device=options.device,
+            optimizer=options.optimizer or SOMETIMES_MOVING,
+            assumes=tuple(sorted(assumes)),
+            small=few,
+            ranks=options.ranks,
+        )
+        for few in (False, True)
+    )
     if problem_name is None and plan is None:
         search.run_battery(assumes, options.dtype, options.device)
     elif problem_name is not None and plan is None:

@@ -20,7 +20,8 @@ import jax
 import pytest
 import torch
 
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, Cost, ResetMode, uniform_window
+from gradcheck_suite.loops.laws import Cost, uniform_window
+from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
 from gradcheck_suite.studies.compiled_steps import compiled_window, flush_caches, memory_bytes, runner
 from gradcheck_suite.studies.memory import Baseline, allocator_baseline, allocator_peak, window_memory
 from gradcheck_suite.studies.step_times import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.case import ProblemSpec, case_from_json
-from gradcheck_suite.reference import large_batch, noise
+from gradcheck_suite.reference import large_batch, rounding
 from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.studies import calibration
 from gradcheck_suite.studies.calibration import drawn_layers
@@ -63,7 +63,7 @@ def too_tight(monkeypatch):
     for name in ("accumulation_bound", "coarse_bound"):
         monkeypatch.setattr(large_batch, name, lambda vector, *_, **__: np.zeros_like(vector))
     for name in ("likely_bound", "noise_bound"):
-        monkeypatch.setattr(noise, name, lambda vector, *_: np.zeros_like(vector))
+        monkeypatch.setattr(rounding, name, lambda vector, *_: np.zeros_like(vector))
 
 
 @pytest.mark.usefixtures("too_tight")

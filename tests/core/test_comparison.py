@@ -33,11 +33,6 @@ from gradcheck_suite.core.comparison import (
 COMPARISON_LAYOUT = Layout(("0.weight", "0.bias", "1.scale", "2.empty"), ((2, 3), (2,), (), (0,)))
 
 
-def test_sizes_and_offsets():
-    assert COMPARISON_LAYOUT.sizes == [6, 2, 1, 0]
-    assert COMPARISON_LAYOUT.offsets == [0, 6, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("index", "place"),
     [
@@ -56,10 +51,6 @@ def test_the_place_of_an_element_after_an_empty_parameter():
     layout = Layout(("empty", "weight"), ((0, 3), (2,)))
     assert layout.place(0) == ("weight", (0,))
     assert layout.place(1) == ("weight", (1,))
-
-
-def test_the_place_of_an_element_after_an_odd_number_of_others():
-    assert Layout(("weight", "bias"), ((3,), (2,))).place(4) == ("bias", (1,))
 
 
 def test_a_part_has_its_parameters_shape():
@@ -118,11 +109,6 @@ def test_nan_and_infinity_never_equal_anything_else(observed, expected):
     assert difference.count == 1
 
 
-def test_nothing_allowed_means_equal():
-    assert worst_difference(np.array([5e-324]), np.array([0.0]), np.zeros(1)).ratio == math.inf
-    assert worst_difference(np.array([2.0]), np.array([2.0]), np.zeros(1)).ratio == 0
-
-
 def test_no_elements_differ_by_nothing():
     difference = worst_difference(np.zeros(0), np.zeros(0), np.zeros(0))
     assert difference == Difference(index=0, error=0.0, allowed=0.0, count=0)
@@ -134,17 +120,6 @@ def test_equal_elements_are_never_the_worst():
     for allowed in (0.0, 1.0):
         difference = worst_difference(np.array([3.0, 0.25]), np.array([3.0, 0.0]), np.array([allowed, 1.0]))
         assert difference == Difference(index=1, error=0.25, allowed=1.0, count=0)
-
-
-def test_the_first_of_equals_is_the_worst_where_nothing_differs():
-    assert worst_difference(np.ones(3), np.ones(3), np.zeros(3)) == Difference(0, 0.0, 0.0, 0)
-
-
-def test_layouts_and_differences_are_frozen():
-    with pytest.raises(FrozenInstanceError):
-        COMPARISON_LAYOUT.names = ()
-    with pytest.raises(FrozenInstanceError):
-        worst_difference(np.zeros(0), np.zeros(0), np.zeros(0)).count = 1
 
 
 def test_a_comparison_keeps_its_evidence():

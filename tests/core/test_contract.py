@@ -6,17 +6,13 @@ import dataclasses
 
 import pytest
 
-from gradcheck_suite import ASSUMPTIONS, Problem, TrainingRun, UsageError, training_loop, verify
+from gradcheck_suite import Problem, TrainingRun, UsageError, training_loop, verify
 from gradcheck_suite.core.contract import VerifyOptions, assumptions_of, autocast_of, checked_assumptions, expect_within
 from gradcheck_suite.loops.reset_modes import MODES
 
 
 def _loop(run):
     pass
-
-
-def test_a_plain_loop_assumes_nothing():
-    assert assumptions_of(_loop) == frozenset()
 
 
 def test_a_marked_loop_is_the_same_function_and_states_what_it_assumes():
@@ -27,16 +23,6 @@ def test_a_marked_loop_is_the_same_function_and_states_what_it_assumes():
     assert marked is loop
     assert assumptions_of(marked) == {"equal-micro-batches", "whole-windows"}
     assert marked(None) == "trained"
-
-
-def test_a_loop_may_be_marked_without_assumptions():
-    assert assumptions_of(training_loop()(lambda run: None)) == frozenset()
-
-
-def test_the_first_three_assumptions_keep_their_names():
-    assert {"equal-micro-batches", "whole-windows", "sum-reduction"} <= ASSUMPTIONS.keys()
-    everything = ASSUMPTIONS.keys() - {"sum-reduction"}
-    assert checked_assumptions(everything) == everything
 
 
 def test_equal_batches_are_equal_within_a_window_too():
@@ -87,12 +73,6 @@ def test_a_run_is_frozen_and_carries_what_the_contract_fixes():
     run = TrainingRun(**dict.fromkeys(fields))
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.epochs = 2
-
-
-def test_a_problem_needs_three_callables():
-    problem = Problem(model=print, batch=print, loss=print)
-    assert problem.reduction == "mean"
-    assert problem.count is None
 
 
 @pytest.mark.parametrize(

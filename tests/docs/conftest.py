@@ -25,7 +25,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(operations, "_TABLE", dict(operations._TABLE))
     # few draws of the rounding errors, whose bound is 30 times as wide: each page's fault is thousands of times larger
     for name in ("DRAWS", "MANY_DRAWS"):
-        monkeypatch.setattr(import_module("gradcheck_suite.reference.noise"), name, FEW_DRAWS)
+        for module in ("large_batch", "rounding"):
+            monkeypatch.setattr(import_module(f"gradcheck_suite.reference.{module}"), name, FEW_DRAWS)
     # one window of each problem is compiled
     verify = import_module("gradcheck_suite.verification.verify")
     asked = verify.second_opinion

@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite import training_loop, verify
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.reference import large_batch
-from gradcheck_suite.studies.calibration import float_shares
+from gradcheck_suite.studies.calibration import any_order, autograd_grad, float_shares, one_backward, scaled_and_back
 
 MANY = 250
 LOOPS = []
@@ -60,7 +60,8 @@ def reset_before_the_step_that_is_not_the_first(run):
 # How the window is counted
 
 
-sound(float_shares)
+for written_for_the_campaign in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back):
+    sound(written_for_the_campaign)
 
 
 @sound
@@ -89,32 +90,6 @@ def counted_with_a_stacked_tensor(run):
             (share * loss if run.reduction == "mean" else loss).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
-
-
-@sound
-def one_backward_of_the_summed_losses(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        sum(part_of_window(run, batch, total) for batch in window).backward()
-        run.optimizer.step()
-
-
-@sound
-def accumulated_by_autograd_grad(run):
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
-    for window in windows(run):
-        sums = [None] * len(parameters)
-        total = window_count(run, window)
-        for batch in window:
-            loss = part_of_window(run, batch, total)
-            if not loss.requires_grad:
-                continue
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
-        for p, grad in zip(parameters, sums, strict=True):
-            p.grad = grad
-        run.optimizer.step()
 
 
 # Other things that a loop may do
@@ -156,20 +131,6 @@ def with_a_clip_above_every_norm(run):
 
 
 @sound
-def with_a_scale_taken_back(run):
-    """As mixed-precision scaling does: times 2**16 before the backward, divided out before the step."""
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            (2**16 * part_of_window(run, batch, total)).backward()
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(2**-16)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@sound
 def with_an_average_of_the_losses_kept(run):
     running, seen = 0.0, 0
     for window in windows(run):
@@ -181,14 +142,6 @@ def with_an_average_of_the_losses_kept(run):
         run.optimizer.step()
         run.optimizer.zero_grad()
     assert seen
-
-
-@sound
-def in_any_order(run):
-    for window in windows(run):
-        backward_window(run, window[::-1])
-        run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 # Loops that state an assumption

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gradcheck_suite.reference.noise import compare_within, is_rarely_rounding, whole_bound
 
 from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, MANY_DRAWS, RARE_DRAWS, Comparison, Layout
-from gradcheck_suite.reference.noise import compare_within, is_rarely_rounding, whole_bound
 
 pytestmark = pytest.mark.usefixtures("many_draws")
 QUICK, SUMMING = 0.25, 0.5

@@ -8,8 +8,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
 from gradcheck_suite.loops.reset_modes import MODES, backward_window, windows
 from gradcheck_suite.reference.large_batch import Reference
-from gradcheck_suite.reference.noise import Computation
-from gradcheck_suite.reference.rounding import RandomRounding
+from gradcheck_suite.reference.rounding import Computation, RandomRounding
 from gradcheck_suite.run.instance import generated_instance, seeded
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.strategies.drawing import draw_cases

@@ -16,12 +16,11 @@ from gradcheck_suite.loops.trainers.trainer import Trainer
 __all__ = ["PACKAGES", "TRAINERS", "Trainer"]
 
 
-def _collected() -> dict[str, Trainer]:
-    files = [import_module(f"{adapters.__name__}.{module.name}") for module in iter_modules(adapters.__path__)]
-    return {trainer.name: trainer for file in files for trainer in file.TRAINERS}
-
-
-TRAINERS = _collected()
+TRAINERS: dict[str, Trainer] = {
+    trainer.name: trainer
+    for module in iter_modules(adapters.__path__)
+    for trainer in import_module(f"{adapters.__name__}.{module.name}").TRAINERS
+}
 """Every trainer by name."""
 PACKAGES = tuple(dict.fromkeys(package for trainer in TRAINERS.values() for package in trainer.packages))
 """The distributions that trainers need."""

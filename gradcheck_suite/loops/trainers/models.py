@@ -108,19 +108,14 @@ def _gpt2() -> torch.nn.Module:
             n_head=2,
             initializer_range=SPREAD,
             attn_implementation=ATTENTION,
-            **_WITHOUT_DROPOUT,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=1,
+            use_cache=False,
         )
     )
-
-
-_WITHOUT_DROPOUT: dict[str, Any] = {
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "use_cache": False,
-}
 
 
 def _llama() -> torch.nn.Module:
@@ -148,13 +143,13 @@ def _llama() -> torch.nn.Module:
 # Whether a trainer's gradient is right depends on how the model's loss uses `num_items_in_batch`.
 
 
-MODELS_VOCABULARY, CLASSES, PIXELS = 13, 3, 8
+TASK_VOCABULARY, CLASSES, PIXELS = 13, 3, 8
 Batch = dict[str, torch.Tensor]
 
 
 def _text(items: int, seed: int, label: Callable[..., torch.Tensor], shortest: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids, is_token = padded_ids(items, generator, range(3, MODELS_VOCABULARY), shortest)
+    ids, is_token = padded_ids(items, generator, range(3, TASK_VOCABULARY), shortest)
     return {"input_ids": ids, "attention_mask": is_token.long(), "labels": label(ids, is_token, generator)}
 
 
@@ -211,7 +206,7 @@ class _Task:
 
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": MODELS_VOCABULARY,
+    "vocab_size": TASK_VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
     "num_hidden_layers": 1,

@@ -7,7 +7,8 @@ from typing import Any
 
 from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, bytes_saved_by_releasing
+from gradcheck_suite.loops.laws import bytes_saved_by_releasing
+from gradcheck_suite.loops.reset_modes import BENCHMARKED
 from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
 from gradcheck_suite.studies.report import charts, faster, reading
 from gradcheck_suite.studies.report.reading import Data, Facts, Part, Tone, by_device, current, device_name, latest

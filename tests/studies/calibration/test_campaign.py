@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.studies import calibration
-from gradcheck_suite.studies.calibration import LOOPS, Settings, cases_for, count_alarms, record, shares, trace_curves
+from gradcheck_suite.studies.calibration import Settings, count_alarms, record, trace_curves
 from gradcheck_suite.studies.rivals import RIVALS
 from gradcheck_suite.studies.tally import OURS, Curve, Tally, better, checks, false_alarms, found
 
@@ -32,21 +32,11 @@ def _count():
     return into
 
 
-def test_every_dtype_has_its_share():
-    assert shares(10, ("a", "b", "c")) == {"a": 4, "b": 3, "c": 3}
-
-
 def test_chunks_go_through_the_dtypes_in_turn_and_come_to_what_was_asked(done):
     into = _count()
     assert done == [(dtype, chunk, limit) for chunk, limit in ((0, 1000), (1, 1000), (2, 250))
                     for dtype in SETTINGS.dtypes]  # fmt: skip
     assert {dtype: tally.checks for dtype, tally in into.items()} == {"float64": 2250, "bfloat16": 2250}
-
-
-def test_a_chunk_has_enough_cases_for_its_checks():
-    everywhere = len(LOOPS) - 2
-    assert cases_for(everywhere) == 1
-    assert cases_for(everywhere + 1) == 2
 
 
 @pytest.mark.usefixtures("only_linear")
