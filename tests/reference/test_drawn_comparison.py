@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gradcheck_suite.reference.noise import compare_within, is_rarely_rounding, whole_bound
 
 from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, MANY_DRAWS, RARE_DRAWS, Comparison, Layout
+from gradcheck_suite.reference.large_batch import compare_within, is_rarely_rounding
 
 pytestmark = pytest.mark.usefixtures("many_draws")
 QUICK, SUMMING = 0.25, 0.5
@@ -42,6 +42,12 @@ def _evidence(error, length=2):
     observed = np.zeros(length)
     observed[1] = error
     return Comparison(Layout(("w",), ((length,),)), np.zeros(length), observed, np.full(length, QUICK))
+
+
+def test_what_the_quick_bound_allows_needs_no_draw():
+    evidence, errors = _evidence(QUICK), _Errors({})
+    assert compare_within(_Bound(errors), evidence) is evidence
+    assert errors.asked == []
 
 
 FIRST = ("likely", FEW_DRAWS)
@@ -98,6 +104,26 @@ def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffic
     assert ratio(7.0)[0] > 1
 
 
+@pytest.mark.parametrize(("length", "many"), [(100_000, True), (100_001, False)])
+def test_of_very_many_elements_few_draws_are_made(length, many):
+    class Large(_Errors):
+        def noise(self, draws):
+            self.asked.append(draws)
+            return np.zeros(length)
+
+        def likely(self, draws):
+            return np.zeros(length)
+
+    errors = Large({})
+    evidence = _evidence(1.5, length)
+    assert compare_within(_Bound(errors, length=length), evidence).ratio > 1
+    assert errors.asked == ([DRAWS, MANY_DRAWS] if many else [DRAWS])
+    errors = Large({}, np.full(length, 9.0))
+    errors.asked.clear()
+    assert not is_rarely_rounding(_Bound(errors, length=length), evidence)
+    assert bool(errors.asked) is many
+
+
 DOUBLED = [2**k * MANY_DRAWS for k in range(1, 12) if 2**k * MANY_DRAWS <= RARE_DRAWS]
 
 
@@ -124,9 +150,7 @@ def test_only_errors_that_are_uneven_at_the_wrong_element_are_drawn_on(uneven, d
     assert bool(errors.asked) is drawn
 
 
-def test_the_whole_bound_is_what_adding_up_and_the_draws_allow():
-    errors = _Errors({DRAWS: 2.0, MANY_DRAWS: 0.0})
-    assert whole_bound(_Bound(errors)).tolist() == [2.5, 2.5]
-    bound = _Bound(errors)
-    bound.quick = np.array([0.25, 4.0])
-    assert whole_bound(bound, MANY_DRAWS).tolist() == [0.5, 4.0]
+def test_through_a_normalization_the_large_batchs_errors_are_drawn_on():
+    errors, of_parts = _Errors({RARE_DRAWS: 1.0}), _Errors({2 * MANY_DRAWS: 9.0})
+    assert is_rarely_rounding(_Bound(errors, of_parts), _evidence(1.5), has_norm=True)
+    assert (errors.asked, of_parts.asked) == (DOUBLED, [])

@@ -19,7 +19,7 @@ from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.reference import jax_gradients, programs
 from gradcheck_suite.reference.jax_gradients import StartedGradients, large_batch_gradients
 from gradcheck_suite.reference.large_batch import Reference
-from gradcheck_suite.reference.programs import Programs, Request
+from gradcheck_suite.reference.programs import ProgramRequest, Programs
 from gradcheck_suite.run.environment import cache_directory
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.verification import judge_process as judges
@@ -80,7 +80,7 @@ def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
 def test_a_prepared_program_is_the_one_that_is_called(store):
     kept, next_process = Programs(), Programs()
     for programs_of_a_process in (kept, next_process):
-        programs_of_a_process.prepare(Request.of("double", _double, np.ones(n)) for n in (3, 4, 3))
+        programs_of_a_process.prepare(ProgramRequest.of("double", _double, np.ones(n)) for n in (3, 4, 3))
         for n in (3, 4):
             np.testing.assert_array_equal(programs_of_a_process.call("double", _double, np.ones(n)), np.full(n, 2.0))
     assert (kept.compiled, kept.loaded) == (2, 0)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gradcheck_suite.reference.noise import Computation, RoundingErrors, cancellation
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, SMALLEST, UNIT_ROUNDOFF, growth, quick_bound
@@ -21,6 +20,7 @@ from gradcheck_suite.reference.large_batch import (
     opinions,
     precision_fault,
 )
+from gradcheck_suite.reference.rounding import Computation, RoundingErrors, cancellation
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from tests.reference.known_errors import KnownErrors
 

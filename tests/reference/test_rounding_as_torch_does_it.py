@@ -16,10 +16,9 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.comparison import DRAWS, SMALLEST, student_factor
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, windows
-from gradcheck_suite.reference import noise
-from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, disagreement, precision_fault
-from gradcheck_suite.reference.noise import UNEVEN, Computation, _Narrowed, leaves_range
-from gradcheck_suite.reference.rounding import RandomRounding
+from gradcheck_suite.reference import large_batch
+from gradcheck_suite.reference.large_batch import REFERENCES, UNEVEN, CannotJudgeError, disagreement, precision_fault
+from gradcheck_suite.reference.rounding import Computation, RandomRounding, _Narrowed, leaves_range
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.studies.calibration import scaled_and_back
 from tests.one_problem import OVERFLOWING_SUM
@@ -203,7 +202,7 @@ SPIKE = Case(
 @pytest.mark.full
 def test_a_spike_of_the_gradient_that_rounding_seldom_meets_is_not_judged(monkeypatch):
     # so that the draws before the many miss it, as 128 do in four of ten cases
-    monkeypatch.setattr(noise, "MANY_DRAWS", DRAWS)
+    monkeypatch.setattr(large_batch, "MANY_DRAWS", DRAWS)
     verdict = check(BUILT_IN["plain"], SPIKE)
     assert verdict.holds
     assert verdict.windows_skipped == {"the gradient jumps where bfloat16 rounds values to equal ones": 1}
