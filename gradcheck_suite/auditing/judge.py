@@ -64,7 +64,7 @@ SENTENCES = {
     "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
     "forward and the backward of the window's last micro-batch outside no_sync",
     "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
-    MEAN_OF_MEANS: "each micro-batch's mean has the same weight, whatever its count: divide each summed loss by the "
+    MEAN_OF_MEANS: "each micro-batch's mean has weight {share}, whatever its count: divide each summed loss by the "
     "window's count (mean loss * count of the micro-batch / count of the window)",
     WRONG_COUNT: "each micro-batch is weighted by the number of {note}",
     BY_PLACE: "items of different micro-batches have different weights: {note}",
@@ -542,30 +542,33 @@ def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[We
 
 def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] | None) -> LiveViolation:
     """Return the violation of weights that differ within a window."""
-    comparison = objective.comparison
-    counts = {
-        name: sum(p.term.counts.get(name, 0.0) for p in objective.parts) for name in objective.parts[0].term.counts
-    }
-    own = objective.parts[0].term.own
-    count = comparison.count or own
-    total = counts.get(count) or counts.get(own) or 1.0
-    weights = [abs(part.weight) * part.term.counts.get(count, 0.0) for part in objective.parts]
-    # the program's coefficient: of a mean of means, what all the means weigh together; else what all items weigh
-    coefficient = sum(weights) or 1.0
-    if near(coefficient, round(coefficient) or 1.0, 1e-3) or comparison.status != MEAN_OF_MEANS:
-        coefficient = 1.0 if comparison.status == MEAN_OF_MEANS else coefficient
-    name = comparison.status
-    sentence = SENTENCES[name].format(note=comparison.note)
+    comparison, first = objective.comparison, objective.parts[0]
+    name, count = comparison.status, comparison.count or first.term.own
+    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
+    masses = [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
+    # what all items weigh together is the program's coefficient, but for means that were never divided by their number
+    coefficient = sum(masses) or 1.0
+    if name == MEAN_OF_MEANS and near(coefficient, max(round(coefficient), 1), 1e-3):
+        coefficient = 1.0
+    sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0]))
     if name == BY_PLACE and general is not None:
         name, sentence = general
     if name == MEAN_OF_MEANS and comparison.note:
-        sentence = "each rank's mean has the same weight, whatever its count: " + sentence.partition(": ")[2]
+        sentence = f"each rank's mean has the same weight, whatever its count: {sentence.partition(': ')[2]}"
     elif name == MEAN_OF_MEANS and count == "elements" and own != "elements":
         sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     fault = Fault(name, sentence)
     return _with_weights(
-        violation_of(fault, window, objective.place), objective, _rows(objective, count, coefficient / total)
+        violation_of(fault, window, objective.place),
+        objective,
+        _rows(objective, count, coefficient / (sum(numbers) or 1.0)),
     )
+
+
+def _fraction(number: float) -> str:
+    """Return a number in words, as one over a whole number where it is that."""
+    whole = round(1 / number) if number else 0
+    return f"1/{whole}" if whole > 1 and near(number, 1 / whole, 1e-6) else f"{number:.4g}"
 
 
 def _named(objectives: Sequence[Objective]) -> tuple[str, str] | None:

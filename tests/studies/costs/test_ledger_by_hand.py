@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite.loops.reset_modes import Traffic
+from gradcheck_suite.loops.laws import MemoryTraffic
 from gradcheck_suite.studies.ledger import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES, Ledger
 
 WEIGHT, BIAS, INPUT, OUTPUT, SCALAR = 24, 12, 32, 48, 4
@@ -44,7 +44,7 @@ def zeroed():
 
 def test_the_forward(zeroed):
     # addmm reads bias, input and weight and writes the output, sum reads that; the transposed weight is a view
-    once = Traffic(operations=2, views=1, read=BIAS + INPUT + WEIGHT + OUTPUT, written=OUTPUT + SCALAR)
+    once = MemoryTraffic(operations=2, views=1, read=BIAS + INPUT + WEIGHT + OUTPUT, written=OUTPUT + SCALAR)
     seen = zeroed.total("forward", window=0)
     assert (seen.operations, seen.views, seen.read, seen.written) == (4, 2, 2 * once.read, 2 * once.written)
     # of the two storages that each forward makes, the output is free before the forward is over
@@ -71,20 +71,20 @@ def test_the_accumulation(zeroed):
 
 
 def test_the_reset(zeroed):
-    assert zeroed.total("reset", window=0) == Traffic()
-    assert zeroed.total("reset", window=1) == Traffic(operations=2, written=G)
-    assert zeroed.total("reset", window=2) == Traffic(operations=2, written=G)
+    assert zeroed.total("reset", window=0) == MemoryTraffic()
+    assert zeroed.total("reset", window=1) == MemoryTraffic(operations=2, written=G)
+    assert zeroed.total("reset", window=2) == MemoryTraffic(operations=2, written=G)
 
 
 def test_the_step(zeroed):
     # p += -lr * g, once per parameter and window
-    assert zeroed.total("step", window=1) == Traffic(operations=2, read=2 * G, written=G)
+    assert zeroed.total("step", window=1) == MemoryTraffic(operations=2, read=2 * G, written=G)
 
 
 def test_everything_else(zeroed):
     # the gradient of the loss is made before autograd runs
     assert zeroed.operations("other") == {"ones_like": 4}
-    assert zeroed.total("handling") == Traffic()
+    assert zeroed.total("handling") == MemoryTraffic()
 
 
 def test_what_is_alive(zeroed):
@@ -112,7 +112,7 @@ def test_a_release():
         for _ in range(2):
             _window(ledger, model, optimizer, x, optimizer.zero_grad)
     for window in (1, 2):
-        assert ledger.total("reset", window=window) == Traffic(freed=G)
+        assert ledger.total("reset", window=window) == MemoryTraffic(freed=G)
     for window in (0, 1):
         seen = ledger.total("accumulate", window=window)
         assert (seen.operations, seen.views, seen.read, seen.written) == (2, 2, 2 * G, G)
@@ -148,30 +148,30 @@ def _recorded(operation):
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
-        (lambda a, b: a + b, Traffic(1, 0, 2 * V, V, V, V)),
-        (lambda a, b: a * a, Traffic(1, 0, V, V, V, V)),
-        (lambda a, b: a.add_(b), Traffic(1, 0, 2 * V, V)),
-        (lambda a, b: a.mul_(2), Traffic(1, 0, V, V)),
-        (lambda a, b: a.zero_(), Traffic(1, 0, 0, V)),
-        (lambda a, b: a.fill_(3), Traffic(1, 0, 0, V)),
-        (lambda a, b: a.copy_(b), Traffic(1, 0, V, V)),
-        (lambda a, b: a.uniform_(), Traffic(1, 0, 0, V)),
-        (lambda a, b: torch.add(a, a, out=b), Traffic(1, 0, V, V)),
-        (lambda a, b: torch.zeros_like(a), Traffic(1, 0, 0, V, V, V)),
-        (lambda a, b: torch.empty_like(a), Traffic(1, 0, 0, 0, V, V)),
-        (lambda a, b: a.new_ones(2), Traffic(1, 0, 0, 16, 16, 16)),
-        (lambda a, b: a.sum(), Traffic(1, 0, V, 8, 8, 8)),
-        (lambda a, b: a.view(5, 1).t()[0], Traffic(0, 3)),
-        (lambda a, b: a.unsqueeze_(0), Traffic(0, 1)),
-        (lambda a, b: a[1:3].zero_(), Traffic(1, 1, 0, 16)),
-        (lambda a, b: a.expand(3, 5).sum(), Traffic(1, 1, 3 * V, 8, 8, 8)),
-        (lambda a, b: torch._foreach_zero_([a, b]), Traffic(1, 0, 0, 2 * V)),
-        (lambda a, b: torch._foreach_add_([a, b], [b, a]), Traffic(1, 0, 2 * V, 2 * V)),
-        (lambda a, b: torch._foreach_mul([a, b], 2.0), Traffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
-        (lambda a, b: torch.stack([a, b]), Traffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
-        (lambda a, b: a[0].item(), Traffic(1, 1, 8, 0)),
-        (lambda a, b: torch.tensor(2.0), Traffic(0, 1, 0, 0, 4, 4)),
-        (lambda a, b: torch.where(a > 0, a, b), Traffic(2, 0, V + (5 + 2 * V), 5 + V, 5 + V, 5 + V)),
+        (lambda a, b: a + b, MemoryTraffic(1, 0, 2 * V, V, V, V)),
+        (lambda a, b: a * a, MemoryTraffic(1, 0, V, V, V, V)),
+        (lambda a, b: a.add_(b), MemoryTraffic(1, 0, 2 * V, V)),
+        (lambda a, b: a.mul_(2), MemoryTraffic(1, 0, V, V)),
+        (lambda a, b: a.zero_(), MemoryTraffic(1, 0, 0, V)),
+        (lambda a, b: a.fill_(3), MemoryTraffic(1, 0, 0, V)),
+        (lambda a, b: a.copy_(b), MemoryTraffic(1, 0, V, V)),
+        (lambda a, b: a.uniform_(), MemoryTraffic(1, 0, 0, V)),
+        (lambda a, b: torch.add(a, a, out=b), MemoryTraffic(1, 0, V, V)),
+        (lambda a, b: torch.zeros_like(a), MemoryTraffic(1, 0, 0, V, V, V)),
+        (lambda a, b: torch.empty_like(a), MemoryTraffic(1, 0, 0, 0, V, V)),
+        (lambda a, b: a.new_ones(2), MemoryTraffic(1, 0, 0, 16, 16, 16)),
+        (lambda a, b: a.sum(), MemoryTraffic(1, 0, V, 8, 8, 8)),
+        (lambda a, b: a.view(5, 1).t()[0], MemoryTraffic(0, 3)),
+        (lambda a, b: a.unsqueeze_(0), MemoryTraffic(0, 1)),
+        (lambda a, b: a[1:3].zero_(), MemoryTraffic(1, 1, 0, 16)),
+        (lambda a, b: a.expand(3, 5).sum(), MemoryTraffic(1, 1, 3 * V, 8, 8, 8)),
+        (lambda a, b: torch._foreach_zero_([a, b]), MemoryTraffic(1, 0, 0, 2 * V)),
+        (lambda a, b: torch._foreach_add_([a, b], [b, a]), MemoryTraffic(1, 0, 2 * V, 2 * V)),
+        (lambda a, b: torch._foreach_mul([a, b], 2.0), MemoryTraffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
+        (lambda a, b: torch.stack([a, b]), MemoryTraffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
+        (lambda a, b: a[0].item(), MemoryTraffic(1, 1, 8, 0)),
+        (lambda a, b: torch.tensor(2.0), MemoryTraffic(0, 1, 0, 0, 4, 4)),
+        (lambda a, b: torch.where(a > 0, a, b), MemoryTraffic(2, 0, V + (5 + 2 * V), 5 + V, 5 + V, 5 + V)),
     ],
 )
 def test_one_operation(operation, expected):
@@ -234,7 +234,7 @@ def test_what_the_loop_does_to_gradients_is_told_apart():
         for p in model.parameters():
             p.grad.div_(2)
     assert ledger.operations("handling") == {"div_": 2}
-    assert ledger.total("handling") == Traffic(2, 0, G, G)
+    assert ledger.total("handling") == MemoryTraffic(2, 0, G, G)
 
 
 def test_a_named_phase_holds_but_for_a_backward_inside_it():
