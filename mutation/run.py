@@ -69,7 +69,7 @@ _JUDGED = ("tests/verification/test_judge_run.py", "tests/verification/test_chec
 TARGETS = {
     "core/case": Target("tests/core/test_case.py"),
     "core/comparison": Target("tests/core/test_comparison.py tests/core/test_bounds_by_hand.py"),
-    "studies/rivals": Target("tests/studies/test_baselines.py"),
+    "studies/tally": Target("tests/studies/test_baselines.py"),
     "judge/weights": Target("tests/judge/test_weights.py"),
     **_torch_targets("judge", "gradient"),
     "judge/probe": Target(" ".join(f"tests/judge/test_{of}.py" for of in ("probe", "gradient", "step_count")), TORCH),

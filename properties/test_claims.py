@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.studies import claims, step_times
-from gradcheck_suite.studies.claim_checks import PRINTED, SOURCES, Finding, verify_printed
-from gradcheck_suite.studies.claims import CLAIMS
+from gradcheck_suite.studies.claims import CLAIMS, PRINTED, SOURCES, Finding, verify_printed
 from properties.assertions import assert_equal
 from tests.one_problem import draw_only_linear
 

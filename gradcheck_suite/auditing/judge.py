@@ -555,7 +555,7 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
         name, sentence = general
     if name == MEAN_OF_MEANS and comparison.note:
         sentence = f"each rank's mean has the same weight, whatever its count: {sentence.partition(': ')[2]}"
-    elif name == MEAN_OF_MEANS and count == "elements" and own != "elements":
+    elif name == MEAN_OF_MEANS and count == "elements" and first.term.own != "elements":
         sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     fault = Fault(name, sentence)
     return _with_weights(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.catalogue import definitions, further_layers, losses, positions, rows
+from gradcheck_suite.catalogue import definitions, losses, positions, rows
 from gradcheck_suite.catalogue.definitions import (
     Arrays,
     InputDefinition,
@@ -32,7 +32,7 @@ _KindT = TypeVar("_KindT")
 
 # The strategies draw kinds by their place in these tables, so their order belongs to what a seed means.
 INPUTS: Mapping[str, InputDefinition] = {kind.name: kind for kind in definitions.KINDS}
-_LAYERS = {kind.name: kind for kind in (*rows.KINDS, *positions.KINDS, *further_layers.KINDS)}
+_LAYERS = {kind.name: kind for kind in (*rows.KINDS, *positions.KINDS)}
 LAYERS: Mapping[str, LayerDefinition] = {name: kind for name, kind in _LAYERS.items() if kind.separable}
 CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = {name: k for name, k in _LAYERS.items() if not k.separable}
 _LOSSES = {kind.name: kind for kind in losses.KINDS}

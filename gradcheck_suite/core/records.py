@@ -180,7 +180,7 @@ _SPEAKS_OF = {
     "audit": (*JUDGING, "auditing"),
     "benchmark": MEASURING,
     "calibration": (*JUDGING, "studies/calibration.py", "studies/tally.py"),
-    "claim": (*JUDGING, *MEASURING, "studies/claim_checks.py", "studies/claims.py"),
+    "claim": (*JUDGING, *MEASURING, "studies/claims.py"),
     "memory": MEASURING,
     "step": ("studies/optimizer_steps.py", "studies/optimizers.py"),
     "traffic": (*MEASURING, "run/traffic.py"),

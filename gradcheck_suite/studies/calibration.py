@@ -34,8 +34,7 @@ from gradcheck_suite.run.instance import AutocastRecorder, one_thread, torch_dty
 from gradcheck_suite.run.runner import Outcome, run_loop
 from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.strategies.drawing import draw_cases as draw_distinct
-from gradcheck_suite.studies.rivals import RIVALS, failed_rules
-from gradcheck_suite.studies.tally import NEVER, OURS, Curve, Tally, exponents
+from gradcheck_suite.studies.tally import NEVER, OURS, RIVALS, Curve, Tally, exponents, failed_rules
 from gradcheck_suite.verification.check import check
 
 

@@ -124,7 +124,7 @@ def test_a_changed_statement_changes_the_digest(tmp_path, old, new):
     [
         ("auditing/context.py", {"audit"}),
         ("loops/trainers/trainer.py", {"trainer"}),
-        ("studies/claim_checks.py", {"claim"}),
+        ("studies/claims.py", {"claim"}),
         ("studies/zoo/bug.py", {"zoo"}),
         ("loops/reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
         ("loops/laws.py", {"benchmark", "claim", "memory", "traffic", "verify"}),

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from gradcheck_suite.studies.rivals import RIVALS, Compared
+from gradcheck_suite.studies.tally import RIVALS, Compared
 
 
 def _compared(observed, large_batch, exact=(1.0, 2.0), dtype="float32"):

@@ -191,8 +191,7 @@ def _claims_arguments(parser: parsers.Parser) -> None:
 def _claims(arguments: Namespace) -> int:
     """Test the claims that the arguments name; print and record each verdict. A refuted claim is no failure."""
     _prepare(arguments)
-    from gradcheck_suite.studies.claim_checks import PRINTED, SOURCES, verify_printed
-    from gradcheck_suite.studies.claims import CLAIMS
+    from gradcheck_suite.studies.claims import CLAIMS, PRINTED, SOURCES, verify_printed
     from gradcheck_suite.studies.step_times import device_info
 
     if unknown := [name for name in arguments.claims if name not in CLAIMS]:

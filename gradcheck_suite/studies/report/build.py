@@ -14,8 +14,7 @@ from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page.content import Answer, Figure, Report, Section, sources
 from gradcheck_suite.page.violation import stored_violations
 from gradcheck_suite.studies.report import charts, costs, evidence, reading, verdicts
-from gradcheck_suite.studies.report.faster import step_times
-from gradcheck_suite.studies.report.reading import Data, Part, Records, by_device, current, device_name
+from gradcheck_suite.studies.report.reading import Data, Part, Records, by_device, current, device_name, step_times
 
 PARTS: tuple[Part, ...] = (
     verdicts.VERIFICATION, verdicts.AUDITS, costs.DECISION, costs.MEMORY, costs.COSTS, costs.COMPILED, costs.TRAFFIC,

@@ -14,11 +14,9 @@ from gradcheck_suite.page.content import Cell, Claim, Figure, Section, Table, so
 from gradcheck_suite.studies import tally
 from gradcheck_suite.studies.claims import CLAIMS
 from gradcheck_suite.studies.report.charts import bars_plot, counts_plot, detection_plot, scoreboard_plot
-from gradcheck_suite.studies.report.faster import answer
-from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, latest
-from gradcheck_suite.studies.rivals import RIVALS
+from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, answer, latest
 from gradcheck_suite.studies.tally import OURS as SUITE
-from gradcheck_suite.studies.tally import Curve, curve_from_json, exponents, share_found, spread_from_json
+from gradcheck_suite.studies.tally import RIVALS, Curve, curve_from_json, exponents, share_found, spread_from_json
 from gradcheck_suite.studies.zoo import NOT_EXPRESSED
 
 # The claims about gradient zeroing with their verdicts, and the loops that their sources print.

@@ -21,7 +21,7 @@ from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, 
 from gradcheck_suite.run.instance import Instance, instance_of
 from gradcheck_suite.run.ranks import kept_ranks, run_ranks
 from gradcheck_suite.run.runner import run_loop
-from gradcheck_suite.studies.rivals import RIVALS, failed_rules
+from gradcheck_suite.studies.tally import RIVALS, failed_rules
 from gradcheck_suite.studies.zoo.bug import Bug
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify

@@ -6,8 +6,7 @@ import pytest
 
 from gradcheck_suite.studies import calibration
 from gradcheck_suite.studies.calibration import Settings, count_alarms, record, trace_curves
-from gradcheck_suite.studies.rivals import RIVALS
-from gradcheck_suite.studies.tally import OURS, Curve, Tally, better, checks, false_alarms, found
+from gradcheck_suite.studies.tally import OURS, RIVALS, Curve, Tally, better, checks, false_alarms, found
 
 SETTINGS = Settings(checks=4500, planted=5, seed=1, dtypes=("float64", "bfloat16"))
 

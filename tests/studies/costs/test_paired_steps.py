@@ -9,7 +9,7 @@ import pytest
 
 from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.studies import step_times as paired_steps
-from gradcheck_suite.studies.report.faster import step_times
+from gradcheck_suite.studies.report.reading import step_times
 from gradcheck_suite.studies.step_times import ATTEMPTS, StepTime, disturbance, time_paired_steps
 from gradcheck_suite.studies.workload import Size
 

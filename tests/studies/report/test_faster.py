@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.studies.report.faster import answer, pooled, step_times, summary
+from gradcheck_suite.studies.report.reading import answer, pooled, step_times, summary
 
 
 def row(faster, pairs=12, **data):

@@ -10,7 +10,7 @@ from gradcheck_suite.core.records import records_path
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page.content import shown
 from gradcheck_suite.studies.report.build import build
-from gradcheck_suite.studies.rivals import RIVALS
+from gradcheck_suite.studies.tally import RIVALS
 from tests.studies.report.made_up import EVIL, benchmark, calibration, claim, fill, record, verdict
 
 
