@@ -842,7 +842,8 @@ class Judge:
         pending = self._pending[window.optimizer]
         pending.append(Pending(window, where, used, readings, factors[0]))
         self._since[window.optimizer] += 1
-        if len(pending) <= EVERY or self._since[window.optimizer] >= EVERY:
+        # after the first windows, and then whenever a third more have come
+        if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
             self._weigh(window.optimizer)
 
     def _weigh(self, optimizer: int) -> None:

@@ -245,9 +245,10 @@ class Running:
     Attributes:
         record: of the pass, or of the outer one.
         reader: of its terms.
-        outermost: whether it runs inside no other.
-        outer: the outermost pass, which is this one where `outermost`.
+        outer: the outermost pass, or None where this is it.
         tasks: the ids that autograd gave it.
+        forwards: recorded calls of modules -> index of an output -> the gradient that arrived there.
+        waiting: parameters whose `.grad` is sampled when the pass has ended; None where nothing tells its end.
     """
 
     record: PassRecord
@@ -255,6 +256,7 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
+    waiting: dict[int, torch.Tensor] | None = field(default_factory=dict)
 
 
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
@@ -476,6 +478,7 @@ class Recorder:
             self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
+        self._arrive_all(running)
         self._numbers(running)
         if running.record.accumulates:
             self._finish(running)
@@ -524,7 +527,7 @@ class Recorder:
         running = self._running.get(task)
         if running is None:
             record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
-            running = self._running[task] = Running(record, Reader())
+            running = self._running[task] = Running(record, Reader(), waiting=None)
             self.last = running
             self._receive(record)
         return running
@@ -579,20 +582,40 @@ class Recorder:
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
         if self.muted:
             return
-        record = self.current()
-        gradient = parameter.grad
-        if not record.accumulates or gradient is None:
+        running = self.running()
+        if not running.record.accumulates or parameter.grad is None:
             return
         if not self._sums:
-            record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
+            running.record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
+        elif running.waiting is None or self._changes_later(parameter):
+            self._arrived(running.record, parameter, key)
+        else:
+            # at the end of the pass, all together: between two kernels Python is several times as slow
+            running.waiting[key] = parameter
+
+    def _changes_later(self, parameter: torch.Tensor) -> bool:
+        """Return whether a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do."""
+        hooks = parameter._post_accumulate_grad_hooks
+        reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return reduced or len(hooks or ()) > 1
+
+    def _arrived(self, record: PassRecord, parameter: torch.Tensor, key: int) -> None:
+        gradient = parameter.grad
+        if gradient is None:
             return
-        now = samples.sample(gradient, whole=self._full())
-        self.parameters[key].gradient = weakref.ref(gradient), gradient._version, samples.mark(gradient)
+        now, bits = samples.taken(gradient, whole=self._full())
+        self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
         if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
             record.arrivals[key].now = now
         else:
             before, was = self._before.get(key, (NONE, None))
             record.arrivals[key] = Arrival(before, was, now)
+
+    @_guarded(SUMS)
+    def _arrive_all(self, running: Running) -> None:
+        for key, parameter in (running.waiting or {}).items():
+            self._arrived(running.record, parameter, key)
+        running.waiting = None
 
     def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
@@ -671,8 +694,8 @@ class Recorder:
             key, gradient = self._watch(parameter), parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
-                gradients[key] = samples.sample(gradient, whole=self._full())
-                self.parameters[key].gradient = weakref.ref(gradient), gradient._version, samples.mark(gradient)
+                gradients[key], bits = samples.taken(gradient, whole=self._full())
+                self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
         steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)

@@ -95,8 +95,11 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([projected[:, 0], projected.sum(1)])
 
 
-def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
-    """Return linear functions of a gradient: 16 elements, and 8 projections if `whole`.
+def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
+    """Return linear functions of a gradient, 16 elements and 8 projections if `whole`, and those elements to the bit.
+
+    Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they are.
+    None in place of the bits where reading them would wait for a device.
 
     Args:
         gradient: of any shape, layout, dtype or device; of a distributed tensor the local shard is read.
@@ -108,19 +111,35 @@ def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     if tensor.layout != torch.strided:
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
             found = _of_sparse(tensor)
-        return found.numpy() if found.device.type == "cpu" else found
+        return (found.numpy() if found.device.type == "cpu" else found), None
     step = _stride(tensor.numel())
     array = _array(tensor)
     if array is not None:
+        some = array[: step * (ELEMENTS - 1) + 1 : step]
         elements = np.zeros(ELEMENTS)
-        some = _numbers(array[: step * (ELEMENTS - 1) + 1 : step])
-        elements[: len(some)] = some
-        return np.concatenate([elements, _projected(array)]) if whole else elements
+        elements[: len(some)] = _numbers(some)
+        return (np.concatenate([elements, _projected(array)]) if whole else elements), some.tobytes()
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         flat = tensor.reshape(-1)
         picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
         picked = torch.nn.functional.pad(picked, (0, ELEMENTS - picked.numel()))
-        return torch.cat([picked, _projected_on_device(flat)]) if whole else picked
+        return (torch.cat([picked, _projected_on_device(flat)]) if whole else picked), None
+
+
+def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
+    """Return the linear functions of `taken` alone."""
+    return taken(gradient, whole=whole)[0]
+
+
+def mark(tensor: torch.Tensor) -> bytes | None:
+    """Return the bits of `taken` alone."""
+    if tensor.layout != torch.strided or tensor.is_complex():
+        return None
+    array = _array(tensor.detach())
+    if array is None:
+        return None
+    step = _stride(len(array))
+    return array[: step * (ELEMENTS - 1) + 1 : step].tobytes()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,17 +157,6 @@ def read(samples: Sequence[Raw]) -> list[Vector]:
         flat = torch.cat(on_device).cpu().numpy()
         over = iter(np.split(flat, np.cumsum([len(s) for s in on_device])[:-1]))
     return [next(over) if isinstance(s, torch.Tensor) else s for s in samples]
-
-
-def mark(tensor: torch.Tensor) -> bytes | None:
-    """Return some elements to the bit, or None where reading them would wait for a device.
-
-    Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they are.
-    """
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        return None
-    array = _array(tensor.detach())
-    return None if array is None else array[:: max(1, len(array) // 8 | 1)].tobytes()
 
 
 def size(vector: Vector) -> float:

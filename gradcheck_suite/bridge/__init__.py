@@ -2,8 +2,8 @@
 
 `torch.export` turns the loss into a graph of ATen operations, and a table maps each operation to a function of
 `jax.numpy`. JAX's derivative of a loss must use none of torch's: torch differentiates here only to call a user's own
-backward and to check it. The bridge must not import `verification`, `diagnosis` or anything above them: it knows
-losses, not loops.
+backward and to check it. The bridge must not import `judge`, `verification` or anything above them: it knows losses,
+not loops.
 """
 
 from gradcheck_suite.bridge.exporting import accept_backward

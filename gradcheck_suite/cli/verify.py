@@ -224,7 +224,7 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     checked_device(options.device)
     if options.ranks > 1:
         expect_ranks(options.ranks, options.device)
-        judge_digest()  # the records have it; to find it takes a second, in which the ranks' process imports torch
+        judge_digest()  # its sources are read while the ranks' process imports torch, and kept for the records
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
     header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)

@@ -1,6 +1,6 @@
 """The reset modes, one record each with its law of cost, and further sound loops.
 
-Each is an ordinary training loop under the loop contract, sound for `mean` and `sum`.
+Each is an ordinary training loop under the loop contract, sound under the assumptions that it declares.
 """
 
 from __future__ import annotations

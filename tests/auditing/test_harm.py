@@ -13,7 +13,7 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import forwards, judge, recorder, replay, samples, terms, weights, window_again
 
 PLANTED = [
-    (samples, "sample"),
+    (samples, "taken"),
     (samples, "mark"),
     (samples, "read"),
     (recorder, "here"),

@@ -1,6 +1,6 @@
 """The bounds' formulas against exact arithmetic and published tables, by rationals and decimals.
 
-What rounding does in each dtype is in `test_bounds.py`; here no dtype is computed in, so this needs numpy alone.
+No dtype is computed in here, so this needs numpy alone.
 """
 
 from __future__ import annotations

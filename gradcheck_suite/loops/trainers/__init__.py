@@ -1,8 +1,7 @@
 """Real trainers as loops, by name. A trainer's package is imported when its loop runs, never before.
 
 To add a trainer, write its file in `adapters/`, its extra in `pyproject.toml` and its test in `tests/loops/trainers/`:
-the
-command line, the report and the user guide read the records. Does not import evidence, report or the command line.
+the command line, the report and the user guide read the records.
 """
 
 from __future__ import annotations
