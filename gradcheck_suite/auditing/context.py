@@ -314,6 +314,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
+        if violation is not None and violation.diagnosis in ("running-loss", "repeated-micro-batch"):
+            return  # what arrived holds the repetitions already
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):

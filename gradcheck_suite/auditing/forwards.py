@@ -7,10 +7,14 @@ modes and plain attributes are put back. What the modules print is dropped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import random
+import sys
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import unserializable_hook
 
+from gradcheck_suite.auditing.places import is_users
 from gradcheck_suite.auditing.samples import Raw, sample
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.observer import Forward as FunctionForward
@@ -294,14 +299,136 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
     return [name or type(part).__name__ for name, part in module.named_modules() if any(vars(part)[h] for h in _HOOKS)]
 
 
-def _generators(module: torch.nn.Module) -> list[Any]:
-    """Return the generators of random numbers that a module's parts hold, or that their code names."""
-    kinds = (torch.Generator, np.random.Generator, random.Random)
-    parts = list(module.modules())
-    named = [value for part in parts for value in getattr(type(part).forward, "__globals__", {}).values()]
-    return [
-        value for value in (*named, *(v for part in parts for v in vars(part).values())) if isinstance(value, kinds)
-    ]
+class NotRecomputed(Exception):
+    """Why a window cannot be computed again."""
+
+
+MOST_STATE = 5000
+"""Objects that are looked through before a model is called once more."""
+LARGEST_STATE = 1 << 22
+"""Elements of a tensor outside of the model's parameters and buffers that is copied to be put back."""
+_KEPT = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, types.ModuleType)
+
+
+class _State:
+    """What a call of a model may change, put back by `put_back`: what its code and its hooks reach in Python.
+
+    Attributes, globals, class attributes and closures, containers and objects below them, tensors and generators of
+    random numbers. What cannot be put back, such as an iterator, ends it.
+
+    Raises:
+        NotRecomputed: something cannot be put back.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._parts = {id(part) for part in module.modules()}
+        self._own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        self._seen: set[int] = set()
+        for part in module.modules():
+            self._keep_attributes(part)
+            self._walk_class(type(part))
+            for hooks in (part._forward_hooks, part._forward_pre_hooks):
+                for hook in list(hooks.values()):
+                    self._walk(hook)
+
+    def put_back(self) -> None:
+        """Put everything back, the last thing first."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def _keep_attributes(self, part: torch.nn.Module) -> None:
+        kept = {name: value for name, value in vars(part).items() if name not in _PLAIN}
+        training = part.training
+
+        def undo() -> None:
+            part.training = training
+            for name in [name for name in vars(part) if name not in _PLAIN]:
+                if name not in kept:
+                    del vars(part)[name]
+            vars(part).update(kept)
+
+        self._undo.append(undo)
+        for value in kept.values():
+            self._walk(value)
+
+    def _walk_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) in self._seen or not is_users(getattr(sys.modules.get(base.__module__), "__file__", None)):
+                continue
+            self._seen.add(id(base))
+            for name, value in list(vars(base).items()):
+                if isinstance(value, types.FunctionType):
+                    self._walk(value)
+                elif not name.startswith("__") and not callable(value):
+                    self._undo.append(functools.partial(setattr, base, name, value))
+                    self._walk(value)
+
+    def _walk(self, value: Any) -> None:
+        if isinstance(value, _KEPT) or id(value) in self._seen or id(value) in self._own or id(value) in self._parts:
+            return
+        self._seen.add(id(value))
+        if len(self._seen) > MOST_STATE:
+            raise NotRecomputed("the model reaches too many objects to put back what a second call changes")
+        if isinstance(value, types.FunctionType):
+            self._walk_function(value)
+        elif isinstance(value, types.MethodType):
+            self._walk(value.__func__)
+            self._walk(value.__self__)
+        elif isinstance(value, functools.partial):
+            self._walk_all((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            self._keep_array(value)
+        elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
+            self._undo.append(functools.partial(_set_state_of, value, _state_of(value)))
+        elif isinstance(value, list | dict | set | deque):
+            self._undo.append(functools.partial(_refill, value, value.copy()))
+            self._walk_all(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, tuple | frozenset):
+            self._walk_all(value)
+        elif hasattr(value, "__next__"):
+            raise NotRecomputed(f"the model reads an iterator ({type(value).__name__}), which cannot be put back")
+        else:
+            self._walk_object(value)
+
+    def _walk_all(self, values: Iterable[Any]) -> None:
+        for value in list(values):
+            self._walk(value)
+
+    def _walk_object(self, value: Any) -> None:
+        attributes = getattr(value, "__dict__", None)
+        users = is_users(getattr(sys.modules.get(type(value).__module__), "__file__", None))
+        if type(attributes) is dict and (users or isinstance(value, types.SimpleNamespace | torch.nn.Module)):
+            self._undo.append(functools.partial(_refill, attributes, attributes.copy()))
+            self._walk_all(attributes.values())
+            self._walk_class(type(value))
+
+    def _walk_function(self, function: types.FunctionType) -> None:
+        if not is_users(function.__code__.co_filename):
+            return
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+                self._walk(cell.cell_contents)
+        for name in _names_of(function.__code__) & function.__globals__.keys():
+            value = function.__globals__[name]
+            self._undo.append(functools.partial(function.__globals__.__setitem__, name, value))
+            self._walk(value)
+        self._walk_all((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+    def _keep_array(self, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        if isinstance(value, np.ndarray):
+            self._undo.append(functools.partial(np.copyto, value, value.copy()))
+        elif value.numel() > LARGEST_STATE:
+            raise NotRecomputed("the model reaches a large tensor that is no parameter and no buffer of it")
+        elif value.layout == torch.strided:
+            self._undo.append(functools.partial(_set_values, value.detach(), value.detach().clone()))
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """Return the names that a function's code reads or writes, those of functions inside of it too."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names_of, inner))
 
 
 def _state_of(generator: Any) -> Any:
@@ -319,38 +446,28 @@ def _set_state_of(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-@contextlib.contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back what calls of a module may change: random numbers, modes, attributes and, one level deep, containers."""
-    before = RandomState.now()
-    own = [(generator, _state_of(generator)) for generator in _generators(module)]
-    kept = [
-        (part, part.training, {k: (v, _content(v)) for k, v in vars(part).items() if k not in _PLAIN})
-        for part in module.modules()
-    ]
-    try:
-        yield
-    finally:
-        before.set()
-        for generator, state in own:
-            _set_state_of(generator, state)
-        for part, training, attributes in kept:
-            part.training = training
-            for name in [name for name in vars(part) if name not in _PLAIN and name not in attributes]:
-                del vars(part)[name]
-            for name, (value, content) in attributes.items():
-                vars(part)[name] = value
-                if content is not None:
-                    _refill(value, content)
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set) else None
+def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.copy_(values)
 
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+@contextlib.contextmanager
+def _unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Put back what calls of a module may change: random numbers, modes, and what its code reaches.
+
+    Raises:
+        NotRecomputed: something of that cannot be put back.
+    """
+    before, state = RandomState.now(), _State(module)
+    try:
+        yield
+    finally:
+        state.put_back()
+        before.set()
 
 
 @contextlib.contextmanager

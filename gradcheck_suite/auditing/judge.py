@@ -224,7 +224,7 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
     if lost:
         found = _judge_lost(members, lost, usual)
         if found.excuse is not None or found.fault is not None:
-            return replace(found, coefficients=_used(window))
+            return found if found.fault is not None else replace(found, coefficients=_used(window))
     if unequal := _judge_parameters(members, missing):
         return unequal
     if window.edit == "reset":
@@ -273,7 +273,7 @@ def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Su
     if all(members.moved(i) for i in lost):
         return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
     if elsewhere and window.first:
-        return Sums(excuse="passes from before the training were reset")
+        return Sums(excuse="what other lines sent backward was reset before the first step")
     if elsewhere:
         # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
@@ -303,17 +303,27 @@ def _judge_parameters(members: _Members, missing: Sequence[int]) -> Sums | None:
         ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
         name = RESCALED if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
-        return _fault(name, f"{SENTENCES[name]} (factors between the passes: {listed})")
+        sentence = f"{SENTENCES[name]} (factors between the passes: {listed})"
+        # a running mean rescales the sum on purpose: what the losses weigh together decides
+        return Sums(Fault(name, sentence), coefficients=_used(members.window))
     return None
 
 
 def _used(window: Window) -> dict[Source, float]:
+    """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
     found = {
         (rank, index): window.of_pass((rank, index))
         for index, seen in window.passes.items()
         for rank in range(len(seen.records))
     }
-    return {source: c for source, c in found.items() if c is not None}
+    used = {source: c for source, c in found.items() if c is not None}
+    return {(rank, i): c * _of_hooks(window.passes[i].records[rank], window.keys) for (rank, i), c in used.items()}
+
+
+def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
+    """Return the factor by which hooks multiply what arrives, 1 where parameters differ."""
+    factors = [record.factors.get(key, 1.0) for key in record.arrivals if key in keys]
+    return factors[0] if factors and all(near(f, factors[0], 1e-6) for f in factors) else 1.0
 
 
 # The weights of the windows of one optimizer, together.
@@ -774,6 +784,7 @@ class Judge:
         if required and all(members.is_in(i) for i in required):
             self._lengths[optimizer][len(required)] += 1
         where = window.passes[max(window.passes)].site if window.passes else window.step.place
+        self._note_parts(window, members)
         used = self._judge_sums(window, where) if self._judges_sums else self._assumed(window)
         if used is None:
             return
@@ -786,6 +797,19 @@ class Judge:
             sentence = SENTENCES["step-per-micro-batch"].format(steps=self._given)
             self._violate(Fault("step-per-micro-batch", sentence, kind="step-count"), window, where)
 
+    def _note_parts(self, window: Window, members: _Members) -> None:
+        """Note parameters that get a gradient in some passes of a line and in others none."""
+        by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
+        for index in members.required:
+            keys = {key for record in window.passes[index].records for key in record.arrivals} & set(window.keys)
+            by_site[str(window.passes[index].site)].append(keys)
+        for site, reached in by_site.items():
+            if some := {key for keys in reached for key in keys if not all(key in other for other in reached)}:
+                self._notes[
+                    f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in some passes of a "
+                    "window and in others none (experts by turns, or a part that is detached by mistake)"
+                ] += 1
+
     def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
         if window.local and not window.step.wrapped:
@@ -793,6 +817,8 @@ class Judge:
             return None
         found = judge_sums(window, self.usual(window.optimizer)) if not window.local else _fault("not-reduced")
         fault = found.fault or self._of_hooks(window)
+        if found.fault is not None and found.coefficients and not found.excuse and self._are_right(window, found):
+            return found.coefficients
         if found.excuse:
             self._notes[found.excuse] += 1
         if fault is not None:
@@ -811,6 +837,14 @@ class Judge:
                 "`.grad` is edited between the last backward pass and the step, which is the program's decision"
             ] += 1
         return found.coefficients
+
+    def _are_right(self, window: Window, found: Sums) -> bool:
+        """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
+        scale = window.step.scale or 1.0
+        reading = reading_weights.read(window.passes, {s: c / scale for s, c in found.coefficients.items()})
+        objectives = reading_weights.objectives(reading, {})
+        dark = any(term.opaque for _, i in found.coefficients for r in window.passes[i].records for term in r.terms)
+        return bool(objectives) and not dark and all(o.is_right and len(o.parts) > 1 for o in objectives)
 
     def _assumed(self, window: Window) -> Mapping[Source, float]:
         """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""
@@ -865,8 +899,11 @@ class Judge:
         """
         for optimizer in list(self._pending):
             self._weigh(optimizer)
+        somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
         for (optimizer, place), (lost, used, windows) in self._places.items():
             if lost and not used:
+                if place in somewhere:
+                    continue
                 self._notes[f"{place}: what goes backward here is in no step of the whole run"] += 1
             elif windows < (every := self._windows[optimizer]):
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1

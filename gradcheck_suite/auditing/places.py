@@ -50,6 +50,11 @@ def _kind_of_file(filename: str) -> str:
     return "library" if filename.startswith(_INSTALLED) else "user"
 
 
+def is_users(filename: str | None) -> bool:
+    """Return whether a source file is the user's own: neither of torch, nor of the suite, nor an installed package."""
+    return filename is not None and _kind_of_file(filename) == "user"
+
+
 @lru_cache(maxsize=4096)
 def shown(filename: str) -> str:
     """Return the path of a file as a user would name it: relative to the folder that the program runs in."""

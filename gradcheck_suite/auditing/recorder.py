@@ -104,6 +104,7 @@ class PassRecord:
         points: key of a parameter -> a checksum of its values.
         hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
             before.
+        factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
         unread: why its terms were not read.
     """
@@ -114,6 +115,7 @@ class PassRecord:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
+    factors: dict[int, float] = field(default_factory=dict)
     whole: list[int] = field(default_factory=list)
     unread: str | None = None
 
@@ -644,7 +646,13 @@ class Recorder:
         if last is not None:
             both = ~(ratio.isnan() | last.isnan())
             fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
-        self.current().hooked[key] = fixed
+        record = self.current()
+        record.hooked[key] = fixed
+        known_ratios = ratio[~ratio.isnan()]
+        if known_ratios.numel() and float(known_ratios.max() - known_ratios.min()) <= 1e-3 * float(
+            known_ratios.abs().max()
+        ):
+            record.factors[key] = float(known_ratios.double().median())
 
     def _forget_dead(self) -> None:
         dead = [(i, key) for i, key in self._keys.items() if self.parameters[key].reference() is None]
@@ -688,6 +696,11 @@ class Recorder:
         """Note a step: what stands in `.grad`."""
         self.steps_seen += 1
         self._end_of_stacks()
+        if _task() != -1:
+            self.notes[
+                "an optimizer steps inside of a backward pass, which has not ended: these steps were not judged"
+            ] += 1
+            return
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

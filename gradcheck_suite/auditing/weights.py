@@ -427,8 +427,10 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         if isinstance(verdict, Scale):
-            longer = (verdict.name == "wrong-scale" and verdict.expected != 1.0) or "divided by" in verdict.note
-            if longer and use.length > usual and len(by_length[use.length]) < len(by_length[usual]):
+            # what leaks comes beside whole windows, and whole windows follow it
+            rare = len(by_length[use.length]) < len(by_length[usual]) and usual < use.length < 2 * usual
+            after = any(u.window.number > use.window.number for u in by_length[usual])
+            if "divided by" in verdict.note and rare and after:
                 verdict = replace(verdict, name="tail-leak")
             yield verdict
         elif verdict == MISCOUNTED:
@@ -496,6 +498,12 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     if use.others_right or not use.whole:
         return USERS if use.others_right else None
     tolerance, r = use.objective.tolerance, use.length
+    if (
+        not use.is_mean
+        and len({u.items for u in uses}) > 1
+        and all(near(u.comparison.weight, use.comparison.weight, tolerance) for u in uses)
+    ):
+        return None  # a sum times a constant: that it fits the count of one window is chance
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
     whole = {use.own: "", **({use.total: " (all losses together)"} if use.total is not None else {})}
@@ -509,7 +517,8 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             return Scale(use, "wrong-scale", f"1/{r}{what}: divided twice by the number of micro-batches")
         if ranks > 1 and (near(c, ranks, tolerance) or near(c, 1 / ranks, tolerance)):
             name = f"{ranks}" if c > 1 else f"1/{ranks}"
-            return Scale(use, "wrong-scale", f"{name}{what}: the number of ranks")
+            why = "the sum of the ranks' means" if c > 1 else "each loss is divided by the count of all ranks"
+            return Scale(use, "wrong-scale", f"{name}{what}: {why}")
     weight = use.comparison.weight
     if use.is_mean or r < 2 or not use.items or weight <= 0:
         return None

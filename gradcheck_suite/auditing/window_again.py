@@ -27,6 +27,7 @@ from gradcheck_suite.auditing.forwards import (
     Forward,
     Gradients,
     How,
+    NotRecomputed,
     RandomState,
     Replayed,
     backward_hooks,
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
 FULL_PRECISION = ("float32", "float64")
-
-
-class NotRecomputed(Exception):
-    """Why a window cannot be computed again."""
 
 
 class InputsChanged(NotRecomputed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import tracemalloc
 
 import pytest
@@ -124,6 +125,56 @@ class Noisy(torch.nn.Module):
         return self.linear(x + 0.1 * torch.randn(x.shape, generator=self.generator))
 
 
+COUNTS, RECENT = {"calls": 0, "deep": {"calls": 0}}, collections.deque(maxlen=3)
+CALLS = 0
+
+
+class Warmup:
+    """An object of the model's that counts, and a tensor of its own."""
+
+    def __init__(self):
+        self.calls, self.mean = 0, torch.zeros(3)
+
+    def __call__(self, x):
+        self.calls += 1
+        self.mean += x.detach().mean(0)
+        return x * (1 + 0.01 * self.calls) + self.mean
+
+
+class Stateful(torch.nn.Module):
+    """A model whose forward changes attributes, globals, a class attribute and an object below them."""
+
+    total = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.warmup, self.settings = torch.nn.Linear(5, 3), Warmup(), {"a": {"calls": 0}}
+        COUNTS.update(calls=0, deep={"calls": 0})
+        RECENT.clear()
+
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        Stateful.total += 1
+        COUNTS["calls"] += 1
+        COUNTS["deep"]["calls"] += 1
+        self.settings["a"]["calls"] += 1
+        RECENT.append(CALLS)
+        calls = COUNTS["calls"] + COUNTS["deep"]["calls"] + self.settings["a"]["calls"] + len(RECENT)
+        return self.warmup(self.linear(x)) * (1 + 0.01 * calls)
+
+
+class Reading(torch.nn.Module):
+    """A model that reads an iterator, which no one can put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.noise = torch.nn.Linear(5, 3), iter([torch.full((4, 5), 0.1 * i) for i in range(6)])
+
+    def forward(self, x):
+        return self.linear(x + next(self.noise))
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -134,9 +185,11 @@ class Noisy(torch.nn.Module):
             torch.nn.Linear(5, 3), type("R", (torch.nn.Module,), {"forward": lambda s, x: Reused.apply(x)})()
         ),
         Noisy,
+        Stateful,
+        Reading,
         lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)),
     ],
-    ids=["unused output", "reused buffer", "own generator", "buffers"],
+    ids=["unused output", "reused buffer", "own generator", "state", "iterator", "buffers"],
 )
 def test_strange_models_train_as_without_an_audit(make):
     def train():

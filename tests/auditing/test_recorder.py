@@ -125,4 +125,4 @@ def test_scripting_compiling_saving_and_copying_work_under_an_audit():
         torch.save(model, file)
         twin = copy.deepcopy(model)
         assert not any(p._backward_hooks for p in twin.parameters())
-    assert any("computed inside torch.compile" in finding for finding in audit.result.findings)
+    assert audit.result.holds
