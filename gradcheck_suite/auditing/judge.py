@@ -804,7 +804,8 @@ class Judge:
             keys = {key for record in window.passes[index].records for key in record.arrivals} & set(window.keys)
             by_site[str(window.passes[index].site)].append(keys)
         for site, reached in by_site.items():
-            if some := {key for keys in reached for key in keys if not all(key in other for other in reached)}:
+            times = Counter(key for keys in reached for key in keys)
+            if some := [key for key, number in times.items() if number < len(reached)]:
                 self._notes[
                     f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in some passes of a "
                     "window and in others none (experts by turns, or a part that is detached by mistake)"

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import NEGLIGIBLE, Seen, Source, Window, near
+from gradcheck_suite.auditing.replay import Seen, Source, Window, near
 from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.text import counted
 
@@ -533,8 +533,3 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     return (
         Scale(use, WRONG_COUNT, f"each weighs 1/{round(divisor)}, where {use.items:g} count") if shown else MISCOUNTED
     )
-
-
-def is_negligible(coefficient: float) -> bool:
-    """Return whether a coefficient of a pass is 0 up to rounding."""
-    return abs(coefficient) < NEGLIGIBLE

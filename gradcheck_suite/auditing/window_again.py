@@ -249,13 +249,6 @@ def _relative(now: Vector, then: Vector) -> float:
     return off / size if size else off
 
 
-def is_exact(part: Part, found: Replayed) -> bool:
-    """Return whether a call's outputs are what they were to the bit."""
-    return all(
-        i < len(found.outputs) and not distance(part.forward.outputs[i], found.outputs[i]) for i in part.cotangents
-    )
-
-
 def reproduced(part: Part, found: Replayed) -> bool:
     """Return whether a call's outputs are what they were, but for rounding."""
     return all(
