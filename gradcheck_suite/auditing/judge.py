@@ -7,8 +7,9 @@ two readings. They are judged again after each of the first windows, then from t
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -353,18 +354,38 @@ class Pending:
         return len({index for _, index in self.coefficients})
 
 
+United = dict[tuple[str, str | None], LiveViolation]
+"""Diagnosis and place -> the first of the violations, with the number of all."""
+
+
+def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
+    """Add violations: a run that is faulty at every step has a few entries, however long it is."""
+    for violation in violations:
+        key = violation.diagnosis, violation.where
+        if (known := united.get(key)) is not None:
+            first, later = sorted((known, violation), key=_order)
+            violation = first.again(later)
+        united[key] = violation
+
+
+def _order(violation: LiveViolation) -> float:
+    return math.inf if violation.step is None else violation.step
+
+
 @dataclass
 class Weighed:
     """What the weights of an optimizer's windows showed.
 
     Attributes:
         violations: with the number of the step.
+        united: the same, one for each diagnosis and place.
         notes: what is worth knowing -> how often.
         unknown: what could not be judged, and what to do -> how often.
         steps: the steps whose weights were judged.
     """
 
     violations: list[LiveViolation] = field(default_factory=list)
+    united: United = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
@@ -674,13 +695,15 @@ class Judge:
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
         self._places: dict[tuple[int, str], list[int]] = {}
-        self._violations: list[LiveViolation] = []
+        self._united: United = {}
+        self._violated: set[int] = set()
+        self._read_before: set[int] = set()
+        self._of_step: list[LiveViolation] = []
         self._notes: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
         self._since: Counter[int] = Counter()
         self._weighed: dict[int, Weighed] = {}
-        self._forgotten: list[LiveViolation] = []
 
     def take(self, row: Sequence[Event]) -> None:
         """Take the event of each rank.
@@ -707,16 +730,12 @@ class Judge:
 
     def violations(self) -> list[LiveViolation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
+        united: United = {}
+        for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
+            _unite(united, found.values())
         # one window of a gradient that is put together by hand may look reset before another one shows what it is
-        found = [v for v in self._violations if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
-        found += self._forgotten
-        found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
-        found = [replace(v, gradient_error=self._sizes.get(v.step)) if v.step in self._sizes else v for v in found]
-        united: dict[tuple[str, str | None], LiveViolation] = {}
-        for violation in sorted(found, key=lambda v: v.step if v.step is not None else 1 << 62):
-            key = violation.diagnosis, violation.where
-            united[key] = violation if key not in united else united[key].again(violation)
-        return list(united.values())
+        kept = [v for v in united.values() if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
+        return sorted(kept, key=_order)
 
     def notes(self) -> Counter[str]:
         """Return what is worth knowing -> how often."""
@@ -729,11 +748,14 @@ class Judge:
     @property
     def weighed(self) -> set[int]:
         """The steps whose weights were judged."""
-        return set().union(*(weighed.steps for weighed in self._weighed.values()))
+        return self._read_before.union(*(weighed.steps for weighed in self._weighed.values()))
 
     def add(self, violation: LiveViolation) -> None:
         """Add a violation that another instrument found."""
-        self._violations.append(violation)
+        self._of_step.append(violation)
+        _unite(self._united, [violation])
+        if violation.step is not None:
+            self._violated.add(violation.step)
 
     def note(self, sentence: str) -> None:
         """Add what another instrument found worth knowing."""
@@ -742,27 +764,36 @@ class Judge:
     def of_last_step(self) -> LiveViolation | None:
         """Return the violation of the last step, or None."""
         assert self.window is not None
-        found = [*self._violations, *(v for w in self._weighed.values() for v in w.violations)]
+        found = [*self._of_step, *(v for w in self._weighed.values() for v in w.violations)]
         return next((v for v in found if v.step == self.window.number), None)
 
     def note_size(self, step: int, error: float) -> None:
         """Note by how much the gradient of a violated step is off."""
         self._sizes[step] = error
+        _unite(self._united, [replace(v, gradient_error=error, occurrences=0) for v in self._of_step])
+        for weighed in self._weighed.values():
+            self._unite_weighed(weighed)
+
+    def _unite_weighed(self, weighed: Weighed) -> None:
+        weighed.united = {}
+        _unite(weighed.united, self._sized(weighed.violations))
+
+    def _sized(self, violations: Iterable[LiveViolation]) -> Iterator[LiveViolation]:
+        return (replace(v, gradient_error=self._sizes[v.step]) if v.step in self._sizes else v for v in violations)
 
     @property
     def violated(self) -> set[int]:
         """The steps that are violated."""
-        found = [*self._violations, *self._forgotten]
-        found += [violation for weighed in self._weighed.values() for violation in weighed.violations]
-        return {violation.step for violation in found if violation.step is not None}
+        found = {v.step for weighed in self._weighed.values() for v in weighed.violations if v.step is not None}
+        return self._violated | found
 
     def _violate(self, fault: Fault, window: Window, where: Place) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
-        self._violations.append(violation_of(fault, window, where, name))
+        self.add(violation_of(fault, window, where, name))
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
-        self.used = {}
+        self.used, self._of_step = {}, []
         if not window.passes and not any(window.coefficients.values()):
             if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
                 self._unknown[
@@ -886,10 +917,16 @@ class Judge:
         usual, said = self.usual(optimizer), self._said(optimizer)
         weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks)
         self._since[optimizer] = 0
+        self._unite_weighed(weighed)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
             lost = {one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]}
-            self._forgotten += [violation for violation in weighed.violations if violation.step in lost]
+            forgotten = [violation for violation in weighed.violations if violation.step in lost]
+            weighed.violations = [violation for violation in weighed.violations if violation.step not in lost]
+            self._unite_weighed(weighed)
+            _unite(self._united, self._sized(forgotten))
+            self._violated |= {v.step for v in forgotten if v.step is not None}
+            self._read_before |= weighed.steps & lost
             self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
 
     def end(self, *, complete: bool) -> None:
@@ -930,4 +967,4 @@ class Judge:
                 sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, last, left[max(left)].site)
-                self._violations.append(replace(violation, step=None, backward=None, stepped=None))
+                self.add(replace(violation, step=None, backward=None, stepped=None))

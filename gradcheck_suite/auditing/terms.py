@@ -367,6 +367,8 @@ class Reader:
                 before, after = _elements(node, index), _elements(*inputs[0])
                 if 0 < before < after:
                     term.inner.append((name == "Mean", after // before))
+            elif _elements(*inputs[0]) < _elements(node, index):
+                break  # what is broadcast counts once for each element that it becomes
             node, index = inputs[0]
         term.expression = (*term.expression, name)
         if (shape := _shape(node, index)) and not term.mean:

@@ -286,9 +286,9 @@ class LiveViolation:
     occurrences: int = 1
 
     def again(self, other: LiveViolation) -> LiveViolation:
-        """Return the violation with one more occurrence, which may be the first whose size is known."""
+        """Return the violation with the occurrences of a later one, which may be the first whose size is known."""
         error = self.gradient_error if self.gradient_error is not None else other.gradient_error
-        return replace(self, occurrences=self.occurrences + 1, gradient_error=error)
+        return replace(self, occurrences=self.occurrences + other.occurrences, gradient_error=error)
 
     def to_json(self) -> dict[str, Any]:
         """Return the violation as JSON-ready data: the fields of `verify`, and those of a live run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 import tracemalloc
 
 import pytest
@@ -210,27 +211,35 @@ def test_strange_models_train_as_without_an_audit(make):
     assert audit.result.holds, audit.result
 
 
-def test_time_and_memory_of_a_long_run_are_bounded():
+@pytest.mark.parametrize("faulty", [False, True])
+def test_time_and_memory_of_a_long_run_are_bounded(faulty):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.0)
 
-    def steps(number):
-        for i in range(number):
+    def seconds(steps):
+        before = time.process_time()
+        for i in range(steps):
             if i % 2:
-                ((weight * 2).sum() / 3).backward()
+                for number in (2, 4):
+                    ((weight[:1] * torch.ones(number)).sum() / (2 * number if faulty else 6)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        return time.process_time() - before
 
     with gradcheck_suite.audit(every=1000) as audit:
-        steps(4000)
         tracemalloc.start()
-        steps(2000)
-        first = tracemalloc.get_traced_memory()[0]
-        steps(4000)
-        grown = tracemalloc.get_traced_memory()[0] - first
+        seconds(1200)  # as many windows as are judged together
+        used = tracemalloc.get_traced_memory()[0]
+        seconds(600)
+        grown = tracemalloc.get_traced_memory()[0] - used
         tracemalloc.stop()
-    assert audit.result.holds, audit.result
+        first = seconds(600)
+        seconds(3000)
+        last = seconds(600)
+    assert [(v.diagnosis, v.occurrences) for v in audit.result.violations] == [("mean-of-means", 3000)] * faulty
+    assert audit.result.windows == 3000
     assert grown < 1 << 20, grown
+    assert last < 2 * first, (first, last)
 
 
 def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd):
