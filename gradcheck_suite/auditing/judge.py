@@ -579,7 +579,8 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
     masses = [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
     # what all items weigh together is the program's coefficient, but for means that were never divided by their number
     coefficient = sum(masses) or 1.0
-    if name == MEAN_OF_MEANS and near(coefficient, max(round(coefficient), 1), 1e-3):
+    of_means = name == MEAN_OF_MEANS and near(coefficient, max(round(coefficient), 1), 1e-3)
+    if of_means or any(near(abs(part.weight) * sum(numbers), 1.0, 1e-3) for part in objective.parts):
         coefficient = 1.0
     sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0]))
     if name == BY_PLACE and general is not None:
@@ -695,6 +696,7 @@ class Judge:
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
         self._places: dict[tuple[int, str], list[int]] = {}
+        self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
         self._violated: set[int] = set()
         self._read_before: set[int] = set()
@@ -902,8 +904,10 @@ class Judge:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
         left = factor * (1.0 if window.step.fused else scale)
         factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
+        tasks = self._tasks_of(window)
         readings = [
-            reading_weights.read(window.passes, {source: c * f / scale for source, c in used.items()}) for f in factors
+            reading_weights.read(window.passes, {source: c * f / scale for source, c in used.items()}, tasks)
+            for f in factors
         ]
         pending = self._pending[window.optimizer]
         pending.append(Pending(window, where, used, readings, factors[0]))
@@ -911,6 +915,24 @@ class Judge:
         # after the first windows, and then whenever a third more have come
         if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
             self._weigh(window.optimizer)
+
+    def _tasks_of(self, window: Window) -> dict[int, str]:
+        """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.
+
+        Experts by turns and dropped layers differ from window to window: these are no tasks.
+        """
+        by_site: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
+        for index, seen in window.passes.items():
+            by_site[str(seen.site)][index] = frozenset(seen.records[0].arrivals.keys() & set(window.keys))
+        found: dict[int, str] = {}
+        for site, reached in by_site.items():
+            sets = Counter(reached.values())
+            apart = len(sets) > 1 and not any(one < other for one in sets for other in sets)
+            if sets != self._tasks.setdefault((window.optimizer, site), sets):
+                self._tasks[window.optimizer, site] = Counter()
+            elif apart:
+                found |= {index: f"of {sorted(keys)}" for index, keys in reached.items()}
+        return found
 
     def _weigh(self, optimizer: int) -> None:
         pending = self._pending[optimizer]

@@ -450,7 +450,8 @@ class Recorder:
         if checkpoints and len(roots) == 1 and isinstance(roots[0], torch.Tensor) and roots[0].numel() == 1:
             running.reader.read(roots)
             self._mark(running)
-            terms[:] = [t for t in terms if t not in checkpoints] + running.reader.found
+            # each checkpoint is computed again in a pass of its own
+            terms[:] = [t for t in terms if t is not checkpoints[-1]] + running.reader.found
 
     @_guarded(PASSES)
     def _look_below(self, running: Running, roots: list[Any]) -> None:

@@ -68,8 +68,10 @@ class Comparison:
         return self.status == EQUAL and any(near(c, 1.0, tolerance) for c in self.coefficients.values())
 
     def cost(self, tolerance: float) -> float:
-        """Return how badly a reading fits: 0 for right weights, 1 for equal ones, else 3."""
-        return 3.0 if self.status != EQUAL else 0.0 if self.right(tolerance) else 1.0
+        """Return how badly a reading fits: right weights, equal ones, a fault with a count, any other."""
+        if self.status == EQUAL:
+            return 0.0 if self.right(tolerance) else 1.0
+        return 2.5 if self.status in (MEAN_OF_MEANS, WRONG_COUNT) else 3.0
 
 
 def _levels(term: Term) -> list[tuple[float, Mapping[str, float]]]:
@@ -177,6 +179,9 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
     plain = replace(first, deeper=(), item=None)
     if mode == CHUNKS:
         counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in first.counts}
+        items = [term.item for term in terms if term.item is not None]
+        if len(items) == len(terms) and _spread([weight for weight, _ in items]) <= 1e-6:
+            plain = replace(plain, item=(items[0][0], sum(number for _, number in items)))
         return [replace(plain, counts=counts)] if _spread(weights) <= 1e-6 else None
     if mode == BLEND:
         same = all(term.counts == first.counts for term in terms)
@@ -202,14 +207,23 @@ def is_read(term: Term) -> bool:
     return bool(term.counts.get("counted", 1.0)) and bool(term.counts.get("nonzero", 1.0))
 
 
-def read(passes: Mapping[int, Seen], coefficients: Mapping[Source, float]) -> Reading:
-    """Read the terms of a window, whose passes have these coefficients in `.grad`, in every mode."""
+def read(
+    passes: Mapping[int, Seen], coefficients: Mapping[Source, float], tasks: Mapping[int, str] | None = None
+) -> Reading:
+    """Read the terms of a window in every mode.
+
+    Args:
+        passes: of the window.
+        coefficients: that they have in `.grad`.
+        tasks: index of a pass -> its task, where one line sends several tasks backward.
+    """
     by_site: defaultdict[Key, dict[Source, list[Term]]] = defaultdict(dict)
     for source in coefficients:
         record = passes[source[1]].records[source[0]]
         for term in record.terms:
             if is_read(term):
-                by_site[record.place, term.expression].setdefault(source, []).append(term)
+                task = (tasks or {}).get(source[1], "")
+                by_site[record.place, (*term.expression, task)].setdefault(source, []).append(term)
     found: Reading = {}
     for top, by_pass in by_site.items():
         numbers = {len(terms) for terms in by_pass.values()}

@@ -75,6 +75,22 @@ def unjudged(reason: str, *windows: str, **pieces) -> Script:
     return Script(_training(*windows, **pieces), "unjudged", (reason,))
 
 
+def _tasks(passes: str, divisor: str) -> dict[str, str]:
+    """Return the pieces of a script whose passes, pairs of a task and a number of items, share a body."""
+    return {
+        "model": "torch.nn.ModuleList(torch.nn.Linear(*shape, dtype=toy.dtype()) for shape in ((4, 8), (8, 1), (8, 2)))",
+        "text": f"""
+for epoch in range(4):
+    for task, n in ({passes}):
+        x = torch.randn(n, 4, dtype=toy.dtype())
+        with toy.autocast():
+            loss = F.mse_loss(model[1 + task](torch.tanh(model[0](x))), x[:, : task + 1])
+        (loss / {divisor}).backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
+    }
+
+
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
 DIVIDED_BACKWARD = "(loss / len(window)).backward()"
 UNDIVIDED = "loss = F.cross_entropy(model(x), y)"
@@ -716,6 +732,25 @@ optimizer.step(closure)
 optimizer.zero_grad()""",
     ),
     # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no fault.
+    # One line sends the losses of two tasks backward, each with a head of its own: these are two objectives.
+    "sound_two_tasks_of_one_line": sound(**_tasks("(0, 4), (1, 9)", "1")),
+    "faulty_two_tasks_of_one_line": faulty("mean-of-means", **_tasks("(0, 2), (0, 5), (1, 9)", "(2 - task)")),
+    "faulty_experts_by_turns": faulty("mean-of-means", **_tasks("(epoch % 2, 2), (epoch // 2, 5)", "2")),
+    "faulty_rows_in_a_loop": faulty(
+        "mean-of-means",
+        "3, 1, 4, 2",
+        loss="loss = sum(F.cross_entropy(model(row[None]), target[None]) for row, target in zip(x, y))",
+        backward="(loss / len(y) / len(window)).backward()",
+    ),
+    "faulty_chunks_in_reentrant_checkpoints": faulty(
+        "mean-of-means",
+        "6, 2, 4, 8",
+        before="from torch.utils.checkpoint import checkpoint",
+        setup="def chunk(h, y):\n    return F.cross_entropy(h, y, reduction='sum')",
+        loss="h = model(x).chunk(2)\n"
+        "loss = sum(checkpoint(chunk, *pair, use_reentrant=True) for pair in zip(h, y.chunk(2)))",
+        backward="(loss / len(y) / len(window)).backward()",
+    ),
     "sound_coefficient_grows": sound(
         "window, coefficient in zip(toy.windows(*[4] * 18), (1, 0.75, 0.5, 0.6, 0.6), strict=True)",
         loss="loss = coefficient * F.cross_entropy(model(x), y) / len(window)",
