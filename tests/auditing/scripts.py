@@ -78,7 +78,7 @@ def unjudged(reason: str, *windows: str, **pieces) -> Script:
 def _tasks(passes: str, divisor: str) -> dict[str, str]:
     """Return the pieces of a script whose passes, pairs of a task and a number of items, share a body."""
     return {
-        "model": "torch.nn.ModuleList(torch.nn.Linear(*shape, dtype=toy.dtype()) for shape in ((4, 8), (8, 1), (8, 2)))",
+        "model": "torch.nn.ModuleList(torch.nn.Linear(i, o, dtype=toy.dtype()) for i, o in [(4, 8), (8, 1), (8, 2)])",
         "text": f"""
 for epoch in range(4):
     for task, n in ({passes}):
