@@ -35,6 +35,7 @@ FINITE_GRADIENTS = "finite-gradients"
 BUSY_RANKS = "busy-ranks"
 EVEN_RANKS = "even-ranks"
 EDITS_PARAMETERS = "edits-parameters"
+EDITS_SETTINGS = "edits-settings"
 SCHEDULES_MICRO_BATCHES = "schedules-micro-batches"
 NO_LAYER = "no-layer:"
 ASSUMPTIONS = {
@@ -50,12 +51,14 @@ ASSUMPTIONS = {
     BUSY_RANKS: "every rank has a micro-batch in every window",
     EVEN_RANKS: "every rank has the same number of micro-batches",
     EDITS_PARAMETERS: "the loop itself changes parameters between steps, as an average or clipping of weights does",
+    EDITS_SETTINGS: "the loop itself changes settings of the optimizer, as a schedule by hand does",
     SCHEDULES_MICRO_BATCHES: "the learning rate schedule is meant to advance once per micro-batch",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
 """Every assumption and its meaning; KIND stands for the name of a layer kind."""
 DECLARED = {
     EDITS_PARAMETERS: "gradients were judged at the parameters that each step found",
+    EDITS_SETTINGS: "changes of the optimizer's settings were not judged",
     SCHEDULES_MICRO_BATCHES: "steps of schedulers were not judged",
 }
 """The assumptions under which the same cases are drawn, and what is not judged because of them."""

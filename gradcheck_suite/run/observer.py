@@ -94,9 +94,10 @@ class Observer:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.last = {name: p.detach().clone() for name, p in self._all.items()}
         self.start = self.last
-        self._state_after = self.start_state = self._state(optimizer)
+        self._state_after = self._state(optimizer)
         self._evaluations: list[Evaluation] = []
         self._before: dict[str, Any] = {}
+        self.beginning = Observation((), self.start, **self._settings(optimizer), state_after=self._state_after)
         self._open = False
         self._handles = [
             optimizer.register_step_pre_hook(self._enter),
@@ -146,14 +147,7 @@ class Observer:
         }
         if not self._evaluations:
             self._before = {
-                "settings": [
-                    copied({name: value for name, value in group.items() if name != "params"})
-                    for group in optimizer.param_groups
-                ],
-                "groups": [
-                    [self._names[id(p)] for p in group["params"] if id(p) in self._names]
-                    for group in optimizer.param_groups
-                ],
+                **self._settings(optimizer),
                 "state": self._state(optimizer),
                 "repeatable": is_own and all(gradient.device.type == "cpu" for gradient in sparse.values()),
             }
@@ -162,6 +156,13 @@ class Observer:
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: None if p.grad is None else dense_copy(p.grad) for name, p in self.parameters.items()}
+
+    def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        groups = optimizer.param_groups
+        return {
+            "settings": [copied({key: value for key, value in group.items() if key != "params"}) for group in groups],
+            "groups": [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups],
+        }
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {name: copied(optimizer.state[p]) for name, p in self.parameters.items() if p in optimizer.state}
@@ -441,6 +442,13 @@ class RankObserver(Observer):
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: None if p.grad is None else dense_copy(whole(p.grad)) for name, p in self.parameters.items()}
+
+    def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        groups = optimizer.param_groups
+        return {
+            "settings": [copied({key: value for key, value in group.items() if key != "params"}) for group in groups],
+            "groups": [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups],
+        }
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {name: tree_map_only(torch.Tensor, whole, state) for name, state in super()._state(optimizer).items()}

@@ -171,9 +171,25 @@ class ParameterFault:
     allowed: float = 0.0
 
 
-def at_start(start: Values, state: Mapping[str, Any]) -> Observation:
-    """Return an observation without a step, which left the parameters and the state as they are before the run."""
-    return Observation((), dict(start), [], [], state_after=dict(state))
+SCHEDULED = {"lr": "initial_lr", "momentum": "base_momentum", "betas": "base_momentum"}
+"""Settings that a scheduler changes, and what torch's schedulers leave in the group as they do."""
+
+
+def _changed_settings(previous: Observation, observation: Observation) -> ParameterFault | None:
+    """Return the fault of settings that something other than a scheduler changed since the previous step, or None."""
+    before, now = (
+        {name: group for group, names in zip(o.settings, o.groups, strict=True) for name in names}
+        for o in (previous, observation)
+    )
+    when = "between two steps" if previous.evaluations else "before the first step"
+    for name, own in before.items():
+        found = now.get(name, own)
+        free = {key for key, mark in SCHEDULED.items() if mark in found}
+        for key in sorted(map(str, own.keys() - free - {"initial_lr"})):
+            if key not in found or not same_tree(own[key], found[key]):
+                sentence = f"the optimizer's {key} of {name} was {own[key]!r}, and is {found.get(key)!r} {when}"
+                return ParameterFault("changed-settings", name, sentence)
+    return None
 
 
 def fault_between(
@@ -212,15 +228,20 @@ def fault_between(
     return None
 
 
-def fault_before(previous: Observation, observation: Observation, start: Values) -> ParameterFault | None:
+def fault_before(
+    previous: Observation, observation: Observation, start: Values, *, settings: bool = True
+) -> ParameterFault | None:
     """Return what keeps a step from continuing where the previous one ended, or None.
 
     Args:
         previous: the previous step.
         observation: the step.
         start: the parameters before the run.
+        settings: whether the optimizer's settings are judged.
     """
     if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
+        return fault
+    if settings and (fault := _changed_settings(previous, observation)):
         return fault
     held = {name for group in observation.groups for name in group}
     for name in observation.gradients:

@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -151,7 +150,7 @@ class Outcome:
         observations: one per optimizer step, in order.
         start: values of the parameters before the run, by name.
         parameters: values of the parameters after the run, by name.
-        start_state: the optimizer's state for each trainable parameter before the run, by name.
+        beginning: the parameters, the optimizer's settings and its state before the run, as a step would leave them.
         raised: one line about the exception that ended the loop, or None.
         trace: the traceback of that exception, from the loop's frame on.
         timed_out: whether the loop was stopped by the time limit.
@@ -172,7 +171,7 @@ class Outcome:
     observations: list[Observation]
     start: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
-    start_state: dict[str, Any] = field(default_factory=dict)
+    beginning: Observation = field(default_factory=lambda: Observation((), {}, [], []))
     raised: str | None = None
     trace: str = ""
     timed_out: bool = False
@@ -232,7 +231,7 @@ def run_loop(
     return Outcome(
         observations=observer.observations,
         start=observer.start,
-        start_state=observer.start_state,
+        beginning=observer.beginning,
         # other ranks do not gather sharded parameters where this one has failed
         parameters=observer.values() if alone or raised is None else observer.last,
         raised=None if endless else raised,

@@ -32,7 +32,7 @@ from gradcheck_suite.core.results import Violation
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, structure, structure_changes
-from gradcheck_suite.run.optimizers import OPTIMIZERS, at_start, fault_before, fault_between, fault_of_step, in_groups
+from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
 from gradcheck_suite.verification.separability import adds_up
 
 PACKAGE = __name__.partition(".")[0]
@@ -57,7 +57,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "objective": (adds_up,),
     "pairs": (loader_over, Pairs),
     "structure": (structure, structure_changes),
-    "parameters": (Observer, at_start, fault_before, fault_of_step, fault_between),
+    "parameters": (Observer, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")

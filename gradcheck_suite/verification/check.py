@@ -9,6 +9,7 @@ from gradcheck_suite.core.case import Case, is_probe
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
     EDITS_PARAMETERS,
+    EDITS_SETTINGS,
     SCHEDULES_MICRO_BATCHES,
     Loop,
     Problem,
@@ -253,7 +254,8 @@ def check_run(
 
         def judged(rank: int) -> Verdict:
             outcome = outcomes[rank]
-            trajectory = Trajectory(case, outcome, edited=EDITS_PARAMETERS in terms.assumes)
+            edited, settings = EDITS_PARAMETERS in terms.assumes, EDITS_SETTINGS not in terms.assumes
+            trajectory = Trajectory(case, outcome, edited=edited, settings=settings)
             verdict = judge_run(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast)
             if verdict.violation or verdict.finding:
                 return verdict

@@ -13,7 +13,7 @@ import torch
 
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, is_probe
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Layout, Vector, accumulation_bound, quick_bound
-from gradcheck_suite.core.contract import EDITS_PARAMETERS
+from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
@@ -43,7 +43,6 @@ from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
     MakeOptimizer,
     ParameterFault,
-    at_start,
     fault_before,
     fault_between,
     fault_of_step,
@@ -239,10 +238,11 @@ def moved_while_frozen(case: Case, outcome: Outcome) -> str:
     return ""
 
 
-ON_PURPOSE = (
-    f"; if the loop does so on purpose, as an average or clipping of weights does, assume {EDITS_PARAMETERS}: each "
-    "gradient is then judged at the parameters that its step finds"
-)
+ON_PURPOSE = {
+    "parameter-drift": "; if the loop does so on purpose, as an average or clipping of weights does, assume "
+    f"{EDITS_PARAMETERS}: each gradient is then judged at the parameters that its step finds",
+    "changed-settings": f"; if the loop does so on purpose, as a schedule by hand does, assume {EDITS_SETTINGS}",
+}
 
 
 def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
@@ -271,7 +271,7 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
 class Trajectory:
     """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
 
-    def __init__(self, case: Case, outcome: Outcome, *, edited: bool) -> None:
+    def __init__(self, case: Case, outcome: Outcome, *, edited: bool, settings: bool) -> None:
         """Start before the first step.
 
         Args:
@@ -279,17 +279,20 @@ class Trajectory:
             outcome: what it did.
             edited: whether the loop may change parameters between steps. What a step does to those that it finds, and
                 the optimizer's state, are judged all the same.
+            settings: whether changes of the optimizer's settings are judged.
         """
-        self._case, self._outcome, self._edited = case, outcome, edited
+        self._case, self._outcome, self._edited, self._settings = case, outcome, edited, settings
         self._make = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
-        self._previous = at_start(outcome.start, outcome.start_state)
+        self._previous = outcome.beginning
 
     def before(self, step: int) -> Violation | None:
         """Return what changed parameters or state between the previous step and this one, or None."""
         observation = self._outcome.observations[step]
         if self._edited:
             self._previous = replace(self._previous, after=observation.evaluations[0].parameters)
-        fault = fault_before(self._previous, observation, self._outcome.start)
+        # the settings of an optimizer whose step changes nothing decide nothing
+        settings = self._settings and self._make is not None
+        fault = fault_before(self._previous, observation, self._outcome.start, settings=settings)
         return None if fault is None else self._violation(fault, step)
 
     def at(self, step: int) -> Violation | None:
@@ -309,7 +312,7 @@ class Trajectory:
         return Violation(
             "parameters",
             fault.diagnosis,
-            fault.sentence + (ON_PURPOSE if fault.diagnosis == "parameter-drift" else ""),
+            fault.sentence + ON_PURPOSE.get(fault.diagnosis, ""),
             self._case,
             parameter=fault.parameter,
             epoch=epoch,

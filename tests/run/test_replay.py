@@ -11,7 +11,6 @@ from gradcheck_suite.run.observer import Observer
 from gradcheck_suite.run.optimizers import (
     FOR_ANY_LOOP,
     OPTIMIZERS,
-    at_start,
     fault_before,
     fault_between,
     fault_of_step,
@@ -51,7 +50,7 @@ def first_fault(make_optimizer, start, observations, end):
 
 
 def _start(observer):
-    return at_start(observer.start, observer.start_state)
+    return observer.beginning
 
 
 def _moved_by(observation, name, change):

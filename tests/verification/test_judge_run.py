@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradcheck_suite import Problem, verify
+from gradcheck_suite import Problem, training_loop, verify
 from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
 from gradcheck_suite.core.contract import VerifyOptions
@@ -260,13 +260,16 @@ def test_a_reference_that_is_not_finite_is_not_judged_far_from_the_start(rate, s
 
     case, problem = MOVING.replace(plan=Plan((1, 3, 2, 2), 2)), _problem(_root)
     outcome = _ran(loop, case, problem)
-    verdict = _judged(outcome, case, problem, shrinking=False)
+    edits = ("edits-settings",)
+    verdict = _judged(outcome, case, problem, shrinking=False, assumes=edits)
     assert verdict.holds
     assert verdict.windows == (1 if skipped else 2)
     assert verdict.windows_skipped == ({NOT_FINITE: 1} if skipped else {})
     wrong = _with_gradient(outcome, 1, torch.tensor([1.0], dtype=torch.float64))
     # beyond, the step's rule is judged all the same, which gives other parameters
-    assert _judged(wrong, case, problem, shrinking=False).violation.kind == ("parameters" if skipped else "gradient")
+    assert _judged(wrong, case, problem, shrinking=False, assumes=edits).violation.kind == (
+        "parameters" if skipped else "gradient"
+    )
 
 
 # Whom the references blame
@@ -686,6 +689,7 @@ def test_a_change_after_the_last_step_is_found(optimizer):
 def test_what_has_diverged_is_counted_as_not_judged(dtype, limit):
     for factor, sign in ((0.9, 1), (1.1, 1), (1.1, -1)):
 
+        @training_loop(assumes=("edits-settings",))
         def loop(run, target=sign * factor * limit):
             # the first window's gradient is 2.5, the second's is wrong
             run.optimizer.param_groups[0]["lr"] = -target / 2.5
@@ -712,6 +716,7 @@ def _checks_parameters(run):
 
 
 def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
+    @training_loop(assumes=("edits-settings",))
     def leap(run):
         run.optimizer.param_groups[0]["lr"] = -math.inf
         _checks_parameters(run)
@@ -747,6 +752,7 @@ def test_steps_at_parameters_that_a_setting_makes_nan_are_counted_as_not_judged(
     def spoil(run):
         run.optimizer.param_groups[0]["lr"] = math.nan
 
+    @training_loop(assumes=("edits-settings",))
     def loop(run):
         _at_step(0, spoil)(run)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, training_loop, verify
 from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.contract import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
@@ -154,6 +154,62 @@ def test_values_that_change_under_an_optimizer_that_changes_nothing_are_no_fault
         assert (violation.kind, violation.diagnosis) == ("parameters", diagnosis), name
 
 
+def _setting(key, value):
+    def change(run, step=0):
+        for group in run.optimizer.param_groups:
+            group[key] = value
+
+    return change
+
+
+def _in_the_first_group(run):
+    first, *rest = run.optimizer.param_groups
+    for group in rest:
+        first["params"] = [*first["params"], *group["params"]]
+        group["params"] = []
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (
+            _around_steps(after=_at({2}, _setting("maximize", True))),
+            "maximize of 0.weight was False, and is True between",
+        ),
+        (_around_steps(after=_at({0}, _setting("weight_decay", 0.0))), "weight_decay of 0.weight was 0.01, and is 0.0"),
+        (_around_steps(after=_at({1}, _setting("lr", 0.1))), "as a schedule by hand does, assume edits-settings"),
+        (_around_steps(once=_in_the_first_group), "lr of 0.bias was 0.025, and is 0.05 before the first step"),
+    ],
+)
+def test_settings_that_no_scheduler_changes_stay_what_they_are(loop, said):
+    case = CASE.replace(optimizer="momentum", groups=2)
+    violation = check(loop, case).violation
+    assert violation.diagnosis == "changed-settings"
+    assert said in violation.explanation
+    assert check(loop, case.replace(optimizer=None)).holds
+
+
+def _under(make):
+    def loop(run):
+        scheduler = make(run.optimizer)
+        for window in windows(run):
+            run.optimizer.zero_grad()
+            backward_window(run, window)
+            run.optimizer.step()
+            scheduler.step()
+
+    return loop
+
+
+def test_what_a_scheduler_changes_is_no_fault():
+    case = CASE.replace(optimizer="momentum", groups=2)
+    schedules = torch.optim.lr_scheduler
+    assert check(_under(lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20)), case).holds
+    assert check(_under(lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step))), case).holds
+    by_hand = training_loop(assumes=("edits-settings",))(_around_steps(after=_at({1}, _setting("lr", 0.1))))
+    assert verify(by_hand, VerifyOptions(optimizer="momentum", examples=5)).holds
+
+
 def test_a_loss_of_nan_in_the_state_of_l_bfgs_is_no_change():
     # the loss of a micro-batch without valid targets is NaN, and its gradient is zero
     layers = (Layer("linear", bias=True, features=2),)
@@ -180,6 +236,7 @@ def test_a_frozen_parameter_may_not_change_either():
 
 @pytest.mark.usefixtures("only_linear")
 def test_steps_that_were_not_judged_are_counted_over_all_cases():
+    @training_loop(assumes=("edits-settings",))
     def leap(run):
         for group in run.optimizer.param_groups:
             group["lr"] = 1e300
@@ -394,6 +451,7 @@ def _reloaded(run):
     _around_steps(after=reload)(run)
 
 
+@training_loop(assumes=("edits-settings",))
 def _regrouped(run):
     parameters = list(run.model.parameters())
     (group,) = run.optimizer.param_groups
@@ -424,6 +482,7 @@ def _scaled(run):
         scaler.update()
 
 
+@training_loop(assumes=("edits-settings",))
 def _foreach(run):
     for group in run.optimizer.param_groups:
         group["foreach"] = True
