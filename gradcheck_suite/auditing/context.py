@@ -83,7 +83,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = False
         self._process = os.getpid()
         self._steps = 0
-        self._told: set[str] = set()
+        self._told: set[Any] = set()
         self._stop = False
         self._events: list[Event] = []
         self._names: dict[int, str] = {}
@@ -294,8 +294,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for index in [i for i, running in self._running.items() if step is not None]:
             del self._running[index]
         for violation in self._judge.violations():
-            if violation.diagnosis not in self._told and not self.options.accepts(violation.diagnosis, violation.where):
-                self._told.add(violation.diagnosis)
+            # a later window may give the fault of an earlier one another name
+            told = {violation.diagnosis, (violation.step, violation.where)}
+            if not told & self._told and not self.options.accepts(violation.diagnosis, violation.where):
+                self._told |= told
                 self._tell(violation)
 
     # The window again

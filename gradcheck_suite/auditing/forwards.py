@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -382,7 +382,7 @@ class _State:
         elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
             self._undo.append(functools.partial(_set_state_of, value, _state_of(value)))
         elif isinstance(value, list | dict | set | deque):
-            self._undo.append(functools.partial(_refill, value, value.copy()))
+            self._undo.append(functools.partial(_refill, value, _base_of(value)(value)))
             self._walk_all(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple | frozenset):
             self._walk_all(value)
@@ -450,9 +450,22 @@ def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values)
 
 
+def _base_of(container: Any) -> Any:
+    """Return the built-in class of a container: a subclass may refuse to be written to, as a frozen dict does."""
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
+
+
 def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(content)
+    kind = _base_of(container)
+    if isinstance(container, dict):
+        pairs = zip(container.items(), content.items(), strict=False)
+        if len(container) != len(content) or not all(a is c and b is d for (a, b), (c, d) in pairs):
+            kind.clear(container)
+            for key, value in content.items():
+                kind.__setitem__(container, key, value)
+    else:
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, content)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing import window_again
-from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
 from gradcheck_suite.auditing.samples import size
@@ -151,7 +151,7 @@ class _Members:
         self.mean = {
             i: float(np.median([c for _, c in found])) if found else 0.0 for i, found in self.by_parameter.items()
         }
-        told = [i for i, found in self.by_parameter.items() if found or not self._is_null(i)]
+        told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
         self.by_hand = [i for i in told if window.passes[i].by_hand]
         rest = [i for i in told if i not in self.by_hand]
         self.own = [i for i in rest if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))]
@@ -160,7 +160,8 @@ class _Members:
             rest = [i for i in rest if self.is_in(i)] or rest
         self.required = [i for i in rest if i not in self.optional]
 
-    def _is_null(self, index: int) -> bool:
+    def is_null(self, index: int) -> bool:
+        """Return whether what arrived from a pass was exactly 0, which tells nothing."""
         window, records = self.window, self.window.passes[index].records
         reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
         return bool(reached) and all(place in window.null for place in reached)
@@ -283,11 +284,16 @@ def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Su
         if len(lost) % usual == 0:
             return Sums(excuse="a whole window was reset without a step")
         if len(lost) < usual:
-            sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch"))
+            sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
             return Sums(Fault("tail-dropped", sentence, kind="step-count"))
-    if kept and max(lost) > min(kept):
-        return _fault("dropped-micro-batch")
-    return _fault("reset-inside-window")
+    name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
+    return _fault(name, SENTENCES[name] + _resets(members, lost))
+
+
+def _resets(members: _Members, lost: Sequence[int]) -> str:
+    """Say where the program resets gradients, for those that were lost."""
+    lines = lines_with("zero_grad(", members.window.passes[max(lost)].site)
+    return f" (`zero_grad` is called at {', '.join(lines)})" if lines else ""
 
 
 def _judge_parameters(members: _Members, missing: Sequence[int]) -> Sums | None:
@@ -391,7 +397,9 @@ class Weighed:
     steps: set[int] = field(default_factory=set)
 
 
-def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int) -> Weighed:
+def judge_weights(
+    pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int, name_of: Callable[[int], str | None]
+) -> Weighed:
     """Judge the weights of the windows of one optimizer.
 
     Args:
@@ -399,6 +407,7 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | Non
         usual: the most frequent number of passes.
         said: the accumulation steps that the user states or the trainer is configured with.
         ranks: number of ranks.
+        name_of: the name of a parameter.
     """
     result = Weighed()
     modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
@@ -410,8 +419,9 @@ def judge_weights(pending: Sequence[Pending], usual: int | None, said: int | Non
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.where))
             continue
-        dark = _note_unknown(one, found, result)
-        if (found and (one.length == 1 or not dark)) or one.length == 1:
+        dark = _note_unknown(one, found, result, name_of)
+        partial = any(t.partial for _, i in one.coefficients for r in one.window.passes[i].records for t in r.terms)
+        if one.length == 1 or ((found or partial) and not dark):
             result.steps.add(one.window.number)
         _compare_within(one, found, history, unequal, result)
     for several in unequal.values():
@@ -452,26 +462,32 @@ PARTIAL = (
 )
 
 
-def _note_unknown(one: Pending, found: Sequence[Objective], result: Weighed) -> bool:
-    """Note what of a window's losses could not be read, and return whether there is such a part."""
+def _note_unknown(
+    one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
+) -> bool:
+    """Note what of a window's losses could not be read, and return whether there is such a part.
+
+    A loss that is no sum over the window's micro-batches has no weights, so that none are missing.
+    """
     window = one.window
     records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
-    dark: Counter[str] = Counter()
+    dark, partial = set[str](), set[str]()
     for record in records.values():
         for term in record.terms:
             if term.opaque:
-                dark[f"{record.place}: {term.opaque}: the weights of this loss are unknown; {DECLARE}"] += 1
+                dark.add(f"{record.place}: {term.opaque}: the weights of this loss are unknown; {DECLARE}")
             elif term.partial:
-                dark[f"{record.place}: {PARTIAL}"] += 1
+                partial.add(f"{record.place}: {PARTIAL}")
         if not record.terms and record.unread:
-            dark[f"{record.place}: {record.unread}: the weights of this loss are unknown"] += 1
+            dark.add(f"{record.place}: {record.unread}: the weights of this loss are unknown")
     if one.length > 1:
-        result.unknown.update(dict.fromkeys(dark, 1))
+        result.unknown.update(dark | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
-        if whole and any(term.partial for record in records.values() for term in record.terms):
+        if whole and partial:
+            names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
-                f"{one.where}: {counted(len(whole), 'parameter')} outside of the cached items (a logit scale) get a "
-                f"gradient from each of the {one.length} passes over the same items: {one.length} times too large"
+                f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
+                f"{one.length} passes over the same items: it is {one.length} times too large"
             ] += 1
     uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
     for objective in uneven:
@@ -529,8 +545,8 @@ def violation_of(fault: Fault, window: Window, where: Place, parameter: str | No
         explanation=fault.sentence,
         step=window.number,
         where=_loss_line(window, where) or str(where),
-        backward=window.passes[max(window.passes)].site.line if window.passes else None,
-        stepped=window.step.place.line,
+        backward=str(window.passes[max(window.passes)].site) if window.passes else None,
+        stepped=str(window.step.place),
         parameter=parameter,
     )
 
@@ -810,9 +826,12 @@ class Judge:
         members = _Members(window)
         required = members.required or list(window.passes)
         self._windows[optimizer] += 1
-        for index, seen in window.passes.items():
+        told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
+        for site in {str(seen.site) for index, seen in window.passes.items() if index not in told}:
+            self._notes[f"{site}: every gradient that goes backward here is exactly 0"] += 1
+        for index, seen in told.items():
             self._places.setdefault((optimizer, str(seen.site)), [0, 0, 0])[bool(members.is_in(index))] += 1
-        for site in {str(seen.site) for seen in window.passes.values()}:
+        for site in {str(seen.site) for seen in told.values()}:
             self._places[optimizer, site][2] += 1
         if required and all(members.is_in(i) for i in required):
             self._lengths[optimizer][len(required)] += 1
@@ -937,7 +956,7 @@ class Judge:
     def _weigh(self, optimizer: int) -> None:
         pending = self._pending[optimizer]
         usual, said = self.usual(optimizer), self._said(optimizer)
-        weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks)
+        weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks, self._name_of)
         self._since[optimizer] = 0
         self._unite_weighed(weighed)
         if len(pending) > MOST_WINDOWS:
@@ -971,21 +990,24 @@ class Judge:
             self._tails()
 
     def _tails(self) -> None:
-        """Find what went backward after an optimizer's last step and is never stepped on."""
+        """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""
         for optimizer, before in self._replay.last.items():
             usual = self.usual(optimizer)
             last = self._last.get(optimizer)
-            if last is None or usual is None or usual < 2:
+            if last is None or usual is None:
                 continue
+            standing = self._replay.standing(last.keys)
             left = {
                 index: seen
                 for index, seen in self._replay.passes.items()
                 if index >= before
+                and index in standing
                 and not seen.consumers
                 and seen.has(set(last.keys))
                 and (optimizer, str(seen.site)) in self._places
             }
-            if left and len(left) < usual:
+            # as many as a window may be one that was discarded on purpose: nothing after it tells
+            if left and len(left) != usual:
                 sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, last, left[max(left)].site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
 import re
 import sys
@@ -81,6 +82,16 @@ def here() -> Place:
                 path.append(place)
         frame = frame.f_back
     return Place(line, tuple(path)) if line else NOWHERE
+
+
+MOST_LINES = 4
+
+
+def lines_with(call: str, place: Place) -> list[str]:
+    """Return where the user's files of a place have a call, a few at most: torch has no hook for `zero_grad`."""
+    files = dict.fromkeys(line.rpartition(":")[0] for line in place.path)
+    lines = ((f"{file}:{n}", text) for file in files for n, text in enumerate(linecache.getlines(file), 1))
+    return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
 
 
 _LINE = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')

@@ -331,7 +331,7 @@ class Recorder:
         self._stepping: list[Any] = []
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
-        self._lines: dict[tuple[Place, tuple[str, ...]], str] = {}
+        self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
         self._anomaly: tuple[bool, bool] | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._handles: list[Any] = []
@@ -493,8 +493,11 @@ class Recorder:
         place = running.record.place
         for term in running.reader.terms():
             if term.line is not None:
-                self._lines.setdefault((place, term.expression), term.line)
-            running.record.terms.append(replace(term, line=self._lines.get((place, term.expression))))
+                self._lines.setdefault(term.expression, {}).setdefault(place, term.line)
+            known = self._lines.get(term.expression, {})
+            # a trainer may send the micro-batch that it steps on backward by another path than the others
+            line = known.get(place) or (next(iter(known.values())) if len({*known.values()}) == 1 else None)
+            running.record.terms.append(replace(term, line=line))
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1

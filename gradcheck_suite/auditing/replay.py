@@ -386,6 +386,11 @@ class Replay:
             self._owners[key].add(window.optimizer)
         self._forget()
 
+    def standing(self, keys: Iterable[int]) -> set[int]:
+        """Return the passes since the last step that stand in the `.grad` of some parameters."""
+        found = [ranked[key].coefficients for ranked in self._states for key in keys]
+        return {index for coefficients in found for (_, index), c in coefficients.items() if abs(c) > NEGLIGIBLE}
+
     def _forget(self) -> None:
         """Let go of the passes that every optimizer of their parameters has stepped on.
 

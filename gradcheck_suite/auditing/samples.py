@@ -45,7 +45,8 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
         tensor = tensor.contiguous().view(torch.int16)
     elif not tensor.dtype.is_floating_point:
         return None
-    return tensor.numpy().reshape(-1)
+    # `Tensor.numpy` would keep the storage from being resized ever after, as FSDP does (no issue known)
+    return np.from_dlpack(tensor.detach()).reshape(-1)
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -732,6 +732,27 @@ optimizer.step(closure)
 optimizer.zero_grad()""",
     ),
     # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no fault.
+    # The trainer of an example of Lightning Fabric counts steps where it means to count batches, and steps once.
+    "faulty_stops_stepping": faulty(
+        "tail-dropped",
+        "*[4] * 16",
+        setup="steps = 0",
+        then="if steps % 4:\n    continue\nsteps += 1",
+    ),
+    # open_clip's accum_freq: each pass sees all items, and lets a gradient through to those of one micro-batch.
+    "sound_cached_features": sound(
+        "*[3] * 8",
+        model="toy.classifier()\nmodel.logit_scale = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))",
+        start="with torch.no_grad():\n    cached = [model(x) for x, _ in window]",
+        batch="number, (x, y) in enumerate(window)",
+        loss="features = torch.cat([*cached[:number], model(x), *cached[number + 1 :]])\n"
+        "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))",
+    ),
+    "unjudged_gradients_of_zero": unjudged(
+        "every gradient that goes backward here is exactly 0",
+        model="toy.classifier(1)",
+        loss="loss = F.cross_entropy(model(x), y * 0) / len(window)",
+    ),
     # One line sends the losses of two tasks backward, each with a head of its own: these are two objectives.
     "sound_two_tasks_of_one_line": sound(**_tasks("(0, 4), (1, 9)", "1")),
     "faulty_two_tasks_of_one_line": faulty("mean-of-means", **_tasks("(0, 2), (0, 5), (1, 9)", "(2 - task)")),

@@ -211,6 +211,51 @@ def test_strange_models_train_as_without_an_audit(make):
     assert audit.result.holds, audit.result
 
 
+def test_storages_can_still_be_resized():
+    # FSDP frees the parameters that it has gathered; `Tensor.numpy` keeps a storage from being resized for good
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with gradcheck_suite.audit(every=1):
+        for _ in range(2):
+            weight.sum().backward()
+            gradient = weight.grad
+            optimizer.step()
+            optimizer.zero_grad()
+        for tensor in (weight, gradient):
+            tensor.untyped_storage().resize_(0)
+
+
+class _Frozen(collections.OrderedDict):
+    """A dict that refuses to be written to, as the configuration of a diffusers model does."""
+
+    def update(self, *_):
+        raise TypeError("frozen")
+
+    __setitem__ = pop = clear = update
+
+
+class _Configured(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.config = torch.nn.Linear(3, 1), _Frozen()
+        collections.OrderedDict.__setitem__(self.config, "scale", 2.0)
+
+    def forward(self, x):
+        return self.inner(x) * self.config["scale"]
+
+
+def test_a_container_that_cannot_be_written_to_need_not_be_put_back():
+    model = _Configured()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(every=1) as audit:
+        for _ in range(2):
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert audit.result.holds
+    assert sum(audit.result.again.values()) == 2, audit.result
+
+
 @pytest.mark.parametrize("faulty", [False, True])
 def test_time_and_memory_of_a_long_run_are_bounded(faulty):
     weight = torch.nn.Parameter(torch.ones(3))

@@ -51,6 +51,11 @@ def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_wi
             assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_parameter_outside_of_cached_items_is_named(scripts):
+    result, _ = audited(scripts / "sound_cached_features.py", "float64")
+    assert any("the gradient of logit_scale arrives from each of the 4 passes" in text for text in result.findings)
+
+
 @_found_in(UNJUDGED)
 def test_what_cannot_be_judged_is_said(name, dtypes, scripts):
     for dtype in dtypes:
