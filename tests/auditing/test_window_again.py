@@ -210,6 +210,13 @@ def through_float32(x):
     return x.float().tanh().to(x.dtype)
 
 
+def attention_back(context, gradient):
+    q, k = context.saved_tensors
+    weights = (q.float() @ k.float().T).softmax(-1)
+    scores = weights * (gradient.float() - (gradient.float() * weights).sum(-1, keepdim=True))
+    return (scores @ k.float()).to(q.dtype), (scores.T @ q.float()).to(k.dtype)
+
+
 def slope(x):
     return 1 - x.tanh() ** 2
 
@@ -226,6 +233,8 @@ def ones(x):
     return torch.ones_like(x)
 
 
+ATTENTION = custom(lambda q, k: (q.float() @ k.float().T).softmax(-1).to(q.dtype), attention_back)
+SMALL = (leaf(64, 4).detach() / 50).requires_grad_()
 GENERATOR = torch.Generator()
 ZEROS = torch.relu(leaf(8, 5).detach()).requires_grad_()
 POSITIVE = leaf(50).detach().abs().requires_grad_()
@@ -237,6 +246,7 @@ SOUND = {
     "the other derivative at zeros": (elementwise(torch.relu, lambda x: (x >= 0).to(x)), ZEROS),
     "a square root at zeros": (elementwise(torch.sqrt, lambda x: 0.5 / x.sqrt()), ZEROS),
     "float32 inside": (elementwise(through_float32, slope), leaf(8, 5)),
+    "a softmax in float32 that small steps do not move": (ATTENTION, SMALL, SMALL),
     "float32 alone": (elementwise(only_float32, slope), leaf(8, 5)),
     "a saturated sigmoid": (elementwise(torch.sigmoid, lambda x: x.sigmoid() * (1 - x.sigmoid())), leaf(8, 5) * 100),
     "a gradient cut above 15": (elementwise(torch.exp, lambda x: x.clamp(max=15).exp()), leaf(8, 5)),
@@ -265,6 +275,7 @@ FAULTY = {
     "relu at zeros": ((elementwise(torch.relu, lambda x: 2 * (x > 0).to(x)), ZEROS), "2 times"),
     "log": ((elementwise(torch.log, lambda x: 2 / x), POSITIVE), "2 times"),
     "float32 inside": ((elementwise(through_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
+    "a softmax in float32 that small steps do not move": (ATTENTION, SMALL, SMALL),
     "float32 alone": ((elementwise(only_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
 }
 
