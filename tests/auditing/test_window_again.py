@@ -234,7 +234,7 @@ def ones(x):
 
 
 ATTENTION = custom(lambda q, k: (q.float() @ k.float().T).softmax(-1).to(q.dtype), attention_back)
-SMALL = (leaf(64, 4).detach() / 50).requires_grad_()
+SMALL = (leaf(64, 4).detach() / 10).requires_grad_()
 GENERATOR = torch.Generator()
 ZEROS = torch.relu(leaf(8, 5).detach()).requires_grad_()
 POSITIVE = leaf(50).detach().abs().requires_grad_()
