@@ -31,8 +31,9 @@ MODES = ("zero_", "None")
 
 def with_steps(records: Records, steps: Sequence[Data]) -> Records:
     """Return the records with `STEPS_CLAIM` answered from the timed steps that the section on steps shows."""
+    said = {"text": CLAIMS[STEPS_CLAIM].text, "how": CLAIMS[STEPS_CLAIM].how}
     claims = [
-        replace(record, data={**record.data, **answer(steps)})
+        replace(record, data={**record.data, **said, **answer(steps)})
         if steps and record.data.get("number") == STEPS_CLAIM
         else record
         for record in records.of("claim")
