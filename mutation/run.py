@@ -2,7 +2,9 @@
 
     python mutation/run.py                     # everything, from the start
     python mutation/run.py --again             # only what survived, after tests were added
-    python mutation/run.py core/comparison     # one module; the report holds what the last runs of the others found
+    python mutation/run.py core/comparison     # one module
+
+The report is written where all modules were run in this checkout, now or before; else it stays as it is.
 
 Mutants are written to disk one after the other, so this works on a copy under `build/mutation`: a run that is killed
 leaves the tree as it was. Exits with 1 where a mutant survived that `explained.toml` does not explain.
@@ -160,7 +162,7 @@ def _text(path: Path) -> str:
 
 
 def main() -> int:
-    """Run, write the scores to `mutation/README.md`, and say what is not explained."""
+    """Run, write the scores to `mutation/README.md` if all modules have some, and say what is not explained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "targets", nargs="*", metavar="MODULE", help=f"of {', '.join(TARGETS)}; all where none is named"
@@ -176,13 +178,16 @@ def main() -> int:
         print(f"{target}: {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     found, reasons = _found(tree), explained(HERE / "explained.toml")
     untried = [target for target in TARGETS if not _session(target).exists()]
-    (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray"), untried), encoding="utf-8")
+    if untried:
+        print(f"mutation/README.md stays as it is: not run here: {', '.join(untried)}")
+    else:
+        (HERE / "README.md").write_text(report(found, reasons, version("cosmic-ray")), encoding="utf-8")
     left = unexplained(found, reasons)
     for mutant in left:
         print(f"{mutant.module}: `{mutant.statement}` -> `{mutant.changed}` survived and is not explained")
     for module, statement, _ in stale(reasons, lambda module: _text(ROOT / module)):
         print(f"explained.toml: {module} no longer contains `{statement}`; remove the entry, or correct it")
-    print(f"{len(found)} mutants; see mutation/README.md")
+    print(f"{len(found)} mutants, {len(left)} neither killed nor explained")
     return 1 if left else 0
 
 

@@ -89,14 +89,13 @@ def _row(name: str, found: Sequence[Mutant], reasons: dict[Key, str]) -> str:
     return f"| {name} | {total} | {count['killed']} | {slow} | {equivalent} | {100 * share:.1f}% |"
 
 
-def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str, untried: Sequence[str] = ()) -> str:
+def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> str:
     """Return the report in Markdown.
 
     Args:
         found: the mutants.
         reasons: why some cannot be killed.
         version: Cosmic Ray's.
-        untried: the modules that have no mutants here, since they were not run.
     """
     modules = sorted({mutant.module for mutant in found})
     lines = [
@@ -117,10 +116,7 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str, untri
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [_row(f"`{m}`", [mutant for mutant in found if mutant.module == m], reasons) for m in modules]
-    lines += [_row("all", found, reasons), ""]
-    if untried:
-        lines += [f"Not tried in these runs: {', '.join(f'`{module}`' for module in untried)}.", ""]
-    lines += ["## Explained", ""]
+    lines += [_row("all", found, reasons), "", "## Explained", ""]
     survived = {mutant.key for mutant in found if mutant.outcome == "survived"}
     for module in modules:
         keys = [key for key in reasons if key[0] == module and key in survived]

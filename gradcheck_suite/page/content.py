@@ -122,12 +122,12 @@ class Claim:
     Attributes:
         number: such as `C1.2`.
         origin: where it is published.
-        text: the claim.
+        text: the claim as published.
         short: the claim in a few words.
-        verdict: `confirmed`, `conditional` or `refuted`.
+        verdict: `confirmed`, `conditional` or `refuted`; of a question `always`, `sometimes` or `never`.
         sentence: what holds.
         condition: under which it is true; empty if under none or any.
-        how: how it was tested.
+        how: what is judged of it, and how.
         counterexample: the smallest case against it; empty if there is none.
         numbers: figures of the run that no plot shows, as pairs of a name and a value.
         figures: plots of the other figures of the run.

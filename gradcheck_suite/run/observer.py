@@ -238,7 +238,7 @@ def same_tree(one: Any, other: Any) -> bool:
 # Stand-alone scripts copy these two functions, which therefore need torch alone.
 
 
-Structure = dict[str, tuple[torch.nn.Parameter, dict[str, object]]]
+Structure = dict[str, tuple[torch.Tensor, dict[str, object]]]
 
 
 def structure(model: torch.nn.Module) -> Structure:
@@ -253,12 +253,19 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
     """Return how the loop changed the model's parameters apart from their values, or None."""
     changes = [f"removed {name}" for name in before.keys() - after.keys()]
     changes += [f"added {name}" for name in after.keys() - before.keys()]
+    cause = ""
     for name in before.keys() & after.keys():
         (old, was), (new, now) = before[name], after[name]
         if old is not new:
             changes.append(f"replaced {name} by another parameter")
+            # a module takes no plain tensor for a parameter, but torch itself leaves some there (pytorch#164759)
+            if not isinstance(new, torch.nn.Parameter):
+                cause = (
+                    "; torch.func.functional_call does this to a module that the model holds under two names "
+                    "(pytorch#164759): pass tie_weights=False"
+                )
         changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
-    return ", ".join(sorted(changes)) or None
+    return ", ".join(sorted(changes)) + cause or None
 
 
 Forward = Callable[..., Any]

@@ -114,24 +114,25 @@ def copy_bandwidth(device: str, timer: Callable[[], Any]) -> float:
     elements = COPY_BYTES[device] // 4
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES[device] / _median_seconds(lambda: target.copy_(source), timer)
+    return 2 * COPY_BYTES[device] / median_seconds(lambda: target.copy_(source), timer)
 
 
 def fill_bandwidth(device: str, timer: Callable[[], Any]) -> float:
     """Return bytes per second that `zero_` of one large tensor writes: the median of several."""
     target = torch.ones(COPY_BYTES[device] // 4, device=device)
-    return COPY_BYTES[device] / _median_seconds(target.zero_, timer)
+    return COPY_BYTES[device] / median_seconds(target.zero_, timer)
 
 
 def memset_bandwidth() -> float:
     """Return bytes per second that the C library's `memset` writes, on one thread of the CPU."""
     target = torch.ones(COPY_BYTES["cpu"] // 4)
-    return COPY_BYTES["cpu"] / _median_seconds(
+    return COPY_BYTES["cpu"] / median_seconds(
         lambda: ctypes.memset(target.data_ptr(), 0, COPY_BYTES["cpu"]), time.perf_counter
     )
 
 
-def _median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
+def median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
+    """Return the median of several times of one call, after two that are not timed."""
     seconds = []
     for _ in range(REPEATS + 2):
         start = timer()

@@ -77,11 +77,10 @@ def test_fault_at_a_kink_or_far_out_is_found(module, fault, found):
     assert disagreements(module, fault) == found
 
 
-@pytest.mark.xfail(reason="torch multiplies by a float32 1/6, also in float64", strict=False)
-def test_hardsigmoid_has_a_float64_gradient():
-    """Why the catalogue has no hardsigmoid: torch's derivative is wrong in the eighth digit.
+def test_hardsigmoid_has_no_float64_gradient():
+    """Why the catalogue has no hardsigmoid: torch multiplies by a float32 1/6, also in float64.
 
-    Every model that holds one would be a finding, and hide others. It can join once this passes everywhere.
+    Every model that holds one would be a finding, and hide others. It can join once this fails.
     """
     _, slope = torch_side(torch.nn.Hardsigmoid(), np.zeros(1))
-    assert slope[0] == pytest.approx(1 / 6, rel=1e-12)
+    assert slope[0] == float(np.float32(1 / 6)) != pytest.approx(1 / 6, rel=1e-12)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 
+import jax
 import numpy as np
 import pytest
 import torch
+
+from gradcheck_suite.catalogue.tables import LOSSES
+from gradcheck_suite.reference import programs  # noqa: F401  # JAX computes in float64 from then on
 
 F = torch.nn.functional
 LOGITS = torch.tensor([[1.0, 2.0, 4.0], [0.5, -1.0, 0.0]], dtype=torch.float64)
@@ -137,6 +141,13 @@ def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():
     norm = math.sqrt(np.float32(1e-12))
     assert found[0].tolist() == pytest.approx([0.6 / norm, 0.8 / norm], rel=1e-12)
     assert found[0, 0].item() != pytest.approx(0.6e6, rel=1e-9)
+    # and so has the catalogue's loss, in torch and in JAX
+    loss, options, batch = LOSSES["cosine_embedding"], {"margin": 0.0}, {"other": other, "target": one(-1.0)}
+    by_torch = gradient(lambda x: loss.torch_loss(options, x, batch, "mean"), [0.0, 0.0])
+    arrays = {name: value.numpy() for name, value in batch.items()}
+    by_jax = jax.grad(lambda x: loss.jax_items(options, x, arrays).sum())(np.zeros((1, 2)))
+    for slope in (by_torch, by_jax):
+        assert slope[0].tolist() == pytest.approx([0.6 / norm, 0.8 / norm], rel=1e-12)
 
 
 @pytest.mark.parametrize("logit", [28.0, 30.0, 40.0])

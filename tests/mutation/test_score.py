@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mutation import run
 from mutation.run import ROOT, TARGETS
 from mutation.score import Mutant, explained, mutants, report, stale, unexplained
 from mutation.statements import apply, changed_statement
@@ -120,12 +121,6 @@ def test_the_score_leaves_out_what_is_skipped_or_explained(reasons):
     assert "- `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
 
 
-def test_modules_that_were_not_run_are_named(reasons):
-    assert "Not tried" not in report(mutants(FIVE, read), reasons, "8.7.0")
-    text = report(mutants(FIVE, read), reasons, "8.7.0", ["a/b", "c"])
-    assert "\nNot tried in these runs: `a/b`, `c`.\n" in text
-
-
 def test_a_reason_for_what_is_killed_is_not_shown(reasons):
     assert "no window is longer" not in report(mutants(FIVE, read)[1:], reasons, "8.7.0")
 
@@ -134,3 +129,31 @@ def test_every_kept_reason_is_about_a_statement_that_is_there():
     reasons = explained(ROOT / "mutation" / "explained.toml")
     assert reasons
     assert stale(reasons, lambda module: (ROOT / module).read_text()) == []
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "the others were run before"])
+def test_a_module_alone_does_not_rewrite_the_report_of_all(others, tmp_path, monkeypatch, capsys):
+    """Cosmic Ray is played by files that hold what it prints of each module."""
+    (tmp_path / "README.md").write_text("of all", encoding="utf-8")
+    (tmp_path / "explained.toml").write_text(REASONS, encoding="utf-8")
+    first, *rest = TARGETS
+    dumped = {
+        target: _dumped("b.py", "killed", line="x = 1", changed=f"x = {i}") for i, target in enumerate(TARGETS, 2)
+    }
+    for name in ("HERE", "BUILD"):
+        monkeypatch.setattr(run, name, tmp_path)
+    monkeypatch.setattr(run, "_copy_tree", lambda: tmp_path)
+    monkeypatch.setattr(run, "_run", lambda target, tree, *, again: run._session(target).write_text(dumped[target]))
+    monkeypatch.setattr(run, "_call", lambda tree, *command: run.Path(command[-1]).read_text() + "\n")
+    monkeypatch.setattr(run, "version", lambda name: "8.7.0")
+    for target in rest if others else ():
+        run._session(target).write_text(dumped[target])
+    (tmp_path / "b.py").write_text(SOURCES["b.py"])
+    monkeypatch.setattr("sys.argv", ["run.py", first])
+    assert run.main() == 0
+    said = (tmp_path / "README.md").read_text(encoding="utf-8")
+    if others:
+        assert f"| `b.py` | {len(TARGETS)} | {len(TARGETS)} | 0 | 0 | 100.0% |" in said
+    else:
+        assert said == "of all"
+        assert f"stays as it is: not run here: {', '.join(rest)}\n" in capsys.readouterr().out

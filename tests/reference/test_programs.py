@@ -177,10 +177,12 @@ def test_a_store_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
 
 
 def test_only_the_latest_environments_are_kept(store):
-    for name in "abcdef":
+    for age, name in enumerate("cafebd"):
         (store / name).mkdir()
+        os.utime(store / name, (10**9 - age, 10**9 - age))
     Programs().call("double", _double, X)
-    assert len(list(store.iterdir())) == programs.KEPT_ENVIRONMENTS + 1
+    (new,) = {path.name for path in store.iterdir()} - set("cafebd")
+    assert {path.name for path in store.iterdir()} == {*"cafe", new}
 
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):

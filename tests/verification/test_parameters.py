@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, training_loop, verify
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
 from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.contract import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
@@ -623,3 +623,44 @@ def test_the_output_says_that_parameters_were_not_judged():
     lines = result_lines(result, None, VerifyOptions(examples=10), 4, judged=True)
     assert "    assumes edits-parameters: gradients were judged at the parameters that each step found" in lines
     assert not any("nothing else was tried" in line for line in lines)
+
+
+@pytest.mark.usefixtures("without_second_opinion")
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weights):
+    """pytorch#164759: each name of a shared module swaps its parameters, and the second one keeps what is there."""
+
+    def model(seed):
+        torch.manual_seed(seed)
+        shared = torch.nn.Linear(2, 2)
+        return torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
+
+    def by_vjp(run):
+        names = {name: p.detach() for name, p in run.model.named_parameters()}
+        parameters = dict(run.model.named_parameters())
+        for window in windows(run):
+            total = window_count(run, window)
+            for p in parameters.values():
+                p.grad = torch.zeros_like(p)
+            for batch in window:
+                loss, pull = torch.func.vjp(
+                    lambda values, batch=batch: run.loss(
+                        lambda x: torch.func.functional_call(run.model, values, (x,), tie_weights=tie_weights), batch
+                    ),
+                    names,
+                )
+                (found,) = pull(torch.ones_like(loss) * run.count(batch) / total)
+                for name, p in parameters.items():
+                    p.grad += found[name]
+            run.optimizer.step()
+
+    problem = Problem(
+        model,
+        lambda items, seed: {"x": torch.randn(items, 2, generator=torch.Generator().manual_seed(seed))},
+        lambda called, batch: called(batch["x"]).square().mean(),
+    )
+    verdict = check(by_vjp, Case("mine", CASE.plan), problem=problem)
+    assert verdict.holds is not tie_weights
+    if tie_weights:
+        assert verdict.violation.diagnosis == "changed-model"
+        assert verdict.violation.explanation.endswith("(pytorch#164759): pass tie_weights=False")

@@ -201,7 +201,8 @@ def _claims(arguments: Namespace) -> int:
         claim = CLAIMS[number]
         finding = claim.check()
         condition = [f"      true where: {finding.condition}"] if finding.condition else []
-        _print_lines([f"{number:<5} {finding.verdict:<12} {claim.text}", f"      {finding.sentence}", *condition])
+        said = f"      {finding.verdict}: {finding.sentence}"
+        _print_lines([f"{number:<5} {claim.text}", f"      judged: {claim.how}", said, *condition])
         data = {
             "number": number,
             "source": SOURCES[int(number[1])],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -183,11 +182,12 @@ def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:
 
 def _true(records: Records) -> Answer:
     found = evidence.claim_list(records.of("claim"))
-    counts = Counter(claim.verdict for claim in found)
+    counts, questions = evidence.counted_verdicts(found)
     brief = f"{counts['confirmed']} yes, {counts['conditional']} under a condition, {counts['refuted']} no"
     sentence = (
-        f"Of {len(found)} widely read claims {counts['confirmed']} are true (confirmed), {counts['conditional']} true "
-        f"under a condition, {counts['refuted']} false (refuted)."
+        f"Of {counts.total()} widely read claims {counts['confirmed']} are true (confirmed), {counts['conditional']} "
+        f"true under a condition, {counts['refuted']} false (refuted)."
+        + "".join(f" One question: {question.text} {question.verdict.capitalize()}." for question in questions)
     )
     return Answer(
         "claims",

@@ -12,7 +12,7 @@ from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.page.content import Cell, Claim, Figure, Section, Table, sources, table
 from gradcheck_suite.studies import tally
-from gradcheck_suite.studies.claims import CLAIMS
+from gradcheck_suite.studies.claims import ANSWERS, CLAIMS
 from gradcheck_suite.studies.report.charts import bars_plot, counts_plot, detection_plot, scoreboard_plot
 from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, answer, latest
 from gradcheck_suite.studies.tally import OURS as SUITE
@@ -31,8 +31,9 @@ MODES = ("zero_", "None")
 
 def with_steps(records: Records, steps: Sequence[Data]) -> Records:
     """Return the records with `STEPS_CLAIM` answered from the timed steps that the section on steps shows."""
+    said = {"text": CLAIMS[STEPS_CLAIM].text, "how": CLAIMS[STEPS_CLAIM].how}
     claims = [
-        replace(record, data={**record.data, **answer(steps)})
+        replace(record, data={**record.data, **said, **answer(steps)})
         if steps and record.data.get("number") == STEPS_CLAIM
         else record
         for record in records.of("claim")
@@ -56,6 +57,12 @@ def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
     return tuple(sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)]))
 
 
+def counted_verdicts(found: Sequence[Claim]) -> tuple[Counter[str], list[Claim]]:
+    """Return how many claims have each verdict, and the questions, which are no claims."""
+    questions = [claim for claim in found if claim.verdict in ANSWERS.values()]
+    return Counter(claim.verdict for claim in found if claim not in questions), questions
+
+
 def _claims(records: list[Record]) -> Section | None:
     found = claim_list(records)
     loops = [record.data for record in latest((r for r in records if "loop" in r.data), ["loop"])]
@@ -76,8 +83,9 @@ def _claims(records: list[Record]) -> Section | None:
     )  # fmt: skip
     return Section(
         text=(
-            "Three widely read explanations of gradient zeroing, put to the test. A verdict is `confirmed`, `refuted`, "
-            "or `conditional`: true under the condition.",
+            "Three widely read explanations of gradient zeroing, put to the test: each claim as it was published, what "
+            "is judged of it, and the verdict: `confirmed`, `refuted`, or `conditional`: true under the condition. A "
+            "question that a source answers gets `always`, `sometimes` or `never`, and is counted apart.",
             *_loops_text(loops),
             *((OLDER,) if any(source.older for claim in found for source in claim.sources) else ()),
         ),

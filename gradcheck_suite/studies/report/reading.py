@@ -356,7 +356,10 @@ def summary(rows: Sequence[Data], device: str) -> str:
 
 
 def answer(rows: Sequence[Data]) -> dict[str, Any]:
-    """Return what claim C1.8 says: sentence, condition, figures, counterexample; each device is judged by itself."""
+    """Return what claim C1.8 says: verdict, sentence, condition, figures, counterexample; a device is judged by itself.
+
+    The claim is confirmed where no setting is faster under a release, and refuted where all are.
+    """
     devices = {device: [row for row in rows if row["device"] == device] for device in DEVICES}
     found = {device: step_times(mine) for device, mine in devices.items() if mine}
     figures = {
@@ -370,13 +373,17 @@ def answer(rows: Sequence[Data]) -> dict[str, Any]:
     said = " ".join(summary(devices[device], DEVICES[device]) for device in found)
     total = sum(len(times.rows) for times in found.values())
     faster = [_setting(row) for times in found.values() for row in times.where("none")]
+    verdict = "conditional" if not total or 0 < len(faster) < total else "refuted" if faster else "confirmed"
+    share = f"as in {total - len(faster)} of the {total} settings timed here"
     return {
+        "verdict": verdict,
         "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
         "cost of memory that is given back and allocated again. A release always saves the memory of all gradients "
         "between steps.",
         "figures": figures,
-        "condition": "memory between steps is no constraint, and releasing is not faster in the setting, as in "
-        f"{total - len(faster)} of the {total} settings timed here",
+        "condition": f"memory between steps is no constraint, and releasing is not faster in the setting, {share}"
+        if verdict == "conditional"
+        else "",
         "counterexample": "; ".join(faster),
     }
 

@@ -54,6 +54,15 @@ def test_the_claim_is_answered_for_each_device():
     assert "1,000,000 parameters, 1 item, K = 8 on the GPU: saved by releasing" in said["figures"]
 
 
+@pytest.mark.parametrize(
+    ("faster", "verdict"), [((), "conditional"), ((0, 0), "confirmed"), ((12, 0), "conditional"), ((12, 12), "refuted")]
+)
+def test_the_claim_that_zeroing_might_be_sufficient_can_be_refuted(faster, verdict):
+    said = answer([row(n, parameters=10 ** (5 + i)) for i, n in enumerate(faster)])
+    assert said["verdict"] == verdict
+    assert bool(said["condition"]) == (verdict == "conditional")
+
+
 def test_nothing_timed_is_nothing_said():
     assert step_times([]).faster == ()
 

@@ -232,6 +232,16 @@ def test_an_audited_script_has_its_last_verdict(tmp_path):
     )
 
 
+def test_a_question_is_counted_apart(tmp_path):
+    claim(tmp_path, "C1.1", verdict="confirmed", condition="")
+    claim(tmp_path, "C2.6", text="Does it matter?", verdict="sometimes")
+    (shown,) = (answer for answer in build(tmp_path).answers if answer.key == "claims")
+    assert shown.brief == "1 yes, 0 under a condition, 0 no"
+    assert shown.answer.startswith("Of 1 widely read claims 1 are true (confirmed), ")
+    assert shown.answer.endswith(" One question: Does it matter? Sometimes.")
+    assert [each.number for each in shown.claims] == ["C1.1", "C2.6"]
+
+
 def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
     figures = {
         "bytes, zero_ / None": "16,384 / 0", "gradients": [1.0, 2.5], "peak of K = 1": 4.0, "peak of K = 2": 2.0,
