@@ -1,0 +1,544 @@
+"""`.grad` as a state machine: whatever touches it, in any order, held against a model of a few lines.
+
+The model is a heap. A parameter's gradient is None or a `Gradient`: a reference to a `Memory`, which other references may
+share, with or without a graph. Each rule does one thing to torch and says in a line or two what it does to the heap. After
+each rule, every gradient and every reference that was taken on the way must be what the heap says. When a machine ends,
+JAX differentiates the sum of the losses that a memory is said to hold, in one `jax.vjp`: the formula of the model is not
+asked. All numbers are small and the operations mostly exact, so a difference is never rounding.
+
+This module must not choose settings, skip a rule by itself or look into a tensor other than through `GradStates.read`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils.checkpoint import checkpoint
+
+NAMES = ("a", "b", "c")
+"""The names under which the module has its one to three parameters."""
+LEARNING_RATE = 0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
+SMALL = 100.0  # above it nothing is done that lets numbers grow
+TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
+
+Array = np.ndarray[Any, Any]
+Coefficients = tuple[float | None, float | None, float | None]
+"""The factor of each name in a loss; None where the loss does not read the parameter."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """The gradient of one loss for one parameter.
+
+    Attributes:
+        coefficients: (3,): the loss is the sum of squares of `h`, the sum of coefficient times value over the names.
+        values: (3, 2): the parameters' values in the forward.
+        own: (3,): 1 where the name is the parameter's, else 0.
+    """
+
+    coefficients: Array
+    values: Array
+    own: Array
+
+    @property
+    def gradient(self) -> Array:
+        """(2,): the gradient, by hand."""
+        return 2 * (self.own @ self.coefficients) * (self.coefficients @ self.values)
+
+
+@dataclass
+class Memory:
+    """Numbers that several references may share.
+
+    Attributes:
+        value: (2,): the numbers.
+        terms: what they are the sum of, each with its weights (2,).
+    """
+
+    value: Array = field(default_factory=lambda: np.zeros(2))
+    terms: list[tuple[Array, Term]] = field(default_factory=list)
+
+    def add(self, terms: Sequence[tuple[float, Term]]) -> Memory:
+        """Add gradients in place."""
+        self.value = self.value + sum(weight * term.gradient for weight, term in terms)
+        self.terms += [(np.full(2, weight), term) for weight, term in terms]
+        return self
+
+    def scale(self, factor: float | Array) -> None:
+        """Multiply in place; 0 forgets."""
+        self.value = self.value * factor
+        self.terms = [(weight * factor, term) for weight, term in self.terms] if np.any(factor) else []
+
+    def copy(self) -> Memory:
+        """Return other numbers, equal now."""
+        return Memory(self.value, list(self.terms))
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A tensor that somebody may hold: its memory, whether it has a graph, and the tensor once it has been seen."""
+
+    memory: Memory
+    graph: bool = False
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Parameter:
+    """What is known of one parameter: names, value, gradient, whether it is trainable, and hooks by kind."""
+
+    names: tuple[int, ...]
+    value: Array
+    grad: Gradient | None = None
+    trainable: bool = True
+    hooks: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+
+
+class _Module(torch.nn.Module):
+    def forward(self, coefficients: Coefficients, _: torch.Tensor | None = None) -> torch.Tensor:
+        read = [c * getattr(self, n) for c, n in zip(coefficients, NAMES, strict=True) if c is not None]
+        return sum(read).square().sum() if read else torch.zeros(())
+
+
+@functools.cache
+def _gradient_of_history() -> Any:
+    def total(shift: Any, weights: Any, coefficients: Any, values: Any, own: Any) -> Any:
+        moved = values + own[:, :, None] * shift
+        return (weights * (coefficients[:, :, None] * moved).sum(1) ** 2).sum()
+
+    def gradient(*history: Any) -> Any:
+        value, backward = jax.vjp(lambda shift: total(shift, *history), jax.numpy.zeros(2))
+        return backward(jax.numpy.ones_like(value))[0]
+
+    return jax.jit(gradient)
+
+
+def witness(memory: Memory) -> Array:
+    """Return what JAX says a memory holds: the gradient of the weighted sum of its losses."""
+    padding = -len(memory.terms) % 64  # few shapes, which are compiled once
+    none = (np.zeros(2), Term(np.zeros(3), np.zeros((3, 2)), np.zeros(3)))
+    terms = [*memory.terms, *[none] * padding] or [none] * 64
+    weights, losses = zip(*terms, strict=True)
+    history = [[getattr(loss, name) for loss in losses] for name in ("coefficients", "values", "own")]
+    return np.asarray(_gradient_of_history()(np.array(weights), *map(np.array, history)))
+
+
+coefficients = st.tuples(*[st.sampled_from((1.0, None, -1.0, 2.0, 0.0))] * 3)
+names = st.integers(0, 2)
+factors = st.sampled_from((-1.0, 0.5, 2.0))
+optimizers = st.runner().flatmap(lambda machine: st.sampled_from(tuple(machine.optimizers)))
+small = precondition(lambda machine: machine.is_small())
+
+
+class GradStates(RuleBasedStateMachine):
+    """A state machine of Hypothesis over everything that touches `.grad`.
+
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass leaves a rule out by
+    setting its name to None, and adds rules of its own.
+
+    Args:
+        device: where the parameters are.
+        make_parameter: makes a parameter of a tensor of two numbers on `device`, by default `torch.nn.Parameter`.
+        optimizer: makes an optimizer of a list of parameters. Each step must then be that of a second one whose
+            parameters are plain tensors, and whose gradients nobody else holds. By default the steps are those of
+            `torch.optim.SGD`, plain, foreach and fused, and predicted by hand.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        make_parameter: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Parameter,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        super().__init__()
+        self.device, self.make_parameter, self.make_optimizer = torch.device(device), make_parameter, optimizer
+        self.module = _Module()
+        self.parameters: list[Parameter] = []
+        self.held: list[Gradient] = []
+        self.optimizers: dict[str, torch.optim.Optimizer] = {"plain": torch.optim.SGD([torch.zeros(1)])}
+        self.twins: dict[str, torch.optim.Optimizer] = {}
+        self.dtype = torch.float32
+        self.largest = 1.0
+
+    # --- the model
+
+    def read(self, tensor: torch.Tensor) -> Array:
+        """Return a tensor's numbers. A subclass overrides it for tensors that `Tensor.cpu` cannot bring here."""
+        whole = getattr(tensor.detach(), "full_tensor", tensor.detach)()
+        return whole.to("cpu", torch.float64).numpy().copy()
+
+    def tensor(self, p: Parameter) -> torch.nn.Parameter:
+        """Return torch's side of a parameter."""
+        return self.module.get_parameter(NAMES[p.names[0]])
+
+    def at(self, name: int) -> Parameter:
+        """Return the parameter of a name."""
+        return next(p for p in self.parameters if name in p.names)
+
+    def is_small(self) -> bool:
+        """Return whether numbers may grow."""
+        values = [p.value for p in self.parameters] + [p.grad.memory.value for p in self.parameters if p.grad]
+        return all(np.abs(value).max() <= SMALL for value in values)
+
+    def term(self, c: Coefficients, p: Parameter) -> Term:
+        """Return the gradient of the loss for a parameter."""
+        values = np.array([self.at(name).value for name in range(3)])
+        return Term(np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float))
+
+    def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, Term]]]:
+        """Return what a backward of the loss adds to each parameter that it reaches."""
+        return {
+            p: [(2.0 if "doubles" in p.hooks else 1.0, self.term(c, p))]
+            for p in self.parameters
+            if p.trainable and any(c[name] is not None for name in p.names)
+        }
+
+    def accumulate(self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False) -> None:
+        """Add to gradients: in place where there is one already and no graph is wanted."""
+        for p, added in terms.items():
+            if p.grad is None:
+                p.grad = Gradient(Memory().add(added), create_graph)
+            elif create_graph:
+                p.grad = Gradient(p.grad.memory.copy().add(added), graph=True)
+            else:
+                p.grad.memory.add(added)
+            p.calls += "counts" in p.hooks
+            if "frees" in p.hooks:
+                p.value, p.grad = p.value - LEARNING_RATE * p.grad.memory.value, None
+
+    def is_shared(self) -> bool:
+        """Return whether two parameters have one gradient."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return len(set(grads)) < len(grads)
+
+    @contextlib.contextmanager
+    def refused(self, expected: bool, what: str) -> Iterator[None]:
+        """Demand that torch raises, or that it does not."""
+        try:
+            yield
+        except RuntimeError:
+            if not expected:
+                raise
+        else:
+            assert not expected, f"{what} should raise, since no trainable parameter is reached"
+
+    def same(self, what: str, seen: torch.Tensor, expected: Array) -> None:
+        """Fail unless a tensor has the expected numbers."""
+        observed = self.read(seen)
+        self.largest = max(self.largest, float(np.abs(expected).max()))
+        assert observed.shape == expected.shape and np.allclose(observed, expected, 0, TOLERANCE * self.largest), (
+            f"{what} is {observed}, should be {expected}"
+        )
+
+    # --- what must hold after every rule
+
+    @invariant()
+    def gradients_are_as_expected(self) -> None:
+        """None or not, the same object or a new one, with a graph or without, in the parameter's dtype, these numbers."""
+        for p in self.parameters:
+            tensor, what = self.tensor(p), f"{NAMES[p.names[0]]}.grad"
+            seen = tensor.grad
+            assert (seen is None) == (p.grad is None), f"{what} is {seen}, should be {p.grad and p.grad.memory.value}"
+            if seen is None or p.grad is None:
+                continue
+            if p.grad.tensor is None:
+                assert all(seen is not each.tensor for each in self.held), f"{what} should be a new tensor"
+                p.grad.tensor = seen
+            assert seen is p.grad.tensor, f"{what} should be the same tensor as before"
+            assert seen.requires_grad == p.grad.graph, f"{what} should have {'a' if p.grad.graph else 'no'} graph"
+            assert seen.dtype == tensor.dtype == self.dtype, f"{what} is {seen.dtype}, should be {self.dtype}"
+            self.same(what, seen, p.grad.memory.value)
+
+    @invariant()
+    def references_see_what_they_should(self) -> None:
+        """An alias has seen every change in place, a copy none."""
+        for each in self.held:
+            assert each.tensor is not None
+            self.same("a reference taken on the way", each.tensor, each.memory.value)
+            assert each.tensor.requires_grad == each.graph, "a reference should have kept its graph, or none"
+
+    @invariant()
+    def parameters_are_as_expected(self) -> None:
+        """Their values, whether they are trainable, and how often their hooks were called."""
+        for p in self.parameters:
+            for name in p.names:
+                self.same(f"parameter {NAMES[name]}", self.module.get_parameter(NAMES[name]), p.value)
+            assert self.tensor(p).requires_grad == p.trainable, f"{NAMES[p.names[0]]}.requires_grad, {p.trainable}"
+            if "counts" in p.hooks:
+                seen = len(p.hooks["counts"][1])
+                assert seen == p.calls, f"a hook of {NAMES[p.names[0]]} was called {seen} times, should be {p.calls}"
+
+    def teardown(self) -> None:
+        """Have JAX differentiate each history."""
+        for gradient in {id(g): g for g in (*self.held, *(p.grad for p in self.parameters)) if g is not None}.values():
+            seen, expected = witness(gradient.memory), gradient.memory.value
+            assert np.allclose(seen, expected, 0, TOLERANCE * self.largest), f"JAX: {seen}, model: {expected}"
+        self.module.zero_grad()  # a gradient with a graph and its parameter hold each other
+
+    # --- the rules
+
+    @initialize(names=st.sampled_from(((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))), values=st.tuples(*[names] * 6))
+    def start(self, names: tuple[int, ...], values: tuple[int, ...]) -> None:
+        """Make one to three parameters."""
+        tensors = []
+        for i in sorted(set(names)):
+            value = np.array(values[2 * i : 2 * i + 2], float)
+            own = tuple(n for n in range(3) if names[n] == i)
+            tensors.append(self.make_parameter(torch.tensor(value, dtype=self.dtype, device=self.device)))
+            self.parameters.append(Parameter(own, value))
+            for name in own:
+                self.module.register_parameter(NAMES[name], tensors[-1])
+        if self.make_optimizer is not None:
+            self.optimizers = {"all": self.make_optimizer(tensors), "first": self.make_optimizer(tensors[:1])}
+            plain = [torch.nn.Parameter(torch.zeros(2, device=self.device)) for _ in tensors]
+            self.twins = {"all": self.make_optimizer(plain), "first": self.make_optimizer(plain[:1])}
+            return
+        sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
+        self.optimizers = {"plain": sgd(tensors, foreach=False), "foreach": sgd(tensors, foreach=True)}
+        self.optimizers["first"] = sgd(tensors[:1])
+        with contextlib.suppress(RuntimeError):  # a device without fused kernels says so here
+            self.optimizers["fused"] = sgd(tensors, fused=True)
+
+    @small
+    @rule(
+        c=coefficients,
+        how=st.sampled_from(("plain", "twice", "create_graph", "no_grad", "checkpoint", "reentrant", "inputs")),
+    )
+    def backward(self, c: Coefficients, how: str) -> None:
+        """Backward of a loss; `no_grad` is around the backward alone."""
+        terms = self.terms(c)
+        with self.refused(not terms, "backward"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # create_graph and the reentrant checkpoint warn of what is wanted here
+            if how in ("checkpoint", "reentrant"):
+                one = torch.ones((), requires_grad=True)
+                loss = checkpoint(self.module, c, one, use_reentrant=how == "reentrant", preserve_rng_state=False)
+            else:
+                loss = self.module(c)
+            if how == "twice":
+                loss.backward(retain_graph=True)
+                self.accumulate(terms)
+            if how == "inputs" and terms:
+                terms = dict([terms.popitem()])
+                loss.backward(inputs=[self.tensor(p) for p in terms])
+            else:
+                with torch.set_grad_enabled(how != "no_grad"):
+                    loss.backward(create_graph=how == "create_graph")
+            self.accumulate(terms, create_graph=how == "create_graph")
+
+    @small
+    @rule(first=coefficients, second=coefficients)
+    def backward_of_several_roots(self, first: Coefficients, second: Coefficients) -> None:
+        """One backward of two losses, which adds once to each parameter."""
+        one, two = self.terms(first), self.terms(second)
+        with self.refused(not (one and two), "backward"):
+            torch.autograd.backward([self.module(first), self.module(second)])
+            self.accumulate({p: one.get(p, []) + two.get(p, []) for p in one | two})
+
+    @rule(c=coefficients, mode=st.sampled_from((torch.no_grad, torch.inference_mode)))
+    def forward_without_graph(self, c: Coefficients, mode: Callable[[], Any]) -> None:
+        """A loss that was computed in a mode without graphs has no backward."""
+        with mode():
+            loss = self.module(c)
+        with self.refused(True, f"backward of a loss under {mode.__name__}"):
+            loss.backward()
+
+    @rule(c=coefficients, create_graph=st.booleans())
+    def autograd_grad(self, c: Coefficients, create_graph: bool) -> None:
+        """`torch.autograd.grad` returns gradients and leaves `.grad` alone."""
+        terms = self.terms(c)
+        if terms:
+            loss = self.module(c)
+            seen = torch.autograd.grad(loss, [self.tensor(p) for p in terms], create_graph=create_graph)
+            for tensor, added in zip(seen, terms.values(), strict=True):
+                self.hold(Gradient(Memory().add(added), create_graph, tensor))
+
+    @small
+    @rule(c=coefficients, name=names)
+    def functional_call(self, c: Coefficients, name: int) -> None:
+        """The gradient of a replaced parameter goes to what replaces it."""
+        p = self.at(name)
+        if c[name] is None:
+            return
+        leaf, term, terms = self.tensor(p).detach().clone().requires_grad_(), self.term(c, p), self.terms(c)
+        torch.func.functional_call(self.module, {NAMES[name]: leaf}, (c,)).backward()
+        self.accumulate({other: added for other, added in terms.items() if other is not p})
+        assert leaf.grad is not None, "what functional_call puts in place of a parameter should get its gradient"
+        self.hold(Gradient(Memory().add([(1.0, term)]), tensor=leaf.grad))
+
+    def hold(self, gradient: Gradient) -> None:
+        """Keep a reference, of the last six."""
+        self.held = [*self.held[-5:], gradient]
+
+    @rule(name=names, how=st.sampled_from(("alias", "detached", "copy")))
+    def take_a_reference(self, name: int, how: str) -> None:
+        """Somebody keeps `.grad`, a tensor of the same memory, or a copy."""
+        grad, tensor = self.at(name).grad, self.tensor(self.at(name)).grad
+        if grad is None or tensor is None:
+            return
+        if how == "alias":
+            self.hold(grad)
+        elif how == "detached":
+            self.hold(Gradient(grad.memory, tensor=tensor.detach()))
+        else:
+            self.hold(Gradient(grad.memory.copy(), tensor=tensor.detach().clone()))
+
+    @rule(which=optimizers, whole=st.booleans(), set_to_none=st.booleans())
+    def zero_grad(self, which: str, whole: bool, set_to_none: bool) -> None:
+        """Of the module or of an optimizer, which may have only the first parameter."""
+        (self.module if whole else self.optimizers[which]).zero_grad(set_to_none=set_to_none)
+        for p in self.parameters[: 1 if which == "first" and not whole else 3]:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.graph = False
+                p.grad.memory.scale(0)
+
+    @rule(name=names, how=st.sampled_from(("zero_", "mul_", "detach_", "None", "del", "clone", "other")), by=factors)
+    def by_hand(self, name: int, how: str, by: float) -> None:
+        """What people do to one gradient by hand."""
+        p, other = self.at(name), self.at((name + 1) % 3)
+        tensor = self.tensor(p)
+        if how == "None":
+            tensor.grad = p.grad = None
+        elif how == "del":
+            del tensor.grad
+            p.grad = None
+        elif how == "other":
+            if not any("frees" in each.hooks for each in self.parameters):  # else the order of accumulation would count
+                tensor.grad, p.grad = self.tensor(other).grad, other.grad
+        elif p.grad is not None and tensor.grad is not None:
+            if how == "detach_":
+                tensor.grad.detach_()
+                p.grad.graph = False
+            elif how == "clone":
+                tensor.grad = tensor.grad.clone()
+                p.grad = Gradient(p.grad.memory.copy(), p.grad.graph)
+            elif how == "zero_" or self.is_small():
+                with torch.no_grad():
+                    tensor.grad.zero_() if how == "zero_" else tensor.grad.mul_(by)
+                p.grad.memory.scale(0 if how == "zero_" else by)
+
+    @rule(by_norm=st.booleans(), foreach=st.booleans())
+    def clip(self, by_norm: bool, foreach: bool) -> None:
+        """Clip the norm of all gradients, or each number, to 1."""
+        memories = [p.grad.memory for p in self.parameters if p.grad is not None]
+        if not memories or self.is_shared():
+            return  # the kernels of foreach are not defined for a tensor that is given twice
+        clip = torch.nn.utils.clip_grad_norm_ if by_norm else torch.nn.utils.clip_grad_value_
+        clip(self.module.parameters(), 1.0, foreach=foreach)
+        norm = np.sqrt(sum(float((memory.value**2).sum()) for memory in memories))
+        for memory in memories:
+            each = 1 / np.maximum(1, np.abs(memory.value))
+            memory.scale(min(1.0, 1 / (norm + 1e-6)) if by_norm else each)
+
+    @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
+    def hook(self, name: int, kind: str) -> None:
+        """Register a hook, or remove it: one that changes, one that counts, one that steps and frees."""
+        p, calls = self.at(name), list[int]()
+        tensor = self.tensor(p)
+        if kind in p.hooks:
+            p.hooks.pop(kind)[0].remove()
+        elif p.trainable and not (kind == "frees" and self.is_shared()):
+            if kind == "doubles":
+                handle = tensor.register_hook(lambda gradient: 2 * gradient)
+            else:
+                does = _step_and_free if kind == "frees" else lambda _: calls.append(1)
+                handle = tensor.register_post_accumulate_grad_hook(does)
+            p.hooks[kind], p.calls = (handle, calls), 0 if kind == "counts" else p.calls
+
+    @small
+    @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
+    def step(self, which: str, closure: Coefficients | None) -> None:
+        """Of one of several optimizers over the same parameters, perhaps with a closure; no gradient changes."""
+        terms = self.terms(closure) if closure else {}
+        optimizer = self.optimizers[which]
+
+        def compute() -> torch.Tensor:
+            loss = self.module(closure)
+            loss.backward()
+            return loss
+
+        if terms:
+            self.accumulate(terms)
+            optimizer.step(compute)  # type: ignore[arg-type]
+        else:
+            optimizer.step()
+        stepped = self.parameters[: 1 if which == "first" else 3]
+        for p in stepped:
+            if self.make_optimizer is None and p.grad is not None:
+                p.value = p.value - LEARNING_RATE * p.grad.memory.value
+        if which in self.twins:
+            twin = self.twins[which]
+            plain = twin.param_groups[0]["params"]
+            for p, each in zip(stepped, plain, strict=True):
+                each.data = self.plain(p.value)
+                each.grad = None if p.grad is None else self.plain(p.grad.memory.value)
+            twin.step()
+            for p, each in zip(stepped, plain, strict=True):
+                p.value = self.read(each)
+
+    def plain(self, value: Array) -> torch.Tensor:
+        """Return numbers as a plain tensor."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
+
+    @rule(name=names, flag=st.booleans())
+    def requires_grad_(self, name: int, flag: bool) -> None:
+        """Freeze a parameter or thaw it; its gradient stays."""
+        self.tensor(self.at(name)).requires_grad_(flag)
+        self.at(name).trainable = flag
+
+    @rule(name=names, by=st.sampled_from((0.5, -1.0)))
+    def data(self, name: int, by: float) -> None:
+        """Assign `.data`; the gradient stays."""
+        p = self.at(name)
+        self.tensor(p).data = self.tensor(p).detach() * by
+        p.value = p.value * by
+
+    @rule(by=st.sampled_from((0.5, -1.0)), optimizer=st.booleans())
+    def load_state_dict(self, by: float, optimizer: bool) -> None:
+        """Load new values, or an optimizer's own state; gradients stay."""
+        if optimizer:
+            for each in self.optimizers.values():
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+            return
+        self.module.load_state_dict({name: each * by for name, each in self.module.state_dict().items()})
+        for p in self.parameters:
+            p.value = p.value * by
+
+    @rule(dtype=st.sampled_from((torch.float64, torch.float32)))
+    def to_dtype(self, dtype: torch.dtype) -> None:
+        """Gradients follow: the tensor stays, its memory is a new one."""
+        if dtype != self.dtype:
+            self.module.to(dtype)
+            self.dtype = dtype
+            for grad in {id(p.grad): p.grad for p in self.parameters if p.grad is not None}.values():
+                grad.memory = grad.memory.copy()
+
+    @rule()
+    def deepcopy(self) -> None:
+        """A copy of the module has gradients of its own, or none, as torch.nn.Parameter (pytorch #95711)."""
+        twin = copy.deepcopy(self.module)
+        for p in self.parameters:
+            seen = twin.get_parameter(NAMES[p.names[0]]).grad
+            if seen is not None:
+                assert p.grad is not None, "the copy has a gradient where the module has None"
+                self.hold(replace(p.grad, memory=p.grad.memory.copy(), tensor=seen))
+
+
+def _step_and_free(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.sub_(tensor.grad, alpha=LEARNING_RATE)  # type: ignore[arg-type]
+    tensor.grad = None
