@@ -154,7 +154,13 @@ class GradStates(RuleBasedStateMachine):
         optimizer: makes an optimizer of a list of parameters. Each step must then be that of a second one whose
             parameters are plain tensors, and whose gradients nobody else holds. By default the steps are those of
             `torch.optim.SGD`, plain, foreach and fused, and predicted by hand.
+
+    Attributes:
+        steps: which of these steps are taken: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, of an optimizer that has
+            the first parameter alone.
     """
+
+    steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
 
     def __init__(
         self,
@@ -233,7 +239,7 @@ class GradStates(RuleBasedStateMachine):
             if not expected:
                 raise
         else:
-            assert not expected, f"{what} should raise, since no trainable parameter is reached"
+            assert not expected, f"{what} should raise"
 
     def same(self, what: str, seen: torch.Tensor, expected: Array) -> None:
         """Fail unless a tensor has the expected numbers."""
@@ -258,7 +264,8 @@ class GradStates(RuleBasedStateMachine):
                 assert all(seen is not each.tensor for each in self.held), f"{what} should be a new tensor"
                 p.grad.tensor = seen
             assert seen is p.grad.tensor, f"{what} should be the same tensor as before"
-            assert seen.requires_grad == p.grad.graph, f"{what} should have {'a' if p.grad.graph else 'no'} graph"
+            graphs = (seen.grad_fn is not None, seen.requires_grad)
+            assert graphs == (p.grad.graph,) * 2, f"{what} should have {'a' if p.grad.graph else 'no'} graph"
             assert seen.dtype == tensor.dtype == self.dtype, f"{what} is {seen.dtype}, should be {self.dtype}"
             self.same(what, seen, p.grad.memory.value)
 
@@ -303,14 +310,12 @@ class GradStates(RuleBasedStateMachine):
                 self.module.register_parameter(NAMES[name], tensors[-1])
         if self.make_optimizer is not None:
             self.optimizers = {"all": self.make_optimizer(tensors), "first": self.make_optimizer(tensors[:1])}
-            plain = [torch.nn.Parameter(torch.zeros(2, device=self.device)) for _ in tensors]
+            plain = [torch.nn.Parameter(self.plain(p.value)) for p in self.parameters]
             self.twins = {"all": self.make_optimizer(plain), "first": self.make_optimizer(plain[:1])}
             return
         sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
-        self.optimizers = {"plain": sgd(tensors, foreach=False), "foreach": sgd(tensors, foreach=True)}
-        self.optimizers["first"] = sgd(tensors[:1])
-        with contextlib.suppress(RuntimeError):  # a device without fused kernels says so here
-            self.optimizers["fused"] = sgd(tensors, fused=True)
+        options = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "first": {}}
+        self.optimizers = {name: sgd(tensors[: 1 if name == "first" else 3], **options[name]) for name in self.steps}
 
     @small
     @rule(
@@ -320,7 +325,7 @@ class GradStates(RuleBasedStateMachine):
     def backward(self, c: Coefficients, how: str) -> None:
         """Backward of a loss; `no_grad` is around the backward alone."""
         terms = self.terms(c)
-        with self.refused(not terms, "backward"), warnings.catch_warnings():
+        with self.refused(not terms, "backward of a loss that reaches no trainable parameter"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # create_graph and the reentrant checkpoint warn of what is wanted here
             if how in ("checkpoint", "reentrant"):
                 one = torch.ones((), requires_grad=True)
@@ -343,7 +348,7 @@ class GradStates(RuleBasedStateMachine):
     def backward_of_several_roots(self, first: Coefficients, second: Coefficients) -> None:
         """One backward of two losses, which adds once to each parameter."""
         one, two = self.terms(first), self.terms(second)
-        with self.refused(not (one and two), "backward"):
+        with self.refused(not (one and two), "backward of a loss that reaches no trainable parameter"):
             torch.autograd.backward([self.module(first), self.module(second)])
             self.accumulate({p: one.get(p, []) + two.get(p, []) for p in one | two})
 
@@ -477,18 +482,23 @@ class GradStates(RuleBasedStateMachine):
         else:
             optimizer.step()
         stepped = self.parameters[: 1 if which == "first" else 3]
-        for p in stepped:
-            if self.make_optimizer is None and p.grad is not None:
-                p.value = p.value - LEARNING_RATE * p.grad.memory.value
         if which in self.twins:
-            twin = self.twins[which]
-            plain = twin.param_groups[0]["params"]
-            for p, each in zip(stepped, plain, strict=True):
-                each.data = self.plain(p.value)
-                each.grad = None if p.grad is None else self.plain(p.grad.memory.value)
-            twin.step()
-            for p, each in zip(stepped, plain, strict=True):
-                p.value = self.read(each)
+            return self.step_of_twin(self.twins[which], stepped)
+        for p in stepped:
+            if p.grad is not None:
+                p.value = p.value - LEARNING_RATE * p.grad.memory.value
+
+    def step_of_twin(self, twin: torch.optim.Optimizer, stepped: list[Parameter]) -> None:
+        """Expect the values of an optimizer whose gradients nobody else holds."""
+        plain = twin.param_groups[0]["params"]
+        for p, each in zip(stepped, plain, strict=True):
+            each.data = each.data.to(self.dtype)
+            each.data.copy_(self.plain(p.value))
+            seen = self.tensor(p).grad  # an optimizer may divide by it, and turn rounding into a step
+            each.grad = None if seen is None else self.plain(self.read(seen))
+        twin.step()
+        for p, each in zip(stepped, plain, strict=True):
+            p.value = self.read(each)
 
     def plain(self, value: Array) -> torch.Tensor:
         """Return numbers as a plain tensor."""
@@ -530,8 +540,11 @@ class GradStates(RuleBasedStateMachine):
     @rule()
     def deepcopy(self) -> None:
         """A copy of the module has gradients of its own, or none, as torch.nn.Parameter (pytorch #95711)."""
-        twin = copy.deepcopy(self.module)
-        for p in self.parameters:
+        tensors = [self.tensor(p) for p in self.parameters if p.grad is not None and p.grad.graph]
+        refuses = any(type(each).__deepcopy__ is torch.Tensor.__deepcopy__ for each in tensors)
+        with self.refused(refuses, "deepcopy of a tensor whose gradient has a graph"):
+            twin = copy.deepcopy(self.module)
+        for p in self.parameters if not refuses else ():
             seen = twin.get_parameter(NAMES[p.names[0]]).grad
             if seen is not None:
                 assert p.grad is not None, "the copy has a gradient where the module has None"
