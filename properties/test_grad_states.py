@@ -30,7 +30,7 @@ def test_gradients_are_what_the_model_says_after_anything(device):
     run(lambda: GradStates(device=device), phases=list(Phase))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop"])
 def test_steps_do_not_depend_on_who_else_holds_a_gradient(name):
     run(lambda: GradStates(optimizer=getattr(torch.optim, name)), max_examples=scaled(10).max_examples)
 
@@ -181,7 +181,8 @@ def zeroing_keeps_the_graph(real, self, set_to_none=True):
 
 @fault(VALUE, torch, "_foreach_zero_")
 def foreach_forgets_the_last_gradient(real, tensors):
-    real(tensors[:-1] or tensors)
+    if len(tensors) > 1:
+        real(tensors[:-1])
 
 
 @accessor(NONE, "grad", "fset")
@@ -246,7 +247,7 @@ def a_removed_hook_fires(real, self):
     pass
 
 
-@fault(r"was called \d times", Tensor, "register_post_accumulate_grad_hook")
+@fault(rf"was called \d times|{VALUE}|{IS_NONE}", Tensor, "register_post_accumulate_grad_hook")
 def a_hook_after_accumulation_fires_twice(real, self, hook):
     real(self, lambda p: None if p.grad is None else hook(p))
     return real(self, lambda p: None if p.grad is None else hook(p))
@@ -277,7 +278,8 @@ def a_closure_is_not_called(real, self, *args):
 
 @fault(PARAMETER, torch, "_foreach_add_")
 def foreach_forgets_the_last_parameter(real, first, second, **options):
-    real(first[:-1] or first, second[:-1] or second, **options)
+    if len(first) > 1:
+        real(first[:-1], second[:-1], **options)
 
 
 @fault(PARAMETER, torch, "_fused_sgd_")
