@@ -27,6 +27,8 @@ def run(machine: Callable[[], GradStates] = GradStates, **options: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_are_what_the_model_says_after_anything(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("a wrapper subclass plays the device, whose `.data` cannot be assigned")
     run(lambda: GradStates(device=device), phases=list(Phase))
 
 
