@@ -147,6 +147,8 @@ optimizers = st.runner().flatmap(lambda machine: st.sampled_from(tuple(machine.o
 resets = st.runner().flatmap(lambda machine: st.sampled_from(("module", *machine.optimizers)))
 small = precondition(lambda machine: machine.is_small())
 with_gradients = precondition(lambda machine: any(p.grad for p in machine.parameters))
+# the kernels of foreach are not defined where a tensor is given twice
+clips = precondition(lambda machine: any(p.grad for p in machine.parameters) and not machine.is_shared())
 
 
 class GradStates(RuleBasedStateMachine):
@@ -490,18 +492,24 @@ class GradStates(RuleBasedStateMachine):
                 tensor.grad.detach_()
                 p.grad.graph = False
 
-    @precondition(lambda machine: not machine.is_shared())  # foreach is not defined where a tensor is given twice
-    @with_gradients
+    @clips
     @rule(foreach=st.booleans())
-    def clip(self, foreach: bool) -> None:
-        """Clip the norm of all gradients to 1, then each number to 0.5."""
+    def clip_norm(self, foreach: bool) -> None:
+        """Clip the norm of all gradients to 1."""
         memories = [p.grad.memory for p in self.parameters if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0, foreach=foreach)
-        torch.nn.utils.clip_grad_value_(self.module.parameters(), 0.5, foreach=foreach)
         norm = np.linalg.norm([memory.value for memory in memories])
         for memory in memories:
             memory.scale(min(1.0, 1 / (norm + 1e-6)))
-            memory.scale(0.5 / np.maximum(0.5, np.abs(memory.value)))
+
+    @clips
+    @rule(foreach=st.booleans())
+    def clip_value(self, foreach: bool) -> None:
+        """Clip each number to 2."""
+        torch.nn.utils.clip_grad_value_(self.module.parameters(), 2.0, foreach=foreach)
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad.memory.scale(2 / np.maximum(2, np.abs(p.grad.memory.value)))
 
     @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
     def register_hook(self, name: int, kind: str) -> None:
