@@ -34,7 +34,7 @@ UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
 """What torch says where it refuses a backward without a graph, plain and through a checkpoint, or a deep copy."""
 LEARNING_RATE = 0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
-HELD = 30  # references are read after every rule
+HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
 TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
 
@@ -498,7 +498,7 @@ class GradStates(RuleBasedStateMachine):
         """Clip the norm of all gradients to 1."""
         memories = [p.grad.memory for p in self.parameters if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0, foreach=foreach)
-        norm = np.linalg.norm([memory.value for memory in memories])
+        norm = float(np.linalg.norm([memory.value for memory in memories]))
         for memory in memories:
             memory.scale(min(1.0, 1 / (norm + 1e-6)))
 

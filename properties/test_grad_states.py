@@ -273,7 +273,7 @@ def a_step_frees_grad(real, self, *args):
     self.zero_grad()
 
 
-@fault(f"{VALUE}|{IS_NONE}", SGD, "step")
+@fault(f"{VALUE}|{NONE}|{IS_NONE}|was called|{GRAPH}", SGD, "step")
 def a_closure_is_not_called(real, self, *args):
     real(self)
 
