@@ -22,55 +22,6 @@ shapes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 seeds = st.integers(0, 2**31 - 1)
 
 
-def _parameter(shape: tuple[int, ...], seed: int) -> torch.nn.Parameter:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator))
-
-
-def _with_graph(p: torch.nn.Parameter) -> torch.Tensor:
-    (p**3).sum().backward(create_graph=True)
-    assert p.grad is not None
-    return p.grad
-
-
-# torch warns that create_graph=True makes a cycle of parameter and gradient, which these tests are about
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@given(shape=shapes, seed=seeds)
-def test_zeroing_by_hand_keeps_the_graph(shape, seed):
-    p = _parameter(shape, seed)
-    gradient = _with_graph(p)
-    with torch.no_grad():
-        gradient.zero_()
-    assert p.grad.requires_grad
-    assert p.grad.grad_fn is not None
-    assert p.grad.count_nonzero() == 0
-    p.grad = None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("set_to_none", [True, False])
-@given(shape=shapes, seed=seeds)
-def test_zero_grad_cuts_the_graph(set_to_none, shape, seed):
-    p = _parameter(shape, seed)
-    _with_graph(p)
-    torch.optim.SGD([p], lr=0.1).zero_grad(set_to_none=set_to_none)
-    assert p.grad is None if set_to_none else p.grad.grad_fn is None
-    (2 * p).sum().backward()
-    assert p.grad.grad_fn is None
-    assert not p.grad.requires_grad
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@given(shape=shapes, seed=seeds)
-def test_with_a_graph_accumulation_is_out_of_place(shape, seed):
-    p = _parameter(shape, seed)
-    held, before = _with_graph(p), p.grad.detach().clone()
-    _with_graph(p)
-    assert p.grad is not held
-    assert torch.equal(held.detach(), before)
-    p.grad = None
-
-
 def assert_no_graph(case: Case, reset: Reset, *, create_graph: bool = False) -> None:
     """Fail where a gradient carries a graph at a step, from the second window on, which is the first after a reset."""
     __tracebackhide__ = True

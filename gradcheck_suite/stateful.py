@@ -1,0 +1,630 @@
+"""`.grad` as a state machine: whatever touches it, in any order, held against a model of a few lines.
+
+The model is a heap. A parameter's gradient is None or a `Gradient`: a reference to a `Memory`, which other references
+may share, with or without a graph. Each rule does one thing to torch and says in a few lines what it does to the heap.
+After each rule, every gradient and every reference that was taken on the way must be what the heap says. When a machine
+ends, JAX differentiates the sum of the losses that a memory is said to hold, in one `jax.vjp`: the formula of the model
+is not asked. All numbers are small, and most operations exact, so a difference is never rounding.
+
+This module must not choose settings, skip a rule by itself or look into a tensor other than through `GradStates.read`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils.checkpoint import checkpoint
+
+NAMES = ("a", "b", "c")
+"""The names under which the module has its one to three parameters."""
+TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
+"""The parameter of each name."""
+UNREACHED = "backward of a loss that reaches no trainable parameter"
+REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
+"""What torch says where it refuses a backward without a graph, plain and through a checkpoint, or a deep copy."""
+LEARNING_RATE = 0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
+HELD = 12  # references are read after every rule
+SMALL = 100.0  # above it nothing is done that lets numbers grow
+TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
+
+Array = np.ndarray[Any, Any]
+Coefficients = tuple[float | None, float | None, float | None]
+"""The factor of each name in a loss; None where the loss does not read the parameter."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """The gradient of one loss for one parameter.
+
+    Attributes:
+        coefficients: (3,): the loss is the sum of squares of `h`, the sum of coefficient times value over the names.
+        values: (3, 2): the parameters' values in the forward.
+        own: (3,): 1 where the name is the parameter's, else 0.
+    """
+
+    coefficients: Array
+    values: Array
+    own: Array
+
+    @property
+    def gradient(self) -> Array:
+        """(2,): the gradient, by hand."""
+        return 2 * (self.own @ self.coefficients) * (self.coefficients @ self.values)
+
+
+@dataclass
+class Memory:
+    """Numbers that several references may share.
+
+    Attributes:
+        value: (2,): the numbers.
+        terms: what they are the sum of, each with its weights (2,).
+    """
+
+    value: Array = field(default_factory=lambda: np.zeros(2))
+    terms: list[tuple[Array, Term]] = field(default_factory=list)
+
+    def add(self, terms: Sequence[tuple[float, Term]]) -> Memory:
+        """Add gradients in place."""
+        self.value = self.value + sum(weight * term.gradient for weight, term in terms)
+        self.terms += [(np.full(2, weight), term) for weight, term in terms]
+        return self
+
+    def scale(self, factor: float | Array) -> None:
+        """Multiply in place; 0 forgets."""
+        self.value = self.value * factor
+        self.terms = [(weight * factor, term) for weight, term in self.terms] if np.any(factor) else []
+
+    def copy(self) -> Memory:
+        """Return other numbers, equal now."""
+        return Memory(self.value, list(self.terms))
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A tensor that somebody may hold: its memory, whether it has a graph, and the tensor once it has been seen."""
+
+    memory: Memory
+    graph: bool = False
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Parameter:
+    """What is known of one parameter: names, value, gradient, whether it is trainable, and hooks by kind."""
+
+    names: tuple[int, ...]
+    value: Array
+    grad: Gradient | None = None
+    trainable: bool = True
+    hooks: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+
+
+class _Module(torch.nn.Module):
+    def forward(self, coefficients: Coefficients, _: torch.Tensor | None = None) -> torch.Tensor:
+        read = [c * getattr(self, n) for c, n in zip(coefficients, NAMES, strict=True) if c is not None]
+        return sum(read).square().sum() if read else torch.zeros(())
+
+
+@functools.cache
+def _gradient_of_history() -> Any:
+    def total(shift: Any, weights: Any, coefficients: Any, values: Any, own: Any) -> Any:
+        moved = values + own[:, :, None] * shift
+        return (weights * (coefficients[:, :, None] * moved).sum(1) ** 2).sum()
+
+    def gradient(*history: Any) -> Any:
+        value, backward = jax.vjp(lambda shift: total(shift, *history), jax.numpy.zeros(2))
+        return backward(jax.numpy.ones_like(value))[0]
+
+    return jax.jit(gradient)
+
+
+def witness(memory: Memory) -> Array:
+    """Return what JAX says a memory holds: the gradient of the weighted sum of its losses."""
+    padding = -len(memory.terms) % 64  # few shapes, which are compiled once
+    none = (np.zeros(2), Term(np.zeros(3), np.zeros((3, 2)), np.zeros(3)))
+    terms = [*memory.terms, *[none] * padding] or [none] * 64
+    weights, losses = zip(*terms, strict=True)
+    history = [[getattr(loss, name) for loss in losses] for name in ("coefficients", "values", "own")]
+    return np.asarray(_gradient_of_history()(np.array(weights), *map(np.array, history)))
+
+
+coefficients = st.tuples(*[st.sampled_from((1.0, None, -1.0, 2.0, 0.0))] * 3)
+names = st.integers(0, 2)
+optimizers = st.runner().flatmap(lambda machine: st.sampled_from(tuple(machine.optimizers)))
+resets = st.runner().flatmap(lambda machine: st.sampled_from(("module", *machine.optimizers)))
+small = precondition(lambda machine: machine.is_small())
+with_gradients = precondition(lambda machine: any(p.grad for p in machine.parameters))
+# the kernels of foreach are not defined where a tensor is given twice
+clips = precondition(lambda machine: any(p.grad for p in machine.parameters) and not machine.is_shared())
+
+
+class GradStates(RuleBasedStateMachine):
+    """A state machine of Hypothesis over everything that touches `.grad`.
+
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass leaves a rule out by
+    setting its name to None, and adds rules of its own.
+
+    Args:
+        device: where the parameters are.
+        make_parameter: makes a parameter of a tensor of two numbers on `device`, by default `torch.nn.Parameter`.
+        optimizer: makes an optimizer of a list of parameters. Each step must then be that of a second one whose
+            parameters are plain tensors, and whose gradients nobody else holds. By default the steps are those of
+            `torch.optim.SGD`, plain, foreach and fused, and predicted by hand.
+
+    Attributes:
+        steps: which of these steps are taken: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, of an optimizer that
+            has the first parameter alone.
+    """
+
+    steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device = "cpu",
+        make_parameter: Callable[[torch.Tensor], torch.nn.Parameter] = torch.nn.Parameter,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        super().__init__()
+        self.device, self.make_parameter, self.make_optimizer = torch.device(device), make_parameter, optimizer
+        self.module = _Module()
+        self.parameters: list[Parameter] = []
+        self.held: list[Gradient] = []
+        self.holds_all = False
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.twins: dict[str, torch.optim.Optimizer] = {}
+        self.dtype = torch.float32
+        self.largest = 1.0
+
+    # --- the model
+
+    def read(self, tensor: torch.Tensor) -> Array:
+        """Return a tensor's numbers. A subclass overrides it for tensors that `Tensor.cpu` cannot bring here."""
+        whole = getattr(tensor.detach(), "full_tensor", tensor.detach)()
+        return whole.to("cpu", torch.float64).numpy().copy()
+
+    def tensor(self, p: Parameter) -> torch.nn.Parameter:
+        """Return torch's side of a parameter."""
+        return self.module.get_parameter(NAMES[p.names[0]])
+
+    def at(self, name: int) -> Parameter:
+        """Return the parameter of a name."""
+        return next(p for p in self.parameters if name in p.names)
+
+    def is_small(self) -> bool:
+        """Return whether numbers may grow."""
+        values = [p.value for p in self.parameters] + [p.grad.memory.value for p in self.parameters if p.grad]
+        return np.abs(values).max(initial=0) <= SMALL
+
+    def term(self, c: Coefficients, p: Parameter) -> Term:
+        """Return the gradient of the loss for a parameter."""
+        values = np.array([self.at(name).value for name in range(3)])
+        return Term(np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float))
+
+    def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, Term]]]:
+        """Return what a backward of the loss adds to each parameter that it reaches."""
+        return {
+            p: [(2.0 if "doubles" in p.hooks else 1.0, self.term(c, p))]
+            for p in self.parameters
+            if p.trainable and any(c[name] is not None for name in p.names)
+        }
+
+    def accumulate(self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False) -> None:
+        """Add to gradients: in place where there is one already and no graph is wanted."""
+        for p, added in terms.items():
+            if p.grad is None:
+                p.grad = Gradient(Memory().add(added), create_graph)
+            elif create_graph:
+                p.grad = Gradient(p.grad.memory.copy().add(added), graph=True)
+            else:
+                p.grad.memory.add(added)
+            p.calls += "counts" in p.hooks
+            if "frees" in p.hooks:
+                p.value, p.grad = p.value - LEARNING_RATE * p.grad.memory.value, None
+
+    def is_shared(self) -> bool:
+        """Return whether two parameters have one gradient."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return len(set(grads)) < len(grads)
+
+    @contextlib.contextmanager
+    def refused(self, expected: bool, what: str) -> Iterator[None]:
+        """Demand that torch raises, or that it does not."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not expected or not any(words in str(error) for words in REFUSALS):
+                raise
+        else:
+            assert not expected, f"{what} should raise"
+
+    def same(self, what: str, seen: torch.Tensor, expected: Array) -> None:
+        """Fail unless a tensor has the expected numbers."""
+        observed = self.read(seen)
+        self.largest = max(self.largest, *np.abs(expected))
+        assert self.is_alike(observed, expected), f"{what} is {observed}, should be {expected}"
+
+    def is_alike(self, observed: Array, expected: Array) -> bool:
+        """Return whether numbers are equal but for rounding."""
+        alike = observed.shape == expected.shape and np.abs(observed - expected).max() <= TOLERANCE * self.largest
+        return bool(alike)
+
+    # --- what must hold after every rule
+
+    @invariant()
+    def gradients_are_as_expected(self) -> None:
+        """None or not, the same tensor or a new one, with a graph or not, in the parameter's dtype, these numbers."""
+        for p in self.parameters:
+            tensor, what = self.tensor(p), f"{NAMES[p.names[0]]}.grad"
+            seen = tensor.grad
+            assert (seen is None) == (p.grad is None), f"{what} is {seen}, should be {p.grad and p.grad.memory.value}"
+            if seen is None or p.grad is None:
+                continue
+            if p.grad.tensor is None:
+                assert all(seen is not each.tensor for each in self.held), f"{what} should be a new tensor"
+                p.grad.tensor = seen
+                if self.holds_all and len(self.held) < HELD:
+                    self.take_reference(p.grad)
+            assert seen is p.grad.tensor, f"{what} should be the same tensor as before"
+            graphs = (seen.grad_fn is not None, seen.requires_grad)
+            assert graphs == (p.grad.graph,) * 2, f"{what} should have {'a' if p.grad.graph else 'no'} graph"
+            assert seen.dtype == tensor.dtype == self.dtype, f"{what} is {seen.dtype}, should be {self.dtype}"
+            self.same(what, seen, p.grad.memory.value)
+
+    @invariant()
+    def references_see_what_they_should(self) -> None:
+        """An alias has seen every change in place, a copy none."""
+        for each in self.held:
+            assert each.tensor is not None
+            self.same("a reference taken on the way", each.tensor, each.memory.value)
+            assert each.tensor.requires_grad == each.graph, "a reference should have kept its graph, or none"
+
+    @invariant()
+    def parameters_are_as_expected(self) -> None:
+        """Their values, whether they are trainable, and how often their hooks were called."""
+        for p in self.parameters:
+            for name in p.names:
+                self.same(f"parameter {NAMES[name]}", self.module.get_parameter(NAMES[name]), p.value)
+            assert self.tensor(p).requires_grad == p.trainable, f"{NAMES[p.names[0]]}.requires_grad, {p.trainable}"
+            if "counts" in p.hooks:
+                seen = len(p.hooks["counts"][1])
+                assert seen == p.calls, f"a hook of {NAMES[p.names[0]]} was called {seen} times, should be {p.calls}"
+
+    def teardown(self) -> None:
+        """Have JAX differentiate each history."""
+        grads = [*self.held, *(p.grad for p in self.parameters if p.grad is not None)]
+        for memory in {id(grad.memory): grad.memory for grad in grads}.values():
+            seen = witness(memory)
+            assert self.is_alike(seen, memory.value), f"JAX: {seen}, model: {memory.value}"
+        self.module.zero_grad()  # a gradient with a graph and its parameter hold each other
+
+    # --- the rules
+
+    @initialize(names=st.sampled_from(TIED), values=st.tuples(*[st.integers(1, 3)] * 6), holds_all=st.booleans())
+    def start(self, names: tuple[int, ...], values: tuple[int, ...], holds_all: bool) -> None:
+        """Make one to three parameters; perhaps somebody keeps each gradient as soon as there is one."""
+        self.holds_all = holds_all
+        tensors = []
+        for i in sorted(set(names)):
+            value = np.array(values[2 * i : 2 * i + 2], float)
+            own = tuple(n for n in range(3) if names[n] == i)
+            tensors.append(self.make_parameter(torch.tensor(value, dtype=self.dtype, device=self.device)))
+            self.parameters.append(Parameter(own, value))
+            for name in own:
+                self.module.register_parameter(NAMES[name], tensors[-1])
+        if self.make_optimizer is not None:
+            self.optimizers = {"all": self.make_optimizer(tensors), "first": self.make_optimizer(tensors[:1])}
+            plain = [torch.nn.Parameter(self.plain(p.value)) for p in self.parameters]
+            self.twins = {"all": self.make_optimizer(plain), "first": self.make_optimizer(plain[:1])}
+            return
+        sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
+        options = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "first": {}}
+        self.optimizers = {name: sgd(tensors[: 1 if name == "first" else 3], **options[name]) for name in self.steps}
+
+    @small
+    @rule(c=coefficients, how=st.sampled_from(("plain", "twice", "no_grad")))
+    def backward(self, c: Coefficients, how: str) -> None:
+        """Backward of a loss, perhaps twice, or under `no_grad`."""
+        terms = self.terms(c)
+        with self.refused(not terms, UNREACHED):
+            loss = self.module(c)
+            if how == "twice":
+                loss.backward(retain_graph=True)
+                self.accumulate(terms)
+            with torch.set_grad_enabled(how != "no_grad"):
+                loss.backward()
+            self.accumulate(terms)
+
+    @small
+    @rule(c=coefficients)
+    def backward_into_inputs(self, c: Coefficients) -> None:
+        """Backward into one of the parameters that the loss reaches."""
+        for p, added in list(self.terms(c).items())[-1:]:
+            self.module(c).backward(inputs=[self.tensor(p)])
+            self.accumulate({p: added})
+
+    @small
+    @rule(c=coefficients)
+    def backward_with_graph(self, c: Coefficients) -> None:
+        """Backward with `create_graph`."""
+        terms = self.terms(c)
+        with self.refused(not terms, UNREACHED), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+            self.module(c).backward(create_graph=True)
+            self.accumulate(terms, create_graph=True)
+
+    @small
+    @rule(c=coefficients, use_reentrant=st.booleans())
+    def backward_through_checkpoint(self, c: Coefficients, use_reentrant: bool) -> None:
+        """Backward of a loss that is computed again; the reentrant one is a backward inside the backward."""
+        terms, one = self.terms(c), torch.ones((), requires_grad=True)  # it wants an input that is trainable
+        with self.refused(not terms, UNREACHED):
+            checkpoint(self.module, c, one, use_reentrant=use_reentrant, preserve_rng_state=False).backward()
+            self.accumulate(terms)
+
+    @small
+    @rule(first=coefficients, second=coefficients)
+    def backward_of_several_roots(self, first: Coefficients, second: Coefficients) -> None:
+        """One backward of two losses, which adds once to each parameter."""
+        one, two = self.terms(first), self.terms(second)
+        with self.refused(not (one and two), UNREACHED):
+            torch.autograd.backward([self.module(first), self.module(second)])
+            self.accumulate({p: one.get(p, []) + two.get(p, []) for p in one | two})
+
+    @rule(c=coefficients, mode=st.sampled_from((torch.no_grad, torch.inference_mode)))
+    def forward_without_graph(self, c: Coefficients, mode: Callable[[], Any]) -> None:
+        """A loss that was computed in a mode without graphs has no backward."""
+        with mode():
+            loss = self.module(c)
+        with self.refused(True, f"backward of a loss under {mode.__name__}"):
+            loss.backward()
+
+    @rule(c=coefficients, create_graph=st.booleans())
+    def autograd_grad(self, c: Coefficients, create_graph: bool) -> None:
+        """`torch.autograd.grad` returns gradients and leaves `.grad` alone."""
+        terms = self.terms(c)
+        if terms:
+            loss = self.module(c)
+            seen = torch.autograd.grad(loss, [self.tensor(p) for p in terms], create_graph=create_graph)
+            for tensor, added in zip(seen, terms.values(), strict=True):
+                self.held.append(Gradient(Memory().add(added), create_graph, tensor))
+
+    @small
+    @rule(c=coefficients, name=names)
+    def functional_call(self, c: Coefficients, name: int) -> None:
+        """The gradient of a replaced parameter goes to what replaces it."""
+        p = self.at(name)
+        if c[name] is None:
+            return
+        leaf, term, terms = self.tensor(p).detach().clone().requires_grad_(), self.term(c, p), self.terms(c)
+        torch.func.functional_call(self.module, {NAMES[name]: leaf}, (c,)).backward()
+        self.accumulate({other: added for other, added in terms.items() if other is not p})
+        assert leaf.grad is not None, "what functional_call puts in place of a parameter should get its gradient"
+        self.held.append(Gradient(Memory().add([(1.0, term)]), tensor=leaf.grad))
+
+    @with_gradients
+    @rule()
+    def take_references(self) -> None:
+        """Somebody keeps each gradient, a tensor of the same memory, and a copy."""
+        self.held.clear()
+        for p in self.parameters:
+            if p.grad is not None:
+                self.take_reference(p.grad)
+
+    def take_reference(self, grad: Gradient) -> None:
+        """Keep a gradient, a tensor of the same memory, and a copy."""
+        assert grad.tensor is not None
+        detached = grad.tensor.detach()
+        self.held += [grad, Gradient(grad.memory, tensor=detached)]
+        self.held.append(Gradient(grad.memory.copy(), tensor=detached.clone()))
+
+    @with_gradients
+    @rule(which=resets)
+    def zero_grad(self, which: str) -> None:
+        """Write zeros, and cut graphs: of the module, or of an optimizer, which may have only the first parameter."""
+        (self.module if which == "module" else self.optimizers[which]).zero_grad(set_to_none=False)
+        for p in self.parameters[: 1 if which == "first" else 3]:
+            if p.grad is not None:
+                p.grad.graph = False
+                p.grad.memory.scale(0)
+
+    @with_gradients
+    @rule(which=resets)
+    def zero_grad_to_none(self, which: str) -> None:
+        """Let gradients go: of the module, or of an optimizer, which may have only the first parameter."""
+        (self.module if which == "module" else self.optimizers[which]).zero_grad()
+        for p in self.parameters[: 1 if which == "first" else 3]:
+            p.grad = None
+
+    @with_gradients
+    @rule(name=names, how=st.sampled_from(("zero_", "None", "del")))
+    def reset_by_hand(self, name: int, how: str) -> None:
+        """Reset one gradient without `zero_grad`; `zero_` keeps the graph."""
+        p = self.at(name)
+        tensor = self.tensor(p)
+        if how == "None":
+            tensor.grad = None
+        elif how == "del":
+            del tensor.grad
+        elif p.grad is not None and tensor.grad is not None:
+            with torch.no_grad():
+                tensor.grad.zero_()
+            p.grad.memory.scale(0)
+        p.grad = p.grad if how == "zero_" else None
+
+    @with_gradients
+    @rule(by=st.sampled_from((-0.5, 1.5)))
+    def scale_by_hand(self, by: float) -> None:
+        """Scale every gradient in place, as a loop that unscales or averages does."""
+        for p in self.parameters:
+            if p.grad is not None and p.grad.tensor is not None:
+                with torch.no_grad():
+                    p.grad.tensor.mul_(by)
+                p.grad.memory.scale(by)
+
+    @with_gradients
+    @rule(name=names, other=names, how=st.sampled_from(("detach_", "clone", "other")))
+    def change_by_hand(self, name: int, other: int, how: str) -> None:
+        """Detach or replace one gradient."""
+        p = self.at(name)
+        tensor = self.tensor(p)
+        if how == "other":
+            if not any("frees" in each.hooks for each in self.parameters):  # else the order of accumulation would count
+                tensor.grad, p.grad = self.tensor(self.at(other)).grad, self.at(other).grad
+        elif p.grad is not None and tensor.grad is not None:
+            if how == "clone":
+                tensor.grad = tensor.grad.clone()
+                p.grad = Gradient(p.grad.memory.copy(), p.grad.graph)
+            else:
+                tensor.grad.detach_()
+                p.grad.graph = False
+
+    @clips
+    @rule(foreach=st.booleans())
+    def clip_norm(self, foreach: bool) -> None:
+        """Clip the norm of all gradients to 1."""
+        memories = [p.grad.memory for p in self.parameters if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0, foreach=foreach)
+        norm = float(np.linalg.norm([memory.value for memory in memories]))
+        for memory in memories:
+            memory.scale(min(1.0, 1 / (norm + 1e-6)))
+
+    @clips
+    @rule(foreach=st.booleans())
+    def clip_value(self, foreach: bool) -> None:
+        """Clip each number to 2."""
+        torch.nn.utils.clip_grad_value_(self.module.parameters(), 2.0, foreach=foreach)
+        for p in self.parameters:
+            if p.grad is not None:
+                p.grad.memory.scale(2 / np.maximum(2, np.abs(p.grad.memory.value)))
+
+    @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
+    def register_hook(self, name: int, kind: str) -> None:
+        """One that changes the gradient, one that counts, or one that steps and frees: an optimizer in the backward."""
+        p, calls = self.at(name), list[int]()
+        tensor = self.tensor(p)
+        if kind in p.hooks or not p.trainable or (kind == "frees" and self.is_shared()):
+            return
+        if kind == "doubles":
+            p.hooks[kind] = tensor.register_hook(lambda gradient: 2 * gradient), calls
+        else:
+            does = _step_and_free if kind == "frees" else lambda _: calls.append(1)
+            p.hooks[kind] = tensor.register_post_accumulate_grad_hook(does), calls
+        p.calls = 0 if kind == "counts" else p.calls
+
+    @precondition(lambda machine: any(p.hooks for p in machine.parameters))
+    @rule()
+    def remove_hooks(self) -> None:
+        """Remove all hooks again."""
+        for p in self.parameters:
+            for handle, _ in p.hooks.values():
+                handle.remove()
+            p.hooks.clear()
+
+    @small
+    @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
+    def step(self, which: str, closure: Coefficients | None) -> None:
+        """Of one of several optimizers over the same parameters, perhaps with a closure; no gradient changes."""
+        terms = self.terms(closure) if closure else {}
+        optimizer = self.optimizers[which]
+
+        def compute() -> torch.Tensor:
+            loss = self.module(closure)
+            loss.backward()
+            return loss
+
+        if terms:
+            self.accumulate(terms)
+            optimizer.step(compute)  # type: ignore[arg-type]
+        else:
+            optimizer.step()
+        stepped = self.parameters[: 1 if which == "first" else 3]
+        if which in self.twins:
+            self.step_of_twin(self.twins[which], stepped)
+            return
+        for p in stepped:
+            if p.grad is not None:
+                p.value = p.value - LEARNING_RATE * p.grad.memory.value
+
+    def step_of_twin(self, twin: torch.optim.Optimizer, stepped: list[Parameter]) -> None:
+        """Expect the values of an optimizer whose gradients nobody else holds."""
+        plain = twin.param_groups[0]["params"]
+        for p, each in zip(stepped, plain, strict=True):
+            each.data = each.data.to(self.dtype)
+            each.data.copy_(self.plain(p.value))
+            seen = self.tensor(p).grad  # an optimizer may divide by it, and turn rounding into a step
+            each.grad = None if seen is None else self.plain(self.read(seen))
+        twin.step()
+        for p, each in zip(stepped, plain, strict=True):
+            p.value = self.read(each)
+
+    def plain(self, value: Array) -> torch.Tensor:
+        """Return numbers as a plain tensor."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
+
+    @rule(name=names, flag=st.booleans())
+    def requires_grad_(self, name: int, flag: bool) -> None:
+        """Freeze a parameter or thaw it; its gradient stays."""
+        self.tensor(self.at(name)).requires_grad_(flag)
+        self.at(name).trainable = flag
+
+    @rule(name=names, by=st.sampled_from((0.5, -1.0)))
+    def data(self, name: int, by: float) -> None:
+        """Assign `.data`; the gradient stays."""
+        p = self.at(name)
+        self.tensor(p).data = self.tensor(p).detach() * by
+        p.value = p.value * by
+
+    @rule(by=st.sampled_from((0.5, -1.0)), optimizer=st.booleans())
+    def load_state_dict(self, by: float, optimizer: bool) -> None:
+        """Load new values, or an optimizer's own state; gradients stay."""
+        if optimizer:
+            for each in self.optimizers.values():
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+            return
+        self.module.load_state_dict({name: each * by for name, each in self.module.state_dict().items()})
+        for p in self.parameters:
+            p.value = p.value * by
+
+    # torch leaves it to users to convert what an optimizer keeps
+    @precondition(lambda machine: machine.make_optimizer is None)
+    @rule(dtype=st.sampled_from((torch.float64, torch.float32)))
+    def to_dtype(self, dtype: torch.dtype) -> None:
+        """Gradients follow: the tensor stays, its memory is a new one."""
+        if dtype != self.dtype:
+            self.module.to(dtype)
+            self.dtype = dtype
+            for grad in {id(p.grad): p.grad for p in self.parameters if p.grad is not None}.values():
+                grad.memory = grad.memory.copy()
+
+    @rule()
+    def deepcopy(self) -> None:
+        """A copy of the module has gradients of its own, or none, as torch.nn.Parameter (pytorch #95711)."""
+        tensors = [self.tensor(p) for p in self.parameters if p.grad is not None and p.grad.graph]
+        refuses = any(type(each).__deepcopy__ is torch.Tensor.__deepcopy__ for each in tensors)
+        with self.refused(refuses, "deepcopy of a tensor whose gradient has a graph"):
+            twin = copy.deepcopy(self.module)
+        for p in self.parameters if not refuses else ():
+            seen = twin.get_parameter(NAMES[p.names[0]]).grad
+            if seen is not None:
+                assert p.grad is not None, "the copy has a gradient where the module has None"
+                self.held.append(replace(p.grad, memory=p.grad.memory.copy(), tensor=seen))
+
+
+def _step_and_free(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.sub_(tensor.grad, alpha=LEARNING_RATE)  # type: ignore[arg-type]
+    tensor.grad = None
