@@ -634,7 +634,8 @@ def _named(objectives: Sequence[Objective]) -> tuple[str, str] | None:
         return None
     named = diagnose(found[0], found[1:])
     if names_nothing(named):
-        return "unrecognised-weights", SENTENCES[BY_PLACE].format(note=objectives[0].comparison.note)
+        note = next(one.comparison.note for one in objectives if one.comparison.status == BY_PLACE)
+        return "unrecognised-weights", SENTENCES[BY_PLACE].format(note=note)
     name, said = named.name.partition(" or ")[0], named.sentence.partition("; or: ")[0]
     return name, said.replace("run.count(batch)", "the batch's count")
 

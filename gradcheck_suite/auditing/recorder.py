@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -235,6 +235,9 @@ def expect_supported() -> None:
         "Tensor.register_post_accumulate_grad_hook": hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
         "Node._input_metadata": hasattr(probe, "_input_metadata"),
         "torch.compiler.is_dynamo_compiling": hasattr(torch.compiler, "is_dynamo_compiling"),
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy": hasattr(
+            torch._C._dynamo.eval_frame, "set_code_exec_strategy"
+        ),
     }
     if missing := [name for name, there in needed.items() if not there]:
         raise CannotRunHere(f"audit: torch {torch.__version__} has no {missing[0]}: expected torch 2.9 or later")
@@ -283,6 +286,7 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 self.switch_off(instrument, error)
                 return None
 
+        inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
 
     return wrap
@@ -339,6 +343,7 @@ class Recorder:
 
     def open(self) -> None:
         """Begin to record."""
+        _hide_from_dynamo()
         self._engine = torch.autograd.Variable._execution_engine
         mine = Engine()
         mine.recorder = self
@@ -362,6 +367,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.last = None
         self._running.clear()
 
     def is_off(self, instrument: str) -> bool:
@@ -733,6 +739,21 @@ class Recorder:
                 distributed,
             )
         )
+
+
+def _hide_from_dynamo() -> None:
+    """Let Dynamo run the suite's frames as they are: it compiles what is entered below a compiled function.
+
+    `torch.compiler.disable` would import Dynamo, which takes a second.
+    """
+    evaluation: Any = torch._C._dynamo.eval_frame
+    action, own = evaluation._FrameAction, str(Path(__file__).parents[1])
+    as_it_is = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    stack = [function.__code__ for function in living(FunctionType) if function.__code__.co_filename.startswith(own)]
+    while stack:
+        code = stack.pop()
+        evaluation.set_code_exec_strategy(code, as_it_is)
+        stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def _names_place(given: str, place: str) -> bool:

@@ -242,6 +242,11 @@ def read(
                 for k in range(columns.pop())
             ]
             modes[mode] = [(compare(column), column) for column in parts]
+            if mode == BATCH and modes[mode][0][0].status == BY_PLACE:
+                # heads of a detector, some without items in some passes: each may be a mean of its own
+                every = [Part(s, term, coefficients[s]) for s, terms in by_pass.items() for term in terms]
+                if (found_of_all := compare(every)).status == MEAN_OF_MEANS:
+                    modes[mode] = [(found_of_all, every)]
         found[top] = modes
     return found
 

@@ -732,6 +732,14 @@ optimizer.step(closure)
 optimizer.zero_grad()""",
     ),
     # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no fault.
+    # The levels of a detector, each with the mean over its objects, and some without any.
+    "faulty_heads_without_items": faulty(
+        "mean-of-means",
+        "window in (((1, 0, 3), (2, 2, 1), (0, 0, 2)), ((0, 3, 1), (1, 2, 3), (3, 0, 1))) * 2",
+        batch="numbers in window",
+        loss="loss = torch.zeros(1)\nfor n in filter(None, numbers):\n"
+        "    loss = loss + model(torch.ones(n, 5, dtype=toy.dtype())).square().sum(1).mean()",
+    ),
     # The trainer of an example of Lightning Fabric counts steps where it means to count batches, and steps once.
     "faulty_stops_stepping": faulty(
         "tail-dropped",

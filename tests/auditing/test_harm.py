@@ -225,6 +225,26 @@ def test_storages_can_still_be_resized():
             tensor.untyped_storage().resize_(0)
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of Dynamo itself
+def test_dynamo_does_not_compile_an_audit_below_a_compiled_function(capfd):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="aot_eager")
+    def update(x):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with gradcheck_suite.audit(every=1) as audit:
+        for _ in range(12):  # beyond Dynamo's limit of recompilations
+            update(torch.randn(8, 4))
+    assert (audit.result.verdict, audit.result.windows) == ("holds", 12), audit.result
+    assert "recompile_limit" not in capfd.readouterr().err
+
+
 class _Frozen(collections.OrderedDict):
     """A dict that refuses to be written to, as the configuration of a diffusers model does."""
 
