@@ -73,7 +73,7 @@ def _of_the_stack() -> tuple[int | None, float | None]:
 # What is recorded.
 
 
-NONE, KEPT, TOUCHED, BY_HAND = "none", "kept", "touched", "by hand"
+NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
 
 
 @dataclass
@@ -82,14 +82,17 @@ class Arrival:
 
     Attributes:
         before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
-            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself.
+            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
+            comes with a later pass that reduces it into a shard.
         was: a sample of `.grad` before it, where it was touched.
         now: a sample of `.grad` after it, or of the result.
+        shard: whether it is this rank's part of what was reduced over all ranks in the pass.
     """
 
     before: str
     was: Raw | None
     now: Raw
+    shard: bool = False
 
 
 @dataclass
@@ -140,7 +143,7 @@ class StepRecord:
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
         steps: the accumulation steps that a trainer is configured with.
-        wrapped: whether a `DistributedDataParallel` holds one of the parameters.
+        wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
         distributed: whether a process group is there.
     """
 
@@ -334,6 +337,8 @@ class Recorder:
         self._lines: dict[tuple[Place, tuple[str, ...]], str] = {}
         self._anomaly: tuple[bool, bool] | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
+        self._shards: set[int] = set()
+        self._late: list[PassRecord] = []
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -456,8 +461,15 @@ class Recorder:
     def _look_below(self, running: Running, roots: list[Any]) -> None:
         """Watch the parameters that a pass reaches, and see which terms join items with and without a gradient."""
         leaves, joins = leaves_below(place_of(root)[0] for root in roots)
+        if not self.parameters and _is_distributed():
+            # FSDP gathers parameters: the leaves are others than those that optimizers step on
+            for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
+                for parameter in group["params"]:
+                    self._watch(parameter)
         for leaf in leaves:
-            self._watch(leaf)
+            key = self._watch(leaf)
+            if not getattr(leaf, "_fsdp_flattened", False):
+                self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         for term in running.reader.found if joins else ():
             if leaves_below([term.node])[1]:
                 term.partial = True
@@ -543,6 +555,8 @@ class Recorder:
         key = self._keys[id(parameter)] = self._next_key
         self._next_key += 1
         self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+        if samples.is_shard(parameter):
+            self._shards.add(key)
         if parameter.requires_grad and parameter.is_leaf:
             found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
             self._handles.append(found)
@@ -587,7 +601,10 @@ class Recorder:
         running = self.running()
         if not running.record.accumulates or parameter.grad is None:
             return
-        if not self._sums:
+        if key in self._shards:
+            if running.record not in self._late:
+                self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
+        elif not self._sums:
             running.record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
         elif running.waiting is None or self._changes_later(parameter):
             self._arrived(running.record, parameter, key)
@@ -598,8 +615,7 @@ class Recorder:
     def _changes_later(self, parameter: torch.Tensor) -> bool:
         """Return whether a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do."""
         hooks = parameter._post_accumulate_grad_hooks
-        reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return reduced or len(hooks or ()) > 1
+        return _is_distributed() or len(hooks or ()) > 1
 
     def _arrived(self, record: PassRecord, parameter: torch.Tensor, key: int) -> None:
         gradient = parameter.grad
@@ -618,6 +634,36 @@ class Recorder:
         for key, parameter in (running.waiting or {}).items():
             self._arrived(running.record, parameter, key)
         running.waiting = None
+        if self._shards:
+            self._arrive_at_shards(running.record)
+
+    def _arrive_at_shards(self, record: PassRecord) -> None:
+        """Note which shards have changed in a pass: FSDP reduces into them what has arrived at gathered parameters."""
+        silent = self._shards - record.arrivals.keys()
+        if record.arrivals and silent and record not in self._late:
+            self._late.append(record)
+        found = False
+        for key in silent:
+            known = self.parameters[key]
+            parameter = known.reference()
+            if parameter is None or (gradient := parameter.grad) is None or parameter.is_leaf is False:
+                continue
+            before, was = self._before.get(key, (NONE, None))
+            if before == KEPT and self._is_kept(known, gradient):
+                continue
+            if before == TOUCHED and _equal(was, samples.sample(gradient, whole=self._full())):
+                continue
+            found = True
+            for earlier in self._late:
+                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
+            record.arrivals.pop(key, None)
+            self._arrived(record, parameter, key)
+            record.arrivals[key].shard = True
+        if found:
+            self._late.clear()
+            self.notes[
+                "gradients are sharded over the ranks: what is reduced into them is taken for the mean over all ranks"
+            ] = 1
 
     def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
@@ -712,8 +758,11 @@ class Recorder:
         steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        distributed = _is_distributed()
         index = self.index(optimizer)
+        for earlier in self._late:  # never reduced
+            for key in self._shards & gradients.keys():
+                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
         if distributed and index not in self._wrapped:
             # a search through all objects, once for each optimizer
             self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
@@ -725,10 +774,20 @@ class Recorder:
                 float(given) if isinstance(given, torch.Tensor) else scale,
                 fused,
                 steps,
-                self._wrapped.get(index, False),
+                self._wrapped.get(index, False) or bool(self._late),
                 distributed,
             )
         )
+        self._late.clear()
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _equal(one: Raw | None, other: Raw) -> bool:
+    """Return whether two samples on a CPU are the same."""
+    return not isinstance(one, torch.Tensor | None) and not isinstance(other, torch.Tensor) and list(one) == list(other)
 
 
 def _names_place(given: str, place: str) -> bool:

@@ -1351,10 +1351,37 @@ def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last
     }
 
 
+def _returning(loss: str):
+    """Return the pieces of a script whose model returns its loss and its logits, with a parameter of one element."""
+    of_model = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = toy.classifier(1)
+    def forward(self, x):
+        logits = self.body(x)
+        return {"rows": len(x), "loss": F.mse_loss(logits, x[:, :1], reduction="sum"), "logits": logits}
+dist.init_process_group("gloo")"""
+    pieces = _replicas(loss)
+    return {
+        **pieces,
+        "before": pieces["before"] + of_model,
+        "model": "torch.nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)",
+        "then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+    }
+
+
 SUM_OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count'
 BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_rank()"}
 ON_TWO_RANKS = {
     "sound_counted": sound(**_replicas(SUM_OVER_COUNT)),
+    "sound_returned": sound(**_returning('model(x)["loss"] * 2 / count')),
+    "faulty_returned": faulty("mean-of-means", **_returning('model(x)["loss"] / len(y) / len(window)')),
+    "faulty_returned_sum_of_means": faulty(
+        "wrong-scale",
+        **_returning("2 * F.mse_loss(model(x)['logits'], x[:, :1])")
+        | {"windows": "window in toy.windows_of_rank((((3, 3), (3, 3)),) * 2)"},
+    ),
     # The ranks train models of their own, as in a search over seeds: nothing is reduced.
     "sound_each_rank_alone": sound(
         **BY_HAND,
