@@ -53,9 +53,10 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
 """The module of a trainer's methods -> how to read its accumulation steps off `self`."""
 
 
-def _of_the_stack() -> tuple[int | None, float | None]:
-    """Return the accumulation steps of the outermost trainer that runs, and the scale of a GradScaler that steps."""
+def _of_the_stack() -> tuple[str | None, int | None, float | None]:
+    """Return the outermost trainer that runs, its accumulation steps, and the scale of a GradScaler that steps."""
     steps: Any = None
+    trainer: str | None = None
     scale: float | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -63,11 +64,12 @@ def _of_the_stack() -> tuple[int | None, float | None]:
         if (configured := TRAINERS.get(name)) is not None and (owner := frame.f_locals.get("self")) is not None:
             with contextlib.suppress(AttributeError):  # another class of that module, or another release
                 steps = configured(owner)
+                trainer = name.removeprefix("pytorch_")
         elif name == "torch.amp.grad_scaler" and scale is None:
             found = getattr(frame.f_locals.get("self"), "_scale", None)
             scale = None if found is None else float(found)
         frame = frame.f_back
-    return (steps if type(steps) is int and steps > 1 else None), scale
+    return trainer, (steps if type(steps) is int and steps > 1 else None), scale
 
 
 # What is recorded.
@@ -143,6 +145,7 @@ class StepRecord:
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
         steps: the accumulation steps that a trainer is configured with.
+        trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
         distributed: whether a process group is there.
     """
@@ -153,6 +156,7 @@ class StepRecord:
     scale: float | None = None
     fused: bool = False
     steps: int | None = None
+    trainer: str | None = None
     wrapped: bool = False
     distributed: bool = False
 
@@ -201,7 +205,7 @@ def settle(events: Sequence[Event]) -> None:
 # The choke point.
 
 
-_engine_class: Any = type(torch.autograd.Variable._execution_engine)
+_engine_class: Any = type(getattr(torch.autograd.Variable, "_execution_engine", object()))
 
 
 class Engine(_engine_class):  # type: ignore[misc]
@@ -226,21 +230,36 @@ class Engine(_engine_class):  # type: ignore[misc]
 
 
 def expect_supported() -> None:
-    """Refuse a torch that lacks what the recorder needs.
+    """Refuse a torch that lacks what an audit needs and torch does not document.
 
     Raises:
         CannotRunHere: it lacks something.
     """
-    probe = (torch.zeros(1, requires_grad=True) * 1).sum().grad_fn
-    needed = {
-        "torch.autograd.Variable._execution_engine": hasattr(torch.autograd.Variable, "_execution_engine"),
-        "torch._C._current_graph_task_id": hasattr(torch._C, "_current_graph_task_id"),
-        "Tensor.register_post_accumulate_grad_hook": hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-        "Node._input_metadata": hasattr(probe, "_input_metadata"),
-        "torch.compiler.is_dynamo_compiling": hasattr(torch.compiler, "is_dynamo_compiling"),
+    leaf = torch.zeros(1, 2, requires_grad=True)
+    leaf.register_hook(lambda gradient: None)
+    loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
+    node: Any = loss.next_functions[0][0] if loss is not None else None
+    saved = "_raw_saved_target", "_saved_target", "_saved_total_weight", "_saved_reduction", "_saved_ignore_index"
+    needed: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "torch.autograd.Variable": (torch.autograd.Variable, ("_execution_engine",)),
+        "torch._C": (torch._C, ("_current_graph_task_id",)),
+        "torch._C._functorch": (torch._C._functorch, ("is_functorch_wrapped_tensor", "peek_interpreter_stack")),
+        "torch.compiler": (torch.compiler, ("is_dynamo_compiling", "set_stance")),
+        "Node": (node, ("_input_metadata", "_saved_dim", "metadata", "register_prehook", "next_functions")),
+        "NllLossBackward0": (loss, saved),
+        "Tensor": (leaf, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
+        "torch.nn.modules.module": (
+            torch.nn.modules.module,
+            ("_has_any_global_hook", "_global_forward_hooks_with_kwargs"),
+        ),
+        "Module": (torch.nn.Identity(), ("_forward_hooks", "_forward_pre_hooks")),
     }
-    if missing := [name for name, there in needed.items() if not there]:
-        raise CannotRunHere(f"audit: torch {torch.__version__} has no {missing[0]}: expected torch 2.9 or later")
+    for name, (holder, attributes) in needed.items():
+        if lacking := [attribute for attribute in attributes if not hasattr(holder, attribute)]:
+            raise CannotRunHere(
+                f"audit: torch {torch.__version__} has no {name}.{lacking[0]}: "
+                "the audit runs with torch 2.9.1 to 2.13.0"
+            )
 
 
 @dataclass
@@ -747,15 +766,22 @@ class Recorder:
                 "an optimizer steps inside of a backward pass, which has not ended: these steps were not judged"
             ] += 1
             return
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False) for p in own):
+            self.notes[
+                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums nor weights of "
+                "these steps were judged; those of `fully_shard` and of use_orig_params=False can be"
+            ] += 1
+            return
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in own:
             key, gradient = self._watch(parameter), parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
                 gradients[key], bits = samples.taken(gradient, whole=self._full())
                 self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
-        steps, scale = _of_the_stack()
+        trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
         distributed = _is_distributed()
@@ -774,6 +800,7 @@ class Recorder:
                 float(given) if isinstance(given, torch.Tensor) else scale,
                 fused,
                 steps,
+                trainer,
                 self._wrapped.get(index, False) or bool(self._late),
                 distributed,
             )

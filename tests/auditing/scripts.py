@@ -1472,6 +1472,55 @@ for step, window in enumerate(toy.windows_of_rank()):
     ),
 }
 
+FSDP = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+dist.init_process_group("gloo")
+def sharded():
+    model = toy.classifier()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+def flat(original):
+    return FullyShardedDataParallel(toy.classifier(), device_id=torch.device("cpu"), use_orig_params=original)
+def parallel():
+    return parallelize_module(
+        toy.classifier(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )"""
+UNSYNCHRONISED = "model.set_requires_gradient_sync(index == len(window) - 1)"
+
+
+def _sharded(model: str, loss: str = SUM_OVER_COUNT, first: str = "", **more):
+    """Return the pieces of a script whose parameters lie on both ranks in parts."""
+    pieces = _replicas("", count="count = toy.count_of(window)")
+    of_shards = {"before": FSDP, "model": model, "loss": f"({loss}).backward()", "first": first}
+    if model == "parallel()":  # both ranks have the same batches
+        of_shards |= {"windows": f"window in toy.windows({UNEQUAL}, 2, 6)", "start": COUNT}
+        of_shards["loss"] = of_shards["loss"].replace("dist.get_world_size()", "1")
+    return {**pieces, **of_shards, **more}
+
+
+MEANS_OF_RANK = "F.cross_entropy(model(x), y) / len(window)"
+for how, made in {"fsdp2": "sharded()", "fsdp": "flat(False)", "tensor_parallel": "parallel()"}.items():
+    ON_TWO_RANKS |= {
+        f"sound_{how}": sound(**_sharded(made)),
+        f"faulty_{how}_mean_of_means": faulty("mean-of-means", **_sharded(made, MEANS_OF_RANK)),
+        f"faulty_{how}_reset": faulty("reset-inside-window", **_sharded(made, first=RESET)),
+    }
+ON_TWO_RANKS |= {
+    "sound_fsdp2_late": sound(**_sharded("sharded()", first=UNSYNCHRONISED)),
+    "faulty_fsdp2_late_mean_of_means": faulty(
+        "mean-of-means", **_sharded("sharded()", MEANS_OF_RANK, first=UNSYNCHRONISED)
+    ),
+    "faulty_fsdp2_never_reduced": faulty(
+        "not-reduced", **_sharded("sharded()", first="model.set_requires_gradient_sync(False)")
+    ),
+    "faulty_fsdp2_never_reset": faulty("stale-window", **_sharded("sharded()", step=NO_RESET)),
+    "unjudged_fsdp_original_parameters": unjudged("FSDP with use_orig_params=True", **_sharded("flat(True)")),
+}
+
 
 def write(folder: Path) -> Path:
     """Write the scripts to a folder, those of two ranks to `ranks` and those of trainers to `trainers` in it."""

@@ -163,6 +163,7 @@ def test_the_callback_of_lightning():
         data = torch.utils.data.TensorDataset(torch.randn(batches * 2, 2), torch.randn(batches * 2, 1))
         trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=2))
         assert callback.audit.result.verdict == verdict, callback.audit.result
+    assert "Lightning#19987" in callback.audit.result.violation.explanation
 
 
 @pytest.mark.filterwarnings("default")
