@@ -48,11 +48,11 @@ WITH_A_LIBRARY = {
     ("transformers_trainer", "gpt2", "--lora"): ("peft", MISCOUNTED),
     ("transformers_trainer", "bert"): ("transformers", "wrong-scale"),
     ("transformers_trainer", "bert", "--lora"): ("peft", "wrong-scale"),
-    ("trl_sft", "llama"): ("trl", None),
-    ("trl_pairs", "dpo"): ("trl", None),
-    ("trl_pairs", "reward"): ("trl", None),
-    ("trl_sft", "gpt2"): ("trl", MISCOUNTED),
-    ("trl_sft", "llama", "--lora"): ("trl", None),
+    ("trl_trainer", "sft", "llama"): ("trl", None),
+    ("trl_trainer", "dpo", "llama"): ("trl", None),
+    ("trl_trainer", "reward", "llama"): ("trl", None),
+    ("trl_trainer", "sft", "gpt2"): ("trl", MISCOUNTED),
+    ("trl_trainer", "sft", "llama", "--lora"): ("peft", None),
 }
 """Script with its arguments -> the library that it needs, and the diagnosis, or a finding of several words."""
 ON_TWO_RANKS = {
