@@ -28,7 +28,12 @@ Raw = torch.Tensor | Vector
 
 NOTHING: Vector = np.zeros(ELEMENTS)
 """The sample of an arrival that is not looked at."""
-_DTYPES = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.int16}
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.int16,
+}
 _random = np.random.default_rng(20260101)
 _SIGNS = _random.choice([-1.0, 1.0], (PROJECTIONS, TILE))
 
@@ -56,7 +61,8 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
     if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
         return np.empty(0, dtype)
     # `tensor.numpy()` would leave a storage that can never be resized, which FSDP does: the program would raise
-    return np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype)
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype)
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
