@@ -381,7 +381,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         off = Counter(
             f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
         )
-        findings = self._judge.unknown() + self._recorder.notes + self._judge.notes() + off
+        unknown = self._judge.unknown()
+        said = Counter({str(part): steps for part, steps in unknown.items()})
+        findings = said + self._recorder.notes + self._judge.notes() + off
         if self._recorder.off:
             violations = accepted = ()
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
@@ -397,6 +399,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             accepted=accepted,
             again=dict(self._again),
             second_opinion=self._opinion.summary() if self._opinion else None,
+            unknown=dict(unknown),
             disagreements=tuple(self._opinion.findings) if self._opinion else (),
             findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
             unjudged=None if violations or accepted else self._why_unjudged(windows, findings),

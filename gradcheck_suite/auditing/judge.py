@@ -34,7 +34,7 @@ from gradcheck_suite.auditing.weights import (
     Scale,
     Use,
 )
-from gradcheck_suite.core.results import LiveViolation, WeightRow
+from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import Weights
@@ -78,12 +78,38 @@ KNOWN = (
     | frozenset(window_again.SENTENCES)
 )
 """Every diagnosis of a live run."""
+REMEDIES = {
+    ("accelerate", "where the window has"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
+    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
+    (
+        "lightning",
+        "where the window has",
+    ): "Lightning divides by `accumulate_grad_batches` in a short window too, up to "
+    "2.6.6 at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
+    (
+        "transformers",
+        "where the window has",
+    ): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: "
+    "later releases divide by its length (transformers#39659)",
+    (
+        "transformers",
+        "mean has weight",
+    ): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
+    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
+    (
+        "transformers",
+        "never divided",
+    ): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 at "
+    "least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
+}
+"""Package of a trainer and a part of a fault's sentence -> remedy: as found in docs/found-in-trainers.md."""
 MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
 MOST_WINDOWS = 512
 """Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
 EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
+BOTH = "sums and weights"
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
@@ -393,7 +419,7 @@ class Weighed:
     violations: list[LiveViolation] = field(default_factory=list)
     united: United = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
 
@@ -456,10 +482,7 @@ def _again(one: Pending) -> Fault | None:
     return Fault(name, SENTENCES[name])
 
 
-PARTIAL = (
-    "the loss sees items through which no gradient flows: it is no sum over the window's micro-batches, and its "
-    "weights are not added up"
-)
+PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
 
 
 def _note_unknown(
@@ -471,15 +494,15 @@ def _note_unknown(
     """
     window = one.window
     records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
-    dark, partial = set[str](), set[str]()
+    dark, partial = set[Unknown](), set[Unknown]()
     for record in records.values():
         for term in record.terms:
             if term.opaque:
-                dark.add(f"{record.place}: {term.opaque}: the weights of this loss are unknown; {DECLARE}")
+                dark.add(Unknown("weights", str(record.place), term.opaque, DECLARE))
             elif term.partial:
-                partial.add(f"{record.place}: {PARTIAL}")
+                partial.add(Unknown("weights", str(record.place), PARTIAL))
         if not record.terms and record.unread:
-            dark.add(f"{record.place}: {record.unread}: the weights of this loss are unknown")
+            dark.add(Unknown("weights", str(record.place), record.unread))
     if one.length > 1:
         result.unknown.update(dark | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
@@ -491,10 +514,8 @@ def _note_unknown(
             ] += 1
     uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
     for objective in uneven:
-        result.unknown[
-            f"{objective.place}: the number of terms differs between micro-batches: their weights are unknown; "
-            f"{DECLARE}"
-        ] += 1
+        reason = "the number of terms differs between micro-batches"
+        result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
     return bool(dark) or bool(uneven)
 
 
@@ -542,13 +563,20 @@ def violation_of(fault: Fault, window: Window, where: Place, parameter: str | No
     return LiveViolation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
-        explanation=fault.sentence,
+        explanation=fault.sentence + _remedy(fault, window.step.trainer),
         step=window.number,
         where=_loss_line(window, where) or str(where),
         backward=str(window.passes[max(window.passes)].site) if window.passes else None,
         stepped=str(window.step.place),
         parameter=parameter,
     )
+
+
+def _remedy(fault: Fault, trainer: str | None) -> str:
+    """Return what helps where a trainer's own division is the cause, which no user mends in the script."""
+    package = (trainer or "").partition(".")[0]
+    found = (text for (name, part), text in REMEDIES.items() if name == package and part in fault.sentence)
+    return "".join(f". {text}" for text in found)
 
 
 def _loss_line(window: Window, where: Place) -> str | None:
@@ -719,7 +747,7 @@ class Judge:
         self._read_before: set[int] = set()
         self._of_step: list[LiveViolation] = []
         self._notes: Counter[str] = Counter()
-        self._unknown: Counter[str] = Counter()
+        self._unknown: Counter[Unknown] = Counter()
         self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
         self._since: Counter[int] = Counter()
         self._weighed: dict[int, Weighed] = {}
@@ -760,8 +788,8 @@ class Judge:
         """Return what is worth knowing -> how often."""
         return sum((weighed.notes for weighed in self._weighed.values()), self._notes)
 
-    def unknown(self) -> Counter[str]:
-        """Return what could not be judged, and what to do -> how often."""
+    def unknown(self) -> Counter[Unknown]:
+        """Return what could not be judged, and what to do -> in how many steps."""
         return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
 
     @property
@@ -815,10 +843,11 @@ class Judge:
         self.used, self._of_step = {}, []
         if not window.passes and not any(window.coefficients.values()):
             if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
-                self._unknown[
-                    f"{window.step.place}: the gradients of this step were written by hand to parameters that no "
-                    "backward pass reaches (master copies): neither sums nor weights were judged"
-                ] += 1
+                reason = (
+                    "the gradients of this step were written by hand to parameters that no backward pass reaches "
+                    "(master copies)"
+                )
+                self._unknown[Unknown(BOTH, str(window.step.place), reason)] += 1
             return
         optimizer = window.optimizer
         self._last[optimizer] = window
@@ -882,9 +911,8 @@ class Judge:
         if found.by_hand:
             self._by_hand.add(str(where))
         if found.by_hand or (any(seen.by_hand for seen in window.passes.values()) and window.edit == "free"):
-            self._unknown[
-                f"{where}: gradients are put together by hand from what arrived: neither sums nor weights were judged"
-            ] += 1
+            reason = "gradients are put together by hand from what arrived"
+            self._unknown[Unknown(BOTH, str(where), reason)] += 1
             return None
         if window.edit == "free":
             self._notes[

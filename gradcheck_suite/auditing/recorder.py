@@ -53,9 +53,10 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
 """The module of a trainer's methods -> how to read its accumulation steps off `self`."""
 
 
-def _of_the_stack() -> tuple[int | None, float | None]:
-    """Return the accumulation steps of the outermost trainer that runs, and the scale of a GradScaler that steps."""
+def _of_the_stack() -> tuple[str | None, int | None, float | None]:
+    """Return the outermost trainer that runs, its accumulation steps, and the scale of a GradScaler that steps."""
     steps: Any = None
+    trainer: str | None = None
     scale: float | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -63,17 +64,18 @@ def _of_the_stack() -> tuple[int | None, float | None]:
         if (configured := TRAINERS.get(name)) is not None and (owner := frame.f_locals.get("self")) is not None:
             with contextlib.suppress(AttributeError):  # another class of that module, or another release
                 steps = configured(owner)
+                trainer = name.removeprefix("pytorch_")
         elif name == "torch.amp.grad_scaler" and scale is None:
             found = getattr(frame.f_locals.get("self"), "_scale", None)
             scale = None if found is None else float(found)
         frame = frame.f_back
-    return (steps if type(steps) is int and steps > 1 else None), scale
+    return trainer, (steps if type(steps) is int and steps > 1 else None), scale
 
 
 # What is recorded.
 
 
-NONE, KEPT, TOUCHED, BY_HAND = "none", "kept", "touched", "by hand"
+NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
 
 
 @dataclass
@@ -82,14 +84,17 @@ class Arrival:
 
     Attributes:
         before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
-            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself.
+            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
+            comes with a later pass that reduces it into a shard.
         was: a sample of `.grad` before it, where it was touched.
         now: a sample of `.grad` after it, or of the result.
+        shard: whether it is this rank's part of what was reduced over all ranks in the pass.
     """
 
     before: str
     was: Raw | None
     now: Raw
+    shard: bool = False
 
 
 @dataclass
@@ -140,7 +145,8 @@ class StepRecord:
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
         steps: the accumulation steps that a trainer is configured with.
-        wrapped: whether a `DistributedDataParallel` holds one of the parameters.
+        trainer: the module of that trainer.
+        wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
         distributed: whether a process group is there.
     """
 
@@ -150,6 +156,7 @@ class StepRecord:
     scale: float | None = None
     fused: bool = False
     steps: int | None = None
+    trainer: str | None = None
     wrapped: bool = False
     distributed: bool = False
 
@@ -198,7 +205,7 @@ def settle(events: Sequence[Event]) -> None:
 # The choke point.
 
 
-_engine_class: Any = type(torch.autograd.Variable._execution_engine)
+_engine_class: Any = type(getattr(torch.autograd.Variable, "_execution_engine", object()))
 
 
 class Engine(_engine_class):  # type: ignore[misc]
@@ -223,24 +230,40 @@ class Engine(_engine_class):  # type: ignore[misc]
 
 
 def expect_supported() -> None:
-    """Refuse a torch that lacks what the recorder needs.
+    """Refuse a torch that lacks what an audit needs and torch does not document.
 
     Raises:
         CannotRunHere: it lacks something.
     """
-    probe = (torch.zeros(1, requires_grad=True) * 1).sum().grad_fn
-    needed = {
-        "torch.autograd.Variable._execution_engine": hasattr(torch.autograd.Variable, "_execution_engine"),
-        "torch._C._current_graph_task_id": hasattr(torch._C, "_current_graph_task_id"),
-        "Tensor.register_post_accumulate_grad_hook": hasattr(torch.Tensor, "register_post_accumulate_grad_hook"),
-        "Node._input_metadata": hasattr(probe, "_input_metadata"),
-        "torch.compiler.is_dynamo_compiling": hasattr(torch.compiler, "is_dynamo_compiling"),
-        "torch._C._dynamo.eval_frame.set_code_exec_strategy": hasattr(
-            torch._C._dynamo.eval_frame, "set_code_exec_strategy"
+    leaf = torch.zeros(1, 2, requires_grad=True)
+    leaf.register_hook(lambda gradient: None)
+    loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
+    node: Any = loss.next_functions[0][0] if loss is not None else None
+    saved = "_raw_saved_target", "_saved_target", "_saved_total_weight", "_saved_reduction", "_saved_ignore_index"
+    needed: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "torch.autograd.Variable": (torch.autograd.Variable, ("_execution_engine",)),
+        "torch._C": (torch._C, ("_current_graph_task_id",)),
+        "torch._C._functorch": (torch._C._functorch, ("is_functorch_wrapped_tensor", "peek_interpreter_stack")),
+        "torch.compiler": (torch.compiler, ("is_dynamo_compiling", "set_stance")),
+        "Node": (node, ("_input_metadata", "_saved_dim", "metadata", "register_prehook", "next_functions")),
+        "NllLossBackward0": (loss, saved),
+        "Tensor": (leaf, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
+        "torch.nn.modules.module": (
+            torch.nn.modules.module,
+            ("_has_any_global_hook", "_global_forward_hooks_with_kwargs"),
+        ),
+        "Module": (torch.nn.Identity(), ("_forward_hooks", "_forward_pre_hooks")),
+        "torch._C._dynamo.eval_frame": (
+            torch._C._dynamo.eval_frame,
+            ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"),
         ),
     }
-    if missing := [name for name, there in needed.items() if not there]:
-        raise CannotRunHere(f"audit: torch {torch.__version__} has no {missing[0]}: expected torch 2.9 or later")
+    for name, (holder, attributes) in needed.items():
+        if lacking := [attribute for attribute in attributes if not hasattr(holder, attribute)]:
+            raise CannotRunHere(
+                f"audit: torch {torch.__version__} has no {name}.{lacking[0]}: "
+                "the audit runs with torch 2.9.1 to 2.13.0"
+            )
 
 
 @dataclass
@@ -338,6 +361,8 @@ class Recorder:
         self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
         self._anomaly: tuple[bool, bool] | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
+        self._shards: set[int] = set()
+        self._late: list[PassRecord] = []
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -463,8 +488,15 @@ class Recorder:
     def _look_below(self, running: Running, roots: list[Any]) -> None:
         """Watch the parameters that a pass reaches, and see which terms join items with and without a gradient."""
         leaves, joins = leaves_below(place_of(root)[0] for root in roots)
+        if not self.parameters and _is_distributed():
+            # FSDP gathers parameters: the leaves are others than those that optimizers step on
+            for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
+                for parameter in group["params"]:
+                    self._watch(parameter)
         for leaf in leaves:
-            self._watch(leaf)
+            key = self._watch(leaf)
+            if not getattr(leaf, "_fsdp_flattened", False):
+                self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         for term in running.reader.found if joins else ():
             if leaves_below([term.node])[1]:
                 term.partial = True
@@ -553,6 +585,8 @@ class Recorder:
         key = self._keys[id(parameter)] = self._next_key
         self._next_key += 1
         self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+        if samples.is_shard(parameter):
+            self._shards.add(key)
         if parameter.requires_grad and parameter.is_leaf:
             found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
             self._handles.append(found)
@@ -597,7 +631,10 @@ class Recorder:
         running = self.running()
         if not running.record.accumulates or parameter.grad is None:
             return
-        if not self._sums:
+        if key in self._shards:
+            if running.record not in self._late:
+                self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
+        elif not self._sums:
             running.record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
         elif running.waiting is None or self._changes_later(parameter):
             self._arrived(running.record, parameter, key)
@@ -608,8 +645,7 @@ class Recorder:
     def _changes_later(self, parameter: torch.Tensor) -> bool:
         """Return whether a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do."""
         hooks = parameter._post_accumulate_grad_hooks
-        reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return reduced or len(hooks or ()) > 1
+        return _is_distributed() or len(hooks or ()) > 1
 
     def _arrived(self, record: PassRecord, parameter: torch.Tensor, key: int) -> None:
         gradient = parameter.grad
@@ -628,6 +664,36 @@ class Recorder:
         for key, parameter in (running.waiting or {}).items():
             self._arrived(running.record, parameter, key)
         running.waiting = None
+        if self._shards:
+            self._arrive_at_shards(running.record)
+
+    def _arrive_at_shards(self, record: PassRecord) -> None:
+        """Note which shards have changed in a pass: FSDP reduces into them what has arrived at gathered parameters."""
+        silent = self._shards - record.arrivals.keys()
+        if record.arrivals and silent and record not in self._late:
+            self._late.append(record)
+        found = False
+        for key in silent:
+            known = self.parameters[key]
+            parameter = known.reference()
+            if parameter is None or (gradient := parameter.grad) is None or parameter.is_leaf is False:
+                continue
+            before, was = self._before.get(key, (NONE, None))
+            if before == KEPT and self._is_kept(known, gradient):
+                continue
+            if before == TOUCHED and _equal(was, samples.sample(gradient, whole=self._full())):
+                continue
+            found = True
+            for earlier in self._late:
+                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
+            record.arrivals.pop(key, None)
+            self._arrived(record, parameter, key)
+            record.arrivals[key].shard = True
+        if found:
+            self._late.clear()
+            self.notes[
+                "gradients are sharded over the ranks: what is reduced into them is taken for the mean over all ranks"
+            ] = 1
 
     def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
@@ -711,19 +777,29 @@ class Recorder:
                 "an optimizer steps inside of a backward pass, which has not ended: these steps were not judged"
             ] += 1
             return
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False) for p in own):
+            self.notes[
+                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums nor weights of "
+                "these steps were judged; those of `fully_shard` and of use_orig_params=False can be"
+            ] += 1
+            return
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in own:
             key, gradient = self._watch(parameter), parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
                 gradients[key], bits = samples.taken(gradient, whole=self._full())
                 self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
-        steps, scale = _of_the_stack()
+        trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        distributed = _is_distributed()
         index = self.index(optimizer)
+        for earlier in self._late:  # never reduced
+            for key in self._shards & gradients.keys():
+                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
         if distributed and index not in self._wrapped:
             # a search through all objects, once for each optimizer
             self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
@@ -735,10 +811,21 @@ class Recorder:
                 float(given) if isinstance(given, torch.Tensor) else scale,
                 fused,
                 steps,
-                self._wrapped.get(index, False),
+                trainer,
+                self._wrapped.get(index, False) or bool(self._late),
                 distributed,
             )
         )
+        self._late.clear()
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _equal(one: Raw | None, other: Raw) -> bool:
+    """Return whether two samples on a CPU are the same."""
+    return not isinstance(one, torch.Tensor | None) and not isinstance(other, torch.Tensor) and list(one) == list(other)
 
 
 def _hide_from_dynamo() -> None:

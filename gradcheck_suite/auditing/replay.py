@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from gradcheck_suite.auditing.recorder import BY_HAND, NONE, TOUCHED, PassRecord, StepRecord
+from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, factor, is_finite, size
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -43,10 +44,12 @@ class State:
     Attributes:
         sample: of it.
         coefficients: of which passes it is made.
+        shard: whether each rank has another part of it.
     """
 
     sample: Vector = field(default_factory=lambda: ZERO)
     coefficients: Coefficients = field(default_factory=dict)
+    shard: bool = False
 
 
 @dataclass
@@ -185,6 +188,7 @@ class Replay:
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
         self._arrived: dict[tuple[int, int, int], Vector] = {}
         self._null: set[tuple[int, int, int]] = set()
+        self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
         self._stepped: dict[int, int] = {}
@@ -193,15 +197,24 @@ class Replay:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
         return RELATIVE.get(self._dtypes.get(key, "float32"), RELATIVE["float32"])
 
-    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool) -> Explanation:
-        """Explain a measured `.grad`.
+    def _explain_all(self, rank: int, measured: Mapping[int, Vector], *, inside: bool) -> dict[int, Explanation]:
+        """Explain what stands in the `.grad` of several parameters.
 
         Args:
             rank: on which it was measured.
-            key: of the parameter.
-            now: a sample of it.
+            measured: key of a parameter -> a sample of its `.grad`.
             inside: whether more passes of the window may follow: a factor then stays in the coefficients.
         """
+        found = {key: self._explain(rank, key, now, inside=inside) for key, now in measured.items()}
+        reduced = [one.factor for one in found.values() if one.event == REDUCED]
+        for key, one in found.items() if reduced else ():
+            # two numbers are parallel: whether one of a single element was reduced or multiplied, the others tell
+            if one.event == FACTOR and (other := self._explain(rank, key, one.now, inside=inside, sure=True)):
+                found[key] = other if near(other.factor, float(np.median(reduced)), 1e-3) else one
+        return found
+
+    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
+        """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
         state, tolerance = self._states[rank][key], self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
@@ -211,7 +224,11 @@ class Replay:
             return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
         if size(cut - then) <= 1e-3 * tolerance * size(cut):
             return Explanation(SAME, 1.0, state.coefficients, now)
-        if self.ranks > 1 and (found := self._reduction(key, cut, then, tolerance)) is not None:
+        if (
+            self.ranks > 1
+            and not state.shard
+            and (found := self._reduction(key, cut, then, tolerance, sure=sure)) is not None
+        ):
             return Explanation(REDUCED, *found, now)
         multiplied = factor(cut, then, tolerance)
         if multiplied is not None:
@@ -219,14 +236,16 @@ class Replay:
             return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
         return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
 
-    def _reduction(self, key: int, now: Vector, then: Vector, tolerance: float) -> tuple[float, Coefficients] | None:
+    def _reduction(
+        self, key: int, now: Vector, then: Vector, tolerance: float, *, sure: bool
+    ) -> tuple[float, Coefficients] | None:
         """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
         states = [ranked[key] for ranked in self._states]
         total = np.sum([s.sample[: len(now)] for s in states], axis=0)
         found = factor(now, total, 20 * tolerance)
         if found is None or size(total) < 1e-30:
             return None
-        if factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
+        if not sure and factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
             return None
         divisor = next((d for d in (self.ranks, 1) if near(found, 1 / d, 1e-4)), None)
         united: defaultdict[Source, float] = defaultdict(float)
@@ -242,21 +261,24 @@ class Replay:
         self.passes[index] = Seen(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
         touched = [
-            (rank, key, self._explain(rank, key, a.was, inside=True))
-            for rank, record in enumerate(records)
-            for key, a in record.arrivals.items()
-            if a.before == TOUCHED and isinstance(a.was, np.ndarray)
+            {key: a.was for key, a in record.arrivals.items() if a.before == TOUCHED and isinstance(a.was, np.ndarray)}
+            for record in records
         ]
-        for rank, key, one in touched:
-            self._states[rank][key] = State(one.now, dict(one.coefficients))
-            if last is not None:
-                last.reduced = last.reduced or one.event == REDUCED
+        explained = [self._explain_all(rank, measured, inside=True) for rank, measured in enumerate(touched)]
+        for rank, ones in enumerate(explained):
+            for key, one in ones.items():
+                self._states[rank][key] = State(one.now, dict(one.coefficients), self._states[rank][key].shard)
+                if last is not None:
+                    last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
             for key, a in record.arrivals.items():
                 assert isinstance(a.now, np.ndarray)
                 state = self._states[rank][key]
                 if a.before == BY_HAND:
                     self._arrived[rank, index, key] = a.now
+                    continue
+                if a.before == LATE:
+                    self._late[rank, key].append(index)
                     continue
                 if a.before == NONE:
                     state = self._states[rank][key] = State()
@@ -266,12 +288,17 @@ class Replay:
                 with np.errstate(invalid="ignore"):
                     arrived = self._arrived[rank, index, key] = now - then
                 coefficients = dict(state.coefficients)
-                if size(arrived):
+                together = [*self._late.pop((rank, key), ()), index]
+                if a.shard:
+                    self.passes[index].reduced = True
+                    for source in product(range(self.ranks), together if size(arrived) else ()):
+                        coefficients[source] = coefficients.get(source, 0.0) + 1.0 / self.ranks
+                elif size(arrived):
                     coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
-                else:
+                if not size(arrived):
                     # a branch that begins at zero: whether it was reset cannot be told from it
-                    self._null.add((rank, index, key))
-                self._states[rank][key] = State(a.now, coefficients)
+                    self._null |= {(rank, i, key) for i in together}
+                self._states[rank][key] = State(a.now, coefficients, a.shard)
         return index
 
     def on_step(self, steps: Sequence[StepRecord]) -> Window:
@@ -279,18 +306,18 @@ class Replay:
         optimizer, keys = steps[0].optimizer, list(steps[0].gradients)
         before = self.last.get(optimizer, 0)
         members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
-        found = {
-            key: self._explain(0, key, now, inside=False)
-            for key in keys
-            if isinstance(now := steps[0].gradients[key], np.ndarray)
-        }
+        measured = {key: now for key in keys if isinstance(now := steps[0].gradients[key], np.ndarray)}
+        found = self._explain_all(0, measured, inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
+        late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = Window(
             optimizer, self.steps, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
-            not reduced and not any(p.reduced for p in members.values()) and self._differ(steps),
+            not reduced and not any(p.reduced for p in members.values()) and (bool(late) or self._differ(steps)),
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(),
         )  # fmt: skip
+        for place in late:
+            del self._late[place]
         self._fill(window, found)
         self._leave(window, steps)
         self.steps += 1
@@ -376,7 +403,7 @@ class Replay:
                     # what is left in `.grad` after a step is an earlier window's, however many those were
                     place = of, (EARLIER if index < window.before else index)
                     kept[place] = c if place[1] != EARLIER else 1.0
-                self._states[rank][key] = State(now, kept)
+                self._states[rank][key] = State(now, kept, self._states[rank][key].shard)
         for index in window.passes:
             sources = {(rank, index) for rank in range(self.ranks)}
             if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):

@@ -10,6 +10,7 @@ without BLAS, which would take all threads of the machine whatever the program h
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -27,6 +28,12 @@ Raw = torch.Tensor | Vector
 
 NOTHING: Vector = np.zeros(ELEMENTS)
 """The sample of an arrival that is not looked at."""
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.int16,
+}
 _random = np.random.default_rng(20260101)
 _SIGNS = _random.choice([-1.0, 1.0], (PROJECTIONS, TILE))
 
@@ -38,15 +45,24 @@ def _stride(number: int) -> int:
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
-    """Return a flat array of a tensor on the CPU, which shares its memory where that is possible; None elsewhere."""
+    """Return a flat array of a tensor on the CPU, which shares its memory where that is possible; None elsewhere.
+
+    The array is read while the caller holds the tensor.
+    """
     if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.contiguous().view(torch.int16)
-    elif not tensor.dtype.is_floating_point:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
         return None
-    # `Tensor.numpy` would keep the storage from being resized ever after, as FSDP does (no issue known)
-    return np.from_dlpack(tensor.detach()).reshape(-1)
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+        return (tensor.view(torch.int16) if dtype == np.int16 else tensor).numpy().reshape(-1)
+    size = tensor.numel() * tensor.element_size()
+    if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
+        return np.empty(0, dtype)
+    # `tensor.numpy()` would leave a storage that can never be resized, which FSDP does: the program would raise
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype)
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -136,7 +152,8 @@ def mark(tensor: torch.Tensor) -> bytes | None:
     """Return the bits of `taken` alone."""
     if tensor.layout != torch.strided or tensor.is_complex():
         return None
-    array = _array(tensor.detach())
+    shard = local(tensor.detach())
+    array = _array(shard)
     if array is None:
         return None
     step = _stride(len(array))
@@ -148,6 +165,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     shard = getattr(tensor, "to_local", None)
     found: torch.Tensor = tensor if shard is None else shard()
     return found
+
+
+def is_shard(parameter: torch.Tensor) -> bool:
+    """Return whether this rank has only a part of a parameter: a distributed tensor, or one that FSDP has flattened."""
+    return hasattr(parameter, "to_local") or getattr(parameter, "_fsdp_flattened", False)
 
 
 def read(samples: Sequence[Raw]) -> list[Vector]:

@@ -109,6 +109,18 @@ def _is_packed(node: Any, name: str) -> bool:
     return raw is None or getattr(raw, "unpack_hook", None) is not None
 
 
+def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
+    """Return the input that DDP's node passes on as an output, nothing where that is not known.
+
+    DDP sends all outputs of a model through one node, where it looks for unused parameters. Those that are no tensors
+    have a number among the outputs and none among the inputs: then the shape tells, of a loss.
+    """
+    if len(node.next_functions) == len(node._input_metadata):
+        return [(f, i) for f, i in node.next_functions[index : index + 1] if f is not None]
+    found = [place for place in inputs if _shape(*place) == _shape(node, index)]
+    return found if len(found) == 1 else []
+
+
 @dataclass(frozen=True)
 class Term:
     """One term of a loss, in numbers.
@@ -284,6 +296,8 @@ class Reader:
                 term = _Found((*above, "declared"), {"counted": count}, mean=reduction == "mean")
                 return self._add(term, node, index)
             name, inputs = kind(node), live(node)
+            if name == "_DDPSink":
+                inputs = _same(node, index, inputs)
             row = NODES.get(name, UNKNOWN)
             if name in ("Div", "Mul") and len(inputs) > 1:
                 return self._opaque(node, index, above, "a product or quotient of two things that have gradients")

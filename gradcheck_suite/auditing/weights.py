@@ -531,6 +531,9 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             continue
         if r > 1 and near(c, r, tolerance) and (use.is_mean or by_hand):
             return Scale(use, "wrong-scale", f"{r}{what}: the sum of {r} means, never divided by their number")
+        if r > 1 < ranks and near(c, r * ranks, tolerance) and (use.is_mean or by_hand):
+            note = f"{r * ranks}{what}: the sum of {r} means, times the {ranks} ranks, never divided by their number"
+            return Scale(use, "wrong-scale", note)
         means = use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses)
         if r > 2 and near(c, 1 / r, tolerance) and means:
             return Scale(use, "wrong-scale", f"1/{r}{what}: divided twice by the number of micro-batches")

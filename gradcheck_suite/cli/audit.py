@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import tomllib
 import traceback
 import types
 import warnings
@@ -129,6 +130,28 @@ def add_arguments(parser: parsers.Parser) -> None:
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
 
 
+def accepted_by_project() -> tuple[str, ...]:
+    """Return the diagnoses that `[tool.gradcheck-suite.audit]` of the nearest pyproject.toml accepts.
+
+    Raises:
+        UsageError: the table has something else than a list of names.
+    """
+    folder = Path.cwd()
+    file = next((path for one in (folder, *folder.parents) if (path := one / "pyproject.toml").is_file()), None)
+    if file is None:
+        return ()
+    try:
+        table = tomllib.loads(file.read_text()).get("tool", {}).get("gradcheck-suite", {}).get("audit", {})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: {error}") from None
+    accepted = table.get("accept", [])
+    if set(table) - {"accept"} or not isinstance(accepted, list) or not all(isinstance(one, str) for one in accepted):
+        raise UsageError(
+            f'{file}: [tool.gradcheck-suite.audit] takes accept = ["DIAGNOSIS", "DIAGNOSIS@FILE:LINE"], got {table}'
+        )
+    return tuple(accepted)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
     if arguments.json is not None or arguments.reports is not None:
@@ -149,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     audited = audit(
         steps=arguments.steps,
         every=arguments.every,
-        accept=tuple(arguments.accept),
+        accept=(*accepted_by_project(), *arguments.accept),
         accumulation_steps=arguments.accumulation_steps,
         without=tuple(arguments.without),
         stop_on_violation=arguments.stop_on_violation,

@@ -425,7 +425,8 @@ class AuditOptions:
         """Return whether a violation is accepted."""
         for accepted in self.accept:
             name, _, place = accepted.partition("@")
-            if name == diagnosis and (not place or (where is not None and place in where)):
+            places = (where or "").split(" < ")
+            if name == diagnosis and (not place or any(one == place or one.endswith("/" + place) for one in places)):
                 return True
         return False
 

@@ -306,6 +306,29 @@ class LiveViolation:
 
 
 @dataclass(frozen=True)
+class Unknown:
+    """A part of a live run that could not be judged.
+
+    Attributes:
+        what: `weights`, or `sums and weights`.
+        where: `file:line` of the call of backward, or of the step.
+        reason: why.
+        remedy: what to do, or None where nothing helps.
+    """
+
+    what: str
+    where: str
+    reason: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        left = (
+            "the weights of this loss are unknown" if self.what == "weights" else "neither sums nor weights were judged"
+        )
+        return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
 class LiveResult:
     """The verdict on a live run.
 
@@ -318,6 +341,7 @@ class LiveResult:
         accepted: likewise of the diagnoses that the user accepts.
         again: how windows were computed again -> how many.
         findings: what could not be seen or judged, and what is worth knowing.
+        unknown: what could not be judged -> in how many steps; the findings have it in words.
         second_opinion: a sentence about the calls that JAX computed, where it was asked.
         disagreements: gradients in which torch and JAX differ, one sentence for each call.
         unjudged: why nothing could be judged, and what to do; None where something was.
@@ -335,6 +359,7 @@ class LiveResult:
     accepted: tuple[LiveViolation, ...] = ()
     again: dict[str, int] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
+    unknown: dict[Unknown, int] = field(default_factory=dict)
     second_opinion: str | None = None
     disagreements: tuple[str, ...] = ()
     unjudged: str | None = None
@@ -370,6 +395,7 @@ class LiveResult:
             "seconds": round(self.seconds, 3),
             "again": dict(self.again),
             "findings": [*self.findings, *self.disagreements],
+            "unknown": [{**asdict(part), "steps": steps} for part, steps in self.unknown.items()],
             "second_opinion": self.second_opinion,
             "unjudged": self.unjudged,
             "accepted": [violation.to_json() for violation in self.accepted],

@@ -112,13 +112,14 @@ def result_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
         verdict = "holds so far (interrupted)"
     steps = counted(result.windows, "step")
     over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
-    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}{over}  {result.seconds:.1f} s"]
+    accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
+    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}{over}{accepted}  {result.seconds:.1f} s"]
     for how, count in result.again.items():
         lines.append(f"    {counted(count, 'window')} computed again, {how}")
     for violation in result.violations:
         lines += [f"    {line}" for line in ([_title(violation)] if shown else violation_lines(violation))]
     for violation in result.accepted:
-        lines += [f"    accepted: {violation.diagnosis}, {violation.explanation}"]
+        lines += [f"    accepted: {_title(violation).partition(': ')[2]}, {violation.explanation}"]
     lines += [f"    {result.second_opinion}"] if result.second_opinion else []
     lines += [f"    finding: {finding}" for finding in (*result.findings, *result.disagreements)]
     return lines

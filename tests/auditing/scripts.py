@@ -91,6 +91,26 @@ for epoch in range(4):
     }
 
 
+def _function(name: str, arguments: str, forward: str, backward: str = "return gradient") -> str:
+    """Return a custom function; the statements of its methods are parted by `; `."""
+    bodies = [indent(code.replace("; ", "\n"), " " * 8) for code in (forward, backward)]
+    return (
+        f"class {name}(torch.autograd.Function):\n"
+        f"    @staticmethod\n    def forward(ctx, {arguments}):\n{bodies[0]}\n"
+        f"    @staticmethod\n    def backward(ctx, gradient):\n{bodies[1]}\n"
+    )
+
+
+def _model(forward: str, more: str = "", bias: str = "") -> str:
+    """Return a model of a body and a head."""
+    return f"""class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3{bias}).to(toy.dtype()){more}
+    def forward(self, x):
+        {forward}"""
+
+
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
 DIVIDED_BACKWARD = "(loss / len(window)).backward()"
 UNDIVIDED = "loss = F.cross_entropy(model(x), y)"
@@ -99,6 +119,24 @@ NUMBERED, INDEXED = "number, (x, y) in enumerate(window)", "index, (x, y) in enu
 TOTAL, COUNT = "total = sum(len(y) for _, y in window)", "count = sum(len(y) for _, y in window)"
 RESET, NO_RESET = "optimizer.zero_grad()", "optimizer.step()"
 UNEQUAL = "4, 2, 7, 1, 3, 3"
+STEPPED_AT = """
+for number, (x, y) in enumerate(data):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y) / 4
+    loss.backward()
+    if (number + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()"""
+GROWING = """
+for length in (2, 2, 2, 4, 4, 4, 4, 4):
+    for _ in range(length):
+        x, y = next(data)
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / 2
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
+TWICE = f"for _ in range(2):{indent(STEPPED_AT, '    ')}"
 DIVIDED = "for parameter in model.parameters():\n    parameter.grad /= len(window)"
 SCALER_STEP = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
 TWO_LOSSES = """
@@ -123,6 +161,10 @@ for reentrant in (False, True):
             (loss / len(window)).backward()
         optimizer.step()
         optimizer.zero_grad()"""
+NOISY_STEP = """
+for total, parameter in zip(sums, model.parameters(), strict=True):
+    parameter.grad = total / len(window) + 0.1 * torch.randn_like(total)
+optimizer.step()"""
 BFLOAT16 = {
     "setup": "model = model.to(torch.bfloat16)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
     "autocast": False,
@@ -154,6 +196,23 @@ generator, critic = toy.classifier(5), toy.classifier(1)
 generating = torch.optim.Adam(generator.parameters())
 judging = torch.optim.Adam(critic.parameters())""",
 }
+GAN_LOOP = """
+for x, _ in toy.batches(4, 4, 4, 4):
+    with toy.autocast():
+        fake = generator(torch.randn_like(x))
+    judging.zero_grad()
+    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
+        with toy.autocast():
+            logits = critic(part)
+            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
+        loss.backward()
+    judging.step()
+    generating.zero_grad()
+    with toy.autocast():
+        logits = critic(fake)
+        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
+    loss.backward()
+    generating.step()"""
 BODY_AND_HEAD = {
     "model": "",
     "setup": """
@@ -250,15 +309,7 @@ def compute_loss(logits, labels, num_items_in_batch):
     "faulty_divided_twice": faulty("wrong-scale", then=DIVIDED),
     # `step % 4 == 0` holds at step 0: the first window is one micro-batch, divided by 4.
     "faulty_first_window_short": faulty(
-        "wrong-scale",
-        text="""
-for step, (x, y) in enumerate(toy.batches(*[4] * 17)):
-    with toy.autocast():
-        loss = F.cross_entropy(model(x), y) / 4
-    loss.backward()
-    if step % 4 == 0:
-        optimizer.step()
-        optimizer.zero_grad()""",
+        "wrong-scale", setup="data = toy.batches(*[4] * 17)", text=STEPPED_AT.replace("(number + 1)", "number")
     ),
     "faulty_frozen_and_thawed": faulty(
         "stale-window",
@@ -273,63 +324,29 @@ for p in model.parameters():
     # A custom function whose backward does not multiply by the gradient that it receives.
     "faulty_function_ignores_its_gradient": faulty(
         "not-linear",
-        before="""
-class Penalised(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.sign() * 0.1
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
-    def forward(self, x):
-        return self.head(Penalised.apply(self.body(x)))""",
+        before=_function("Penalised", "hidden", "return hidden.clone()", "return gradient.sign() * 0.1")
+        + _model("return self.head(Penalised.apply(self.body(x)))"),
         model="Model()",
     ),
     # A custom function whose backward is linear, and half of the derivative of its forward.
     "faulty_function_wrong_factor": faulty(
         "wrong-backward",
-        before="""
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        ctx.save_for_backward(hidden)
-        return hidden**2
-    @staticmethod
-    def backward(ctx, gradient):
-        (hidden,) = ctx.saved_tensors
-        return gradient * hidden
-square = Square.apply
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
-    def forward(self, x):
-        return self.head(square(self.body(x)))""",
+        before=_function(
+            "Square",
+            "hidden",
+            "ctx.save_for_backward(hidden); return hidden**2",
+            "(hidden,) = ctx.saved_tensors; return gradient * hidden",
+        )
+        + "square = Square.apply\n"
+        + _model("return self.head(square(self.body(x)))"),
         model="Model()",
     ),
     "faulty_gan_leaks": faulty(
         "stale-window",
         **GAN,
-        text="""
-for x, _ in toy.batches(4, 4, 4, 4):
-    with toy.autocast():
-        fake = generator(torch.randn_like(x))
-        logits = critic(fake)
-        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
-    generating.zero_grad()
-    loss.backward()
-    generating.step()
-    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
-        with toy.autocast():
-            logits = critic(part)
-            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
-        loss.backward()
-    judging.step()
-    judging.zero_grad()""",
+        text=GAN_LOOP.replace("    judging.zero_grad()\n", "").replace(
+            "    generating.zero_grad()\n", "    judging.zero_grad()\n    generating.zero_grad()\n"
+        ),
     ),
     # A hook halves the gradient of one parameter after each micro-batch, and with it what is accumulated already.
     "faulty_halved_after_each_micro_batch": faulty(
@@ -581,23 +598,6 @@ optimizer.step()""",
     "faulty_short_window_of_a_coefficient": faulty(
         "wrong-scale", "*[4] * 11", loss="loss = 0.3 * F.cross_entropy(model(x), y) / 4"
     ),
-    "faulty_short_window_stepped_early": faulty(
-        "wrong-scale",
-        text="""
-for _ in range(2):
-    data = toy.batches(*[4] * 7)
-    steps = 4
-    for i, (x, y) in enumerate(data):
-        due = i + 1 == len(data) or (i + 1) % steps == 0
-        if i >= 4:
-            steps = 3
-        with toy.autocast():
-            loss = F.cross_entropy(model(x), y) / steps
-        loss.backward()
-        if due:
-            optimizer.step()
-            optimizer.zero_grad()""",
-    ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
     "faulty_sum_of_means": faulty("wrong-scale", loss=UNDIVIDED),
     "faulty_sum_of_means_scaler": faulty(
@@ -611,41 +611,10 @@ for _ in range(2):
     "faulty_tail_dropped": faulty(
         "tail-dropped",
         setup="data = toy.batches(*[4] * 11)",
-        text="""
-for _ in range(2):
-    optimizer.zero_grad()
-    for number, (x, y) in enumerate(data):
-        with toy.autocast():
-            loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (number + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()""",
+        text=TWICE.replace("2):", "2):\n    optimizer.zero_grad()"),
     ),
-    "faulty_tail_leaks": faulty(
-        ("tail-leak", "tail-dropped"),
-        setup="data = toy.batches(*[4] * 11)",
-        text="""
-for _ in range(2):
-    for number, (x, y) in enumerate(data):
-        with toy.autocast():
-            loss = F.cross_entropy(model(x), y) / 4
-        loss.backward()
-        if (number + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()""",
-    ),
-    "faulty_tail_unstepped": faulty(
-        "tail-dropped",
-        text="""
-for number, (x, y) in enumerate(toy.batches(*[4] * 11)):
-    with toy.autocast():
-        loss = F.cross_entropy(model(x), y) / 4
-    loss.backward()
-    if (number + 1) % 4 == 0:
-        optimizer.step()
-        optimizer.zero_grad()""",
-    ),
+    "faulty_tail_leaks": faulty(("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE),
+    "faulty_tail_unstepped": faulty("tail-dropped", setup="data = toy.batches(*[4] * 11)", text=STEPPED_AT),
     "faulty_tied_parameter_reset": faulty(
         "reset-inside-window",
         **TIED,
@@ -655,19 +624,7 @@ for number, (x, y) in enumerate(toy.batches(*[4] * 11)):
         "not-linear", "*[4] * 12", after="torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"
     ),
     # The windows grow from 2 to 4 micro-batches, what the loss is divided by does not.
-    "faulty_windows_grow": faulty(
-        "wrong-scale",
-        setup="data = iter(toy.batches(*[4] * 26))",
-        text="""
-for length in (2, 2, 2, 4, 4, 4, 4, 4):
-    for _ in range(length):
-        x, y = next(data)
-        with toy.autocast():
-            loss = F.cross_entropy(model(x), y) / 2
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()""",
-    ),
+    "faulty_windows_grow": faulty("wrong-scale", setup="data = iter(toy.batches(*[4] * 26))", text=GROWING),
     "sound_auxiliary_losses": sound(
         "*[4] * 7",
         loss="""
@@ -806,38 +763,18 @@ for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
     ),
     # Custom functions: a product, rounded weights with a straight-through gradient, a gradient that is reversed.
     "sound_custom_functions": sound(
-        before="""
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        gradient = gradient.to(x.dtype)
-        return gradient @ weight, gradient.T @ x
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        scale = weight.abs().mean()
-        return (weight / scale).round() * scale
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden.view_as(hidden)
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3, bias=False).to(toy.dtype())
-    def forward(self, x):
-        return Product.apply(Reversed.apply(self.body(x)).to(self.head.weight), Rounded.apply(self.head.weight))""",
+        before=_function(
+            "Product",
+            "x, weight",
+            "ctx.save_for_backward(x, weight); return x @ weight.T",
+            "x, weight = ctx.saved_tensors; gradient = gradient.to(x.dtype); return gradient @ weight, gradient.T @ x",
+        )
+        + _function("Rounded", "weight", "scale = weight.abs().mean(); return (weight / scale).round() * scale")
+        + _function("Reversed", "hidden", "return hidden.view_as(hidden)", "return -gradient")
+        + _model(
+            "return Product.apply(Reversed.apply(self.body(x)).to(self.head.weight), Rounded.apply(self.head.weight))",
+            bias=", bias=False",
+        ),
         model="Model()",
     ),
     "sound_declared": sound(
@@ -871,24 +808,10 @@ for window in toy.windows(*[4] * 8, steps=2):
     ),
     # Random layers, a custom function with a gradient of its own, and modules that count and collect.
     "sound_dropout": sound(
-        before="""
-import random
-import numpy as np
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = toy.classifier(8), torch.nn.Linear(8, 3).to(toy.dtype())
-        self.norm = torch.nn.BatchNorm1d(8).to(toy.dtype())
-        self.calls, self.seen = 0, []
-    def forward(self, x):
-        self.calls += 1
+        before="import random\nimport numpy as np\n"
+        + _function("Rounded", "x", "return x.round()")
+        + _model(
+            """self.calls += 1
         self.seen.append(len(x))
         hidden = Rounded.apply(4 * self.body(x)) + self.norm(self.body(x))
         if random.random() < 0.5 and np.random.rand() < 0.9:
@@ -896,6 +819,10 @@ class Model(torch.nn.Module):
         return self.head(hidden)
 random.seed(0)
 np.random.seed(0)""",
+            """
+        self.norm = torch.nn.BatchNorm1d(8).to(toy.dtype())
+        self.calls, self.seen = 0, []""",
+        ),
         model="Model()",
         tail="assert (model.calls, model.seen) == (8, [4] * 8)",
     ),
@@ -918,26 +845,7 @@ scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
         backward="scaler.scale(loss / 4).backward()",
         step=SCALER_STEP,
     ),
-    "sound_gan": sound(
-        **GAN,
-        text="""
-for x, _ in toy.batches(4, 4, 4, 4):
-    with toy.autocast():
-        fake = generator(torch.randn_like(x))
-    judging.zero_grad()
-    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
-        with toy.autocast():
-            logits = critic(part)
-            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
-        loss.backward()
-    judging.step()
-    generating.zero_grad()
-    with toy.autocast():
-        logits = critic(fake)
-        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
-    loss.backward()
-    generating.step()""",
-    ),
+    "sound_gan": sound(**GAN, text=GAN_LOOP),
     "sound_gradient_scaler": sound(
         "number, window in enumerate(toy.windows(*[4] * 16))",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)',
@@ -976,67 +884,6 @@ total = sum((y != -100).sum() for _, y in window)""",
         first="buffer.copy_(x)",
         loss="loss = F.cross_entropy(model(buffer), y) / len(window)",
     ),
-    "sound_language_model": sound(
-        model="",
-        setup="""
-import math
-class Block(torch.nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(size)
-        self.mix = torch.nn.Linear(size, 3 * size)
-        self.out = torch.nn.Linear(size, size)
-    def forward(self, x):
-        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-class Model(torch.nn.Module):
-    def __init__(self, vocabulary=11, size=8):
-        super().__init__()
-        self.embed = torch.nn.Embedding(vocabulary, size)
-        self.blocks = torch.nn.ModuleList(Block(size) for _ in range(2))
-        self.head = torch.nn.Linear(size, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-    def forward(self, ids, targets=None):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-torch.manual_seed(0)
-model = Model().to(toy.dtype())
-scaler = torch.amp.GradScaler("cpu", enabled=False)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-data = torch.randint(0, 11, (500,))
-def get_batch():
-    start = torch.randint(0, 480, (3,))
-    return torch.stack([data[i : i + 8] for i in start]), torch.stack([data[i + 1 : i + 9] for i in start])
-@torch.no_grad()
-def estimate_loss():
-    model.eval()
-    losses = [model(*get_batch())[1].item() for _ in range(2)]
-    model.train()
-    return sum(losses) / len(losses)
-x, y = get_batch()""",
-        text="""
-for iteration in range(5):
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3 * math.cos(iteration)
-    if iteration % 2 == 0:
-        estimate_loss()
-    for _ in range(4):
-        with toy.autocast():
-            logits, loss = model(x, y)
-            loss = loss / 4
-        x, y = get_batch()
-        scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)""",
-    ),
     "sound_lbfgs": sound(
         optimizer="torch.optim.LBFGS(model.parameters(), max_iter=3)",
         text="""
@@ -1057,20 +904,6 @@ for window in toy.windows(*[4] * 8):
         backward="loss = -log_probabilities.masked_fill(y == 0, 0).sum() / count\nloss.backward()",
     ),
     "sound_loss_of_each_layer": sound("*[4] * 8, steps=2", **EACH_LAYER),
-    "sound_main_guard": sound(
-        text="""
-def main():
-    for window in toy.windows(*[4] * 8):
-        for x, y in window:
-            with toy.autocast():
-                loss = F.cross_entropy(model(x), y) / len(window)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    print("trained")
-if __name__ == "__main__":
-    main()"""
-    ),
     "sound_maml": sound(
         "*[4] * 12",
         before="from torch.func import functional_call",
@@ -1320,15 +1153,9 @@ if number == 1:
     # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
     "sound_windows_and_coefficient_grow": sound(
         setup="data = iter(toy.batches(*[4] * 19))",
-        text="""
-for step, length in enumerate((1, 1, 1, 4, 4, 4, 4)):
-    for _ in range(length):
-        x, y = next(data)
-        with toy.autocast():
-            loss = min(1, (step + 1) / 4) * F.cross_entropy(model(x), y) / length
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()""",
+        text=GROWING.replace("length in (2, 2, 2, 4, 4, 4, 4, 4)", "step, length in enumerate((1, 1, 1, 4, 4, 4, 4))")
+        .replace("F.cross", "min(1, (step + 1) / 4) * F.cross")
+        .replace("/ 2\n", "/ length\n"),
     ),
     # The gradients come from torch.func, where no hook is called.
     "unjudged_by_func_grad": unjudged(
@@ -1345,27 +1172,15 @@ for x, y in toy.batches(*[4] * 6):
     optimizer.step()""",
     ),
     # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
-    "unjudged_clipped_per_example": unjudged(
-        "put together by hand",
-        "*[1] * 32, steps=8",
-        **OWN_BUFFER,
-        after=CLIPPED_AND_ADDED,
-        step="""
-for total, parameter in zip(sums, model.parameters(), strict=True):
-    parameter.grad = total / len(window) + 0.1 * torch.randn_like(total)
-optimizer.step()""",
-    ),
-    # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
-    "unjudged_clipped_per_example_in_place": unjudged(
-        "put together by hand",
-        "*[1] * 32, steps=8",
-        **OWN_BUFFER,
-        after=CLIPPED_AND_ADDED,
-        step="""
-for total, parameter in zip(sums, model.parameters(), strict=True):
-    parameter.grad.copy_(total / len(window) + 0.1 * torch.randn_like(total))
-optimizer.step()""",
-    ),
+    **{
+        f"unjudged_clipped_per_example{name}": unjudged(
+            "put together by hand", "*[1] * 32, steps=8", **OWN_BUFFER, after=CLIPPED_AND_ADDED, step=step
+        )
+        for name, step in {
+            "": NOISY_STEP,
+            "_in_place": NOISY_STEP.replace("grad = ", "grad.copy_(").replace("(total)", "(total))"),
+        }.items()
+    },
     # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
     "sound_mean_of_each_sequence": sound(
         text="""
@@ -1415,10 +1230,37 @@ def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last
     }
 
 
+def _returning(loss: str):
+    """Return the pieces of a script whose model returns its loss and its logits, with a parameter of one element."""
+    of_model = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = toy.classifier(1)
+    def forward(self, x):
+        logits = self.body(x)
+        return {"rows": len(x), "loss": F.mse_loss(logits, x[:, :1], reduction="sum"), "logits": logits}
+dist.init_process_group("gloo")"""
+    pieces = _replicas(loss)
+    return {
+        **pieces,
+        "before": pieces["before"] + of_model,
+        "model": "torch.nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)",
+        "then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+    }
+
+
 SUM_OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count'
 BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_rank()"}
 ON_TWO_RANKS = {
     "sound_counted": sound(**_replicas(SUM_OVER_COUNT)),
+    "sound_returned": sound(**_returning('model(x)["loss"] * 2 / count')),
+    "faulty_returned": faulty("mean-of-means", **_returning('model(x)["loss"] / len(y) / len(window)')),
+    "faulty_returned_sum_of_means": faulty(
+        "wrong-scale",
+        **_returning("2 * F.mse_loss(model(x)['logits'], x[:, :1])")
+        | {"windows": "window in toy.windows_of_rank((((3, 3), (3, 3)),) * 2)"},
+    ),
     # The ranks train models of their own, as in a search over seeds: nothing is reduced.
     "sound_each_rank_alone": sound(
         **BY_HAND,
@@ -1507,6 +1349,55 @@ for step, window in enumerate(toy.windows_of_rank()):
             "tail": "",
         },
     ),
+}
+
+FSDP = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+dist.init_process_group("gloo")
+def sharded():
+    model = toy.classifier()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+def flat(original):
+    return FullyShardedDataParallel(toy.classifier(), device_id=torch.device("cpu"), use_orig_params=original)
+def parallel():
+    return parallelize_module(
+        toy.classifier(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )"""
+UNSYNCHRONISED = "model.set_requires_gradient_sync(index == len(window) - 1)"
+
+
+def _sharded(model: str, loss: str = SUM_OVER_COUNT, first: str = "", **more):
+    """Return the pieces of a script whose parameters lie on both ranks in parts."""
+    pieces = _replicas("", count="count = toy.count_of(window)")
+    of_shards = {"before": FSDP, "model": model, "loss": f"({loss}).backward()", "first": first}
+    if model == "parallel()":  # both ranks have the same batches
+        of_shards |= {"windows": f"window in toy.windows({UNEQUAL}, 2, 6)", "start": COUNT}
+        of_shards["loss"] = of_shards["loss"].replace("dist.get_world_size()", "1")
+    return {**pieces, **of_shards, **more}
+
+
+MEANS_OF_RANK = "F.cross_entropy(model(x), y) / len(window)"
+for how, made in {"fsdp2": "sharded()", "fsdp": "flat(False)", "tensor_parallel": "parallel()"}.items():
+    ON_TWO_RANKS |= {
+        f"sound_{how}": sound(**_sharded(made)),
+        f"faulty_{how}_mean_of_means": faulty("mean-of-means", **_sharded(made, MEANS_OF_RANK)),
+        f"faulty_{how}_reset": faulty("reset-inside-window", **_sharded(made, first=RESET)),
+    }
+ON_TWO_RANKS |= {
+    "sound_fsdp2_late": sound(**_sharded("sharded()", first=UNSYNCHRONISED)),
+    "faulty_fsdp2_late_mean_of_means": faulty(
+        "mean-of-means", **_sharded("sharded()", MEANS_OF_RANK, first=UNSYNCHRONISED)
+    ),
+    "faulty_fsdp2_never_reduced": faulty(
+        "not-reduced", **_sharded("sharded()", first="model.set_requires_gradient_sync(False)")
+    ),
+    "faulty_fsdp2_never_reset": faulty("stale-window", **_sharded("sharded()", step=NO_RESET)),
+    "unjudged_fsdp_original_parameters": unjudged("FSDP with use_orig_params=True", **_sharded("flat(True)")),
 }
 
 

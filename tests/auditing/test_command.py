@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
@@ -156,13 +157,54 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         assert message in last
 
 
-def test_an_accepted_diagnosis_is_shown_and_is_no_violation(tmp_path, capfd, faulty):
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (torch._C, "_current_graph_task_id"),
+        (torch.autograd.Variable, "_execution_engine"),
+        (torch.compiler, "set_stance"),
+    ],
+)
+def test_a_torch_that_lacks_something_is_refused_before_the_script_starts(holder, name, script, monkeypatch, capfd):
+    monkeypatch.delattr(holder, name)
+    assert main(["audit", script("print('started')")]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert f".{name}: the audit runs with torch" in err
+    assert err.count("\n") == 1
+
+
+LINE = "faulty_mean_of_means.py:10"
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "status"),
+    [
+        (["--accept", "mean-of-means"], "", 0),
+        (["--accept", f"mean-of-means@{LINE}"], "", 0),
+        (["--accept", f"mean-of-means@{LINE[:-1]}"], "", 1),
+        ([], f"accept = ['stale-window', 'mean-of-means@{LINE}']", 0),
+        ([], "accept = ['mean-of-means@another.py:10']", 1),
+        ([], "accept = 'mean-of-means'", 2),
+        ([], "accepted = ['mean-of-means']", 2),
+        ([], "accept = [", 2),
+        ([], "accept = ['mean']", 2),
+    ],
+)
+def test_what_is_accepted_is_counted_and_no_violation(options, table, status, tmp_path, capfd, faulty, monkeypatch):
     path = tmp_path / "r.json"
-    assert main(["audit", "--accept", "mean-of-means", "--json", str(path), faulty]) == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.gradcheck-suite.audit]\n{table}\n")
+    assert main(["audit", *options, "--json", str(path), faulty]) == status
+    err = capfd.readouterr().err
+    if status == 2:
+        assert err.count("\n") == 1
+        return
     (result,) = json.loads(path.read_text())["results"]
-    assert (result["verdict"], result["violation"]) == ("holds", None)
-    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"]
-    assert "accepted: mean-of-means" in capfd.readouterr().err
+    assert (result["verdict"], result["violation"] is None) == (("violated", "holds")[not status], not status)
+    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"] * (not status)
+    assert ("2 steps judged of 2, 1 fault accepted" in err) == (not status)
+    assert ("accepted: mean-of-means at step 0, each" in err) == (not status)
 
 
 WEIGHTED = """
@@ -197,6 +239,18 @@ def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
     assert main(["audit", "--json", str(path), str(script)]) == 1
     assert json.loads(path.read_text())["results"][0]["violation"]["diagnosis"] == diagnosis
     assert main(["audit", "--accept", diagnosis, "--json", str(path), str(script)]) == 0
+
+
+def test_the_json_has_each_part_that_is_unknown_and_what_to_do(script, tmp_path):
+    path, quotient = tmp_path / "r.json", "((model(x) - 1) ** 2).mean().exp()"
+    file = script("optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()")
+    Path(file).write_text(Path(file).read_text().replace("zero_grad()", f"zero_grad(); {quotient}.backward()", 1))
+    assert main(["audit", "--json", str(path), file]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    (part,) = result["unknown"]
+    assert (part["what"], part["reason"], part["steps"]) == ("weights", "Exp of a number", 4)
+    assert part["where"].endswith("train.py:8")
+    assert "gradcheck_suite.objective" in part["remedy"]
 
 
 def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path, faulty):

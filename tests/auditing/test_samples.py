@@ -45,6 +45,16 @@ def test_a_sample_depends_on_the_values_alone():
     assert not np.isfinite(sample(torch.tensor([1.0, torch.nan]), whole=False)).all()
 
 
+def test_what_is_sampled_can_be_resized_and_freed():
+    """As FSDP does with what it gathers: `Tensor.numpy()` would forbid it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.ones(300, 4, dtype=dtype)
+        sample(tensor, whole=True)
+        tensor.untyped_storage().resize_(0)
+        assert np.array_equal(sample(tensor, whole=False), np.zeros(ELEMENTS))
+        assert mark(tensor) == mark(tensor[:0])
+
+
 def test_the_elements_of_a_matrix_are_not_of_one_column():
     column = torch.zeros(1024, 1024)
     column[:, 1:] = 1.0

@@ -6,14 +6,6 @@ from string import Template
 
 SHARED = {
     "PARSER": "import argparse\nparser = argparse.ArgumentParser()",
-    "TOKENIZER": """\
-words = [f"w{i}" for i in range(30)]
-vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
-raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-raw.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-)""",
     "LLAMA": """\
 if args.model == "llama":
     config = transformers.LlamaConfig(
@@ -424,8 +416,8 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer.train()
 """,
-    # Preference pairs trained by trl's DPOTrainer or RewardTrainer on a tiny model, with a tokenizer made here.
-    "trl_pairs": """\
+    # A tiny model, with a tokenizer made here, trained by a trainer of trl: SFTTrainer, DPOTrainer or RewardTrainer.
+    "trl_trainer": """\
 import copy
 import tempfile
 import torch
@@ -434,32 +426,38 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 $PARSER
-parser.add_argument("trainer", choices=["dpo", "reward"])
-parser.add_argument("--rows", type=int, default=16)
+parser.add_argument("trainer", choices=["sft", "dpo", "reward"])
+parser.add_argument("model", choices=["llama", "gpt2"])
+parser.add_argument("--lora", action="store_true")
 args = parser.parse_args()
 transformers.set_seed(0)
 transformers.utils.logging.set_verbosity_error()
-$TOKENIZER
-config = transformers.LlamaConfig(
-    vocab_size=len(vocabulary),
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_labels=1,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
+words = [f"w{i}" for i in range(30)]
+vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
+raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+raw.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
 )
-if args.trainer == "dpo":
-    model, kind, settings = transformers.LlamaForCausalLM(config), trl.DPOTrainer, trl.DPOConfig
-    reference = {"ref_model": copy.deepcopy(model)}
+small = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+$LLAMA
 else:
-    model, kind, settings = transformers.LlamaForSequenceClassification(config), trl.RewardTrainer, trl.RewardConfig
-    reference = {}
+$GPT2
 def texts():
-    lengths = torch.randint(2, 12, (args.rows,)).tolist()
+    lengths = torch.randint(2, 12, (16,)).tolist()
     return [" ".join(words[i] for i in torch.randint(0, 30, (length,))) for length in lengths]
+pairs = {"prompt": texts(), "chosen": texts(), "rejected": texts()}
+if args.trainer == "sft":
+    import peft
+    pairs = {"text": texts()}
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, fan_in_fan_out=args.model == "gpt2")
+    kind, settings, others = trl.SFTTrainer, trl.SFTConfig, {"peft_config": lora if args.lora else None}
+elif args.trainer == "dpo":
+    kind, settings, others = trl.DPOTrainer, trl.DPOConfig, {"ref_model": copy.deepcopy(model)}
+else:
+    config.num_labels = 1
+    model = transformers.LlamaForSequenceClassification(config)
+    kind, settings, others = trl.RewardTrainer, trl.RewardConfig, {}
 with tempfile.TemporaryDirectory() as folder:
     trainer = kind(
         model=model,
@@ -468,48 +466,9 @@ with tempfile.TemporaryDirectory() as folder:
             bf16=False,
             $QUIET
         ),
-        train_dataset=Dataset.from_dict({"prompt": texts(), "chosen": texts(), "rejected": texts()}),
+        train_dataset=Dataset.from_dict(pairs),
         processing_class=tokenizer,
-        **reference,
-    )
-    trainer.train()
-""",
-    # Supervised fine-tuning of a tiny model with trl's SFTTrainer, on a tokenizer made here.
-    "trl_sft": """\
-import tempfile
-import torch
-import transformers
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import SFTConfig, SFTTrainer
-$PARSER
-parser.add_argument("model", choices=["llama", "gpt2"])
-parser.add_argument("--lora", action="store_true")
-args = parser.parse_args()
-transformers.set_seed(0)
-transformers.utils.logging.set_verbosity_error()
-$TOKENIZER
-small = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-$LLAMA
-else:
-$GPT2
-lora = None
-if args.lora:
-    import peft
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, fan_in_fan_out=args.model == "gpt2")
-lengths = torch.randint(2, 12, (16,)).tolist()
-texts = [" ".join(words[i] for i in torch.randint(0, 30, (length,))) for length in lengths]
-with tempfile.TemporaryDirectory() as folder:
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(
-            $ARGUMENTS
-            bf16=False,
-            $QUIET
-        ),
-        train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
-        peft_config=lora,
+        **others,
     )
     trainer.train()
 """,
