@@ -208,23 +208,25 @@ class Runner:
         _write_modules(folder / "made", {"make_data": shown + script.data})
         self.file = self.checkout / script.file
         if script.driver or script.replace:
+            (folder / "changed").mkdir()
             text = script.driver or self.file.read_text()
             for old, new in script.replace:
                 if old not in text:
                     raise UsageError(f"{script.key}: {old!r} is not in the file")
                 text = text.replace(old, new)
-            self.file = folder / "changed" / self.file.name
-            write_text(self.file, text)
+            for beside in () if script.driver else self.file.parent.iterdir():
+                (folder / "changed" / beside.name).symlink_to(beside)
+            self.file = folder / "changed" / ("driver.py" if script.driver else self.file.name)
+            self.file.unlink(missing_ok=True)
+            self.file.write_text(text)
         (folder / "data").mkdir()
         made = self._run([str(folder / "made" / "make_data.py")], folder / "data", folder / "made")
         if made.returncode:
             raise UsageError(f"{script.key}: data could not be made: {made.stdout[-2000:]}")
 
     def _run(self, command: Sequence[str], cwd: Path, seen: Path) -> subprocess.CompletedProcess[str]:
-        beside = [self.checkout / self.script.file] if self.file.parent.name == "changed" else []
-        folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path)]
-        suite = str(TABLES.parents[1])
-        found = [*map(str, folders), *(str(file.parent) for file in beside), suite, os.environ.get("PYTHONPATH", "")]
+        folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path), TABLES.parents[1]]
+        found = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
         given = {**OFFLINE, **QUIET, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
         variables = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(filter(None, found))}
         try:
@@ -338,8 +340,9 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
         if plain.status:
             return {**row, "outcome": "not run", "note": f"exit status {plain.status}: {plain.log[-3000:]}"}
         audited = runner.run("audited", audited=True)
-        # a script without a seed differs from itself
-        again = None if plain.is_as(audited) else runner.run("again", audited=False)
+        # a script without a seed differs from itself, and one that is compiled from its eager run
+        eager = "--eager" in script.audit
+        again = None if plain.is_as(audited) or eager else runner.run("again", audited=False)
         harm = _harm(plain, audited, again)
         result = audited.result or {"verdict": "none", "violations": [], "findings": [], "windows": 0, "steps": 0}
         named = [[runner.place(v[name]) for name in ("where", "backward", "stepped")] for v in result["violations"]]
@@ -353,7 +356,7 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
             "judged": result["windows"],
             "steps": plain.told[0]["steps"] if plain.told else result["steps"],
             "parameters": plain.told[0]["parameters"] if plain.told else None,
-            "equal": plain.is_as(audited) if again is None or plain.is_as(again) else None,
+            "equal": None if eager or (again and not plain.is_as(again)) else plain.is_as(audited),
             "seconds": [round(plain.seconds, 1), round(audited.seconds, 1)],
             "note": harm and f"{harm}: {audited.log[-2000:]}",
         }
