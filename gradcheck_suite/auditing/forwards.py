@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_suite.auditing.places import is_users
-from gradcheck_suite.auditing.samples import Raw, sample
+from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.observer import Forward as FunctionForward
 from gradcheck_suite.run.observer import kinds_of, replaced_forwards
@@ -165,7 +165,7 @@ class Forwards:
             return
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        if not any(p.requires_grad for p in module.parameters()):
+        if not any(p.requires_grad for p in module.parameters()) or not all(map(has_values, module.parameters())):
             return
         try:
             self._surrounding = module
