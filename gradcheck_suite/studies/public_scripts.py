@@ -19,19 +19,18 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.core.contract import AuditOptions
 from gradcheck_suite.core.records import append_record, read_records, write_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
 
 TABLES = Path(__file__).parent
 KIND = "public-script"
-MARK = "<!-- the table, written by `python -m gradcheck_suite.studies.public_scripts --page docs/public-scripts.md` -->\n"
+MARK = "<!-- the table, written by `python -m gradcheck_suite.studies.public_scripts --page PAGE` -->\n"
 TRUTHS = ("holds", "violated", "partial")
 OUTCOMES = ("right", "partial", "misleading", "wrong", "harmed", "not run")
 """`partial`: what could be judged is right, and the rest is said to be unknown. `misleading`: a violation with another
@@ -52,18 +51,21 @@ def _count(optimizer, *_):
 @atexit.register
 def _tell():
     held = {id(p): p.detach() for o, _ in seen.values() for group in o.param_groups for p in group["params"]}
-    locals_ = [getattr(p, "_local_tensor", p).cpu().contiguous().flatten() for p in held.values()]
-    digest = hashlib.sha256()
-    for one in locals_:
-        digest.update(one.view(torch.uint8).numpy().tobytes())
-    told = {"steps": sum(n for _, n in seen.values()), "parameters": sum(map(len, locals_)), "digest": digest.hexdigest()}
+    values = [getattr(p, "_local_tensor", p).cpu().contiguous().flatten() for p in held.values()]
+    digest = hashlib.sha256(b"".join(one.view(torch.uint8).numpy().tobytes() for one in values)).hexdigest()
+    told = {"steps": sum(n for _, n in seen.values()), "parameters": sum(map(len, values)), "digest": digest}
     if seen:
-        with open(os.path.join(os.environ["PUBLIC_SCRIPT_SEEN"], f"{os.environ.get('RANK', '0')}.json"), "w") as file:
+        with open(f"{os.environ['PUBLIC_SCRIPT_SEEN']}/{os.environ.get('RANK', '0')}.json", "w") as file:
             json.dump(told, file)
 """
 """Runs in the script's process, with the audit and without: the steps of its optimizers, and its last parameters."""
-OFFLINE = {name: "1" for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")}
-QUIET = {"WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg"}
+OFFLINE = {
+    **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"),
+    "WANDB_MODE": "disabled",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MPLBACKEND": "agg",
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Script:
         packages: what must be installed beside torch.
         data: Python that writes tiny data into the current folder; `checkout` is the repository's folder.
         stubs: name of a module -> the source of its stand-in, or `@name` of one in the table's `[stubs]`;
-            `package.module` is allowed. The maker of the data sees them too.
+            `package.module` where `package` has a stub too. The maker of the data sees them too.
         changes: what was made small, and how, in words.
         replace: pairs of old and new text of the script, where arguments do not do.
         driver: Python that runs instead of the file, where the file defines functions only.
@@ -114,23 +116,6 @@ class Script:
     audit: Sequence[str] = ()
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        wrong = [
-            (not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repository), "repository is no owner/name"),
-            (not re.fullmatch(r"[0-9a-f]{40}", self.commit), "commit must have 40 hexadecimal digits"),
-            (self.truth not in TRUTHS, f"truth must be one of {', '.join(TRUTHS)}"),
-            ((self.truth == "violated") != bool(self.names), "names stand with the truth `violated`, and only there"),
-            (len(self.why) < 40, "why must say how the truth was worked out"),
-            (any(len(pair) != 2 for pair in self.replace), "replace takes pairs of old and new text"),
-        ]
-        if found := [words for is_wrong, words in wrong if is_wrong]:
-            raise UsageError(f"{self.key}: {found[0]}")
-        for name, source in {"data": self.data, "driver": self.driver, **self.stubs}.items():
-            try:
-                compile(source, name, "exec")
-            except SyntaxError as error:
-                raise UsageError(f"{self.key}: {name}, line {error.lineno}: {error.msg}") from None
 
     @property
     def key(self) -> str:
@@ -186,14 +171,9 @@ class Ended:
 
 def _write_modules(folder: Path, modules: Mapping[str, str]) -> None:
     for name, source in modules.items():
-        path = folder.joinpath(*name.split(".")).with_suffix(".py")
-        for parent in [p for p in path.parents if p.is_relative_to(folder) and p != folder]:
-            parent.mkdir(parents=True, exist_ok=True)
-            (parent / "__init__.py").touch()
-        if path.with_suffix("").is_dir():
-            path = path.with_suffix("") / "__init__.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
+        path = folder.joinpath(*name.split("."))
+        is_package = any(other.startswith(f"{name}.") for other in modules)
+        write_text(path / "__init__.py" if is_package else path.with_suffix(".py"), source)
 
 
 class Runner:
@@ -202,9 +182,8 @@ class Runner:
     def __init__(self, script: Script, checkout: Path, folder: Path) -> None:
         self.script, self.checkout, self.folder = script, checkout.resolve(), folder
         shown = f"checkout = {str(self.checkout)!r}\n"
-        # packages first, so that a stub can be a package with modules
-        ordered = dict(sorted(script.stubs.items(), key=lambda item: item[0].count("."), reverse=True))
-        _write_modules(folder / "stubs", {**ordered, "sitecustomize": OBSERVER})
+        _write_modules(folder / "stubs", script.stubs)
+        _write_modules(folder / "observer", {"sitecustomize": OBSERVER})
         _write_modules(folder / "made", {"make_data": shown + script.data})
         self.file = self.checkout / script.file
         if script.driver or script.replace:
@@ -220,14 +199,15 @@ class Runner:
             self.file.unlink(missing_ok=True)
             self.file.write_text(text)
         (folder / "data").mkdir()
-        made = self._run([str(folder / "made" / "make_data.py")], folder / "data", folder / "made")
+        made = self._run([str(folder / "made" / "make_data.py")], folder / "data")
         if made.returncode:
             raise UsageError(f"{script.key}: data could not be made: {made.stdout[-2000:]}")
 
-    def _run(self, command: Sequence[str], cwd: Path, seen: Path) -> subprocess.CompletedProcess[str]:
+    def _run(self, command: Sequence[str], cwd: Path, seen: Path | None = None) -> subprocess.CompletedProcess[str]:
         folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path), TABLES.parents[1]]
+        folders += [self.folder / "observer"] if seen else []
         found = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-        given = {**OFFLINE, **QUIET, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
+        given = {**OFFLINE, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
         variables = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(filter(None, found))}
         try:
             return subprocess.run(
@@ -253,8 +233,9 @@ class Runner:
         named = {"data": str(cwd), "checkout": str(self.checkout)}
         arguments = [re.sub(r"\{(data|checkout)\}", lambda m: named[m[1]], a) for a in self.script.arguments]
         audit = ["-m", "gradcheck_suite", "audit", "--json", str(seen / "audit.json"), *self.script.audit]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.script.ranks}"]
-        command = [*(torchrun if self.script.ranks > 1 else []), *(audit if audited else []), str(self.file), *arguments]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.script.ranks}"]
+        before_it = (ranks if self.script.ranks > 1 else []) + (audit if audited else [])
+        command = [*before_it, str(self.file), *arguments]
         start = time.perf_counter()
         ended = self._run(command, cwd, seen)
         seconds = time.perf_counter() - start
@@ -280,29 +261,26 @@ def _is_at(expected: str, named: str) -> bool:
     return any(int(first) <= int(number) <= int(last or first) for number in numbers)
 
 
-def outcome(script: Script, result: Mapping[str, Any], harm: str, places: Iterable[str] = ()) -> str:
+def outcome(script: Script, row: Mapping[str, Any]) -> str:
     """Return whether the audit was right about a script, one of `OUTCOMES`.
 
     Args:
         script: with the truth.
-        result: of the audit, as JSON data.
-        harm: what it changed, or `""`.
-        places: the lines that its violations name.
+        row: of the record: `verdict`, `violations`, each a diagnosis and its places, `findings`, and `note`, which says
+            what the audit changed.
     """
-    if harm:
+    if row["note"]:
         return "harmed"
-    dark = result["verdict"] == "unjudged" or any(UNKNOWN.search(finding) for finding in result["findings"])
-    if result["verdict"] == "violated":
+    dark = row["verdict"] == "unjudged" or any(UNKNOWN.search(finding) for finding in row["findings"])
+    if row["verdict"] == "violated":
         if script.truth != "violated":
             return "wrong"
-        named = all(violation["diagnosis"] in script.names for violation in result["violations"])
-        at = not script.place or any(_is_at(script.place, place) for place in places)
-        return "right" if named and at else "misleading"
+        named = all(name in script.names for name, *_ in row["violations"])
+        at = any(_is_at(script.place, place) for _, *places in row["violations"] for place in places)
+        return "right" if named and (at or not script.place) else "misleading"
     if script.truth == "partial":
         return "right" if dark else "wrong"
-    if dark:
-        return "partial"
-    return "right" if script.truth == "holds" else "wrong"
+    return "partial" if dark else "right" if script.truth == "holds" else "wrong"
 
 
 def _harm(plain: Ended, audited: Ended, again: Ended | None) -> str:
@@ -341,8 +319,8 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
             return {**row, "outcome": "not run", "note": f"exit status {plain.status}: {plain.log[-3000:]}"}
         audited = runner.run("audited", audited=True)
         # a script without a seed differs from itself, and one that is compiled from its eager run
-        eager = "--eager" in script.audit
-        again = None if plain.is_as(audited) or eager else runner.run("again", audited=False)
+        eager, differ = "--eager" in script.audit, plain.files == audited.files and plain.told != audited.told
+        again = runner.run("again", audited=False) if differ and not eager else None
         harm = _harm(plain, audited, again)
         result = audited.result or {"verdict": "none", "violations": [], "findings": [], "windows": 0, "steps": 0}
         named = [[runner.place(v[name]) for name in ("where", "backward", "stepped")] for v in result["violations"]]
@@ -358,9 +336,9 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
             "parameters": plain.told[0]["parameters"] if plain.told else None,
             "equal": None if eager or (again and not plain.is_as(again)) else plain.is_as(audited),
             "seconds": [round(plain.seconds, 1), round(audited.seconds, 1)],
-            "note": harm and f"{harm}: {audited.log[-2000:]}",
+            "note": harm,
         }
-    return {**row, "outcome": outcome(script, result, harm, [place for places in named for place in places])}
+    return {**row, "outcome": outcome(script, row)}
 
 
 def page_table(reports: Path) -> Iterator[str]:
@@ -372,7 +350,7 @@ def page_table(reports: Path) -> Iterator[str]:
         f"{counts[name]} {name}" for name in OUTCOMES if counts[name]
     )
     yield ""
-    yield "| script | commit | kind | truth | verdict of the audit | it is | parameters, steps | seconds without, with |"
+    yield "| script | commit | kind | truth | verdict of the audit | it is | parameters, steps | seconds |"
     yield "| --- | --- | --- | --- | --- | --- | ---: | ---: |"
     for row in rows:
         found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row.get("violations", ()))
@@ -404,9 +382,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for script in chosen:
             row = judged(script, arguments.folder)
             rows.append(row)
-            about = environment.environment(script.packages)
-            append_record(arguments.reports, KIND, row, environment=about)
-            print(f"{row['outcome']:<10} {script.key}  {json.dumps(row.get('violations') or row.get('note'))}", flush=True)
+            if row["outcome"] != "not run":
+                about, command = environment.environment(script.packages), f"{parser.prog} FOLDER"
+                append_record(arguments.reports, KIND, row, environment=about, command=command)
+            print(f"{row['outcome']:<10} {script.key}  {row['note'] or row['violations']}", flush=True)
     except UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
