@@ -341,24 +341,23 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
     return {**row, "outcome": outcome(script, row)}
 
 
-def page_table(reports: Path) -> Iterator[str]:
-    """Yield the lines of the page's table, from the newest record of each run, and what they come to."""
+def page_table(reports: Path, tables: Path = TABLES) -> Iterator[str]:
+    """Yield the lines of the page's table, from the newest record of each run of the tables, and what they come to."""
+    keys = [script.key for script in scripts(tables)]
     newest = {record.data["key"]: record.data for record in read_records(reports, KIND)[0]}
-    rows = sorted(newest.values(), key=lambda row: (row["kind"], row["key"]))
+    rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
     counts = Counter(row["outcome"] for row in rows)
-    yield f"{len(rows)} runs of {len({row['repository'] for row in rows})} repositories: " + ", ".join(
-        f"{counts[name]} {name}" for name in OUTCOMES if counts[name]
-    )
-    yield ""
-    yield "| script | commit | kind | truth | verdict of the audit | it is | parameters, steps | seconds |"
-    yield "| --- | --- | --- | --- | --- | --- | ---: | ---: |"
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
+    yield f"{len(rows)} runs of {len({row['repository'] for row in rows})} repositories: {outcomes}"
+    yield "\n| script | kind | truth | verdict of the audit | it is | parameters, steps | seconds |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: |"
     for row in rows:
-        found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row.get("violations", ()))
+        found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row["violations"]) or row["verdict"]
         truth = ", ".join(f"`{name}`" for name in row["names"]) or row["truth"]
-        size = f"{row['parameters'] or 0:,}, {row['steps']}" if "steps" in row else ""
-        seconds = ", ".join(f"{one:.1f}" for one in row.get("seconds", ()))
-        cells = (f"`{row['key']}`", f"`{row['commit'][:12]}`", f"{row['kind']}, {row['framework']}", truth)
-        yield f"| {' | '.join((*cells, found or row.get('verdict', ''), row['outcome'], size, seconds))} |"
+        place = f"{row['repository']} at {row['commit'][:8]}, `{row['file']}`"
+        size, seconds = f"{row['parameters'] or 0:,}, {row['steps']}", "{:.0f}, {:.0f}".format(*row["seconds"])
+        kind = f"{row['kind']}, {row['framework']}"
+        yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -373,15 +372,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.page is not None:
             head = arguments.page.read_text(encoding="utf-8").partition(MARK)[0]
-            write_text(arguments.page, "\n".join([f"{head}{MARK}", *page_table(arguments.reports), ""]))
+            write_text(
+                arguments.page, "\n".join([f"{head}{MARK}", *page_table(arguments.reports, arguments.tables), ""])
+            )
             return 0
         if arguments.folder is None:
             parser.error("the folder of the checkouts is missing")
-        chosen = [s for s in scripts(arguments.tables) if any(w in s.key for w in arguments.words or [""])]
-        rows = []
-        for script in chosen:
+        outcomes = set()
+        for script in scripts(arguments.tables):
+            if arguments.words and not any(word in script.key for word in arguments.words):
+                continue
             row = judged(script, arguments.folder)
-            rows.append(row)
+            outcomes.add(row["outcome"])
             if row["outcome"] != "not run":
                 about, command = environment.environment(script.packages), f"{parser.prog} FOLDER"
                 append_record(arguments.reports, KIND, row, environment=about, command=command)
@@ -389,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    return int(any(row["outcome"] not in ("right", "partial") for row in rows))
+    return int(not outcomes <= {"right", "partial"})
 
 
 if __name__ == "__main__":

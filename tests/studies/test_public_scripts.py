@@ -134,19 +134,21 @@ def test_what_cannot_be_run_is_said_and_is_no_verdict(checkout, capsys):
         assert said in row["note"]
 
 
-def test_the_page_has_the_newest_record_of_each_run(tmp_path):
-    row = {"key": "a/b t.py", "repository": "a/b", "commit": "0" * 40, "kind": "k", "framework": "f", "truth": "holds"}
-    row |= {"names": [], "violations": [], "steps": 3, "parameters": 7, "seconds": [1.0, 2.0], "verdict": "holds"}
-    for found in ("wrong", "right"):
-        append_record(tmp_path, KIND, {**row, "outcome": found}, environment={})
+def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path):
+    head = f'[[script]]\nrepository="a/b"\ncommit="{"0" * 40}"\nkind="k"\nframework="f"\ntruth="holds"\nwhy="w"\n'
+    (tmp_path / "public_scripts.toml").write_text(f'{head}file="t.py"\narguments=["--x"]\n')
+    row = {"repository": "a/b", "file": "t.py", "commit": "0" * 40, "kind": "k", "framework": "f", "truth": "holds"}
+    row |= {"names": [], "violations": [], "steps": 3, "parameters": 7000, "seconds": [1.04, 2.0], "verdict": "holds"}
+    for key, found in (("a/b t.py --x", "wrong"), ("a/b t.py --x", "right"), ("a/b gone.py", "harmed")):
+        append_record(tmp_path, KIND, {**row, "key": key, "outcome": found}, environment={})
     page = tmp_path / "page.md"
     page.write_text(f"# Head\n\n{MARK}what was there\n")
-    assert main(["--page", str(page), "--reports", str(tmp_path)]) == 0
+    assert main(["--page", str(page), "--reports", str(tmp_path), "--tables", str(tmp_path)]) == 0
     text = page.read_text()
     assert text.startswith("# Head\n")
     assert "what was there" not in text
-    assert "1 runs of 1 repositories: 1 right\n" in text
-    assert "| `a/b t.py` | `000000000000` | k, f | holds | holds | right | 7, 3 | 1.0, 2.0 |" in text
+    assert "1 runs of 1 repositories: 1 right\n\n| script |" in text
+    assert text.endswith("|\n| a/b at 00000000, `t.py` | k, f | holds | holds | right | 7,000, 3 | 1, 2 |\n")
 
 
 def test_the_page_of_the_guide_is_what_the_records_say():
