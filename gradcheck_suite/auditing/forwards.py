@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_suite.auditing.places import is_users
-from gradcheck_suite.auditing.samples import Raw, sample
+from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.observer import Forward as FunctionForward
 from gradcheck_suite.run.observer import kinds_of, replaced_forwards
@@ -165,7 +165,7 @@ class Forwards:
             return
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        if not any(p.requires_grad for p in module.parameters()):
+        if not any(p.requires_grad for p in module.parameters()) or not all(map(has_values, module.parameters())):
             return
         try:
             self._surrounding = module
@@ -382,8 +382,9 @@ class _State:
         elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
             self._undo.append(functools.partial(_set_state_of, value, _state_of(value)))
         elif isinstance(value, list | dict | set | deque):
-            self._undo.append(functools.partial(_refill, value, _base_of(value)(value)))
-            self._walk_all(value.values() if isinstance(value, dict) else value)
+            content = _content(value)
+            self._undo.append(functools.partial(_refill, value, content))
+            self._walk_all(content.values() if isinstance(content, dict) else content)
         elif isinstance(value, tuple | frozenset):
             self._walk_all(value)
         elif hasattr(value, "__next__"):
@@ -455,11 +456,19 @@ def _base_of(container: Any) -> Any:
     return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
 
 
-def _refill(container: Any, content: Any) -> None:
+def _content(container: Any) -> Any:
+    """Return what a container holds, read without the methods of a subclass: transformers' `ACT2FN` makes an object
+    of a class at each access."""
     kind = _base_of(container)
+    keys = list(kind.__iter__(container))
+    return {key: dict.__getitem__(container, key) for key in keys} if isinstance(container, dict) else keys
+
+
+def _refill(container: Any, content: Any) -> None:
+    kind, now = _base_of(container), _content(container)
     if isinstance(container, dict):
-        pairs = zip(container.items(), content.items(), strict=False)
-        if len(container) != len(content) or not all(a is c and b is d for (a, b), (c, d) in pairs):
+        pairs = zip(now.items(), content.items(), strict=False)
+        if len(now) != len(content) or not all(a is c and b is d for (a, b), (c, d) in pairs):
             kind.clear(container)
             for key, value in content.items():
                 kind.__setitem__(container, key, value)
@@ -475,11 +484,14 @@ def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    before, state = RandomState.now(), _State(module)
+    before = RandomState.now()
     try:
-        yield
+        state = _State(module)
+        try:
+            yield
+        finally:
+            state.put_back()
     finally:
-        state.put_back()
         before.set()
 
 

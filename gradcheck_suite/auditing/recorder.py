@@ -415,6 +415,8 @@ class Recorder:
             # what a transformation returns is a value of the program's
             self.notes["a loss inside of torch.func is not seen: what it returns is no backward pass"] += 1
             return None
+        if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
+            return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         outer = self._running.get(_task())
         if outer is None:
             record = PassRecord(here(), accumulates)

@@ -44,6 +44,11 @@ def _stride(number: int) -> int:
     return step - (step > 1 and step % 2 == 0)
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values: on the meta device and under a fake mode operations have shapes alone."""
+    return not tensor.is_meta and type(tensor).__name__ != "FakeTensor"
+
+
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
     """Return a flat array of a tensor on the CPU, which shares its memory where that is possible; None elsewhere.
 

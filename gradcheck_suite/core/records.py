@@ -182,6 +182,7 @@ _SPEAKS_OF = {
     "calibration": (*JUDGING, "studies/calibration.py", "studies/tally.py"),
     "claim": (*JUDGING, *MEASURING, "studies/claims.py"),
     "memory": MEASURING,
+    "public-script": (*JUDGING, "auditing", "studies/public_scripts.py"),
     "step": ("studies/optimizer_steps.py", "studies/optimizers.py"),
     "traffic": (*MEASURING, "run/traffic.py"),
     "trainer": (*JUDGING, "loops/trainers", "studies/trainers.py"),
@@ -268,6 +269,7 @@ KINDS = (
     "zero-or-none",
     "step",
     "traffic",
+    "public-script",
 )
 
 

@@ -1010,6 +1010,19 @@ with tempfile.TemporaryDirectory() as folder:
         optimizer.zero_grad()
     dist.destroy_process_group()""",
     ),
+    # A profiler counts the operations of a pass where tensors have shapes alone.
+    "sound_operations_counted": sound(
+        setup="""
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with torch.device("meta"):
+    counted = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 1))
+    counted(torch.ones(2, 5)).mean().backward()
+with FakeTensorMode():
+    counted = torch.nn.Linear(5, 1)
+    counted(torch.ones(2, 5)).mean().backward()
+del counted""",
+    ),
     "sound_own_buffer": sound(
         "*[4] * 12",
         **OWN_BUFFER,
