@@ -7,11 +7,15 @@ import copy
 import hashlib
 import importlib.util
 import json
+import os
 import re
+import sys
 import tomllib
+import webbrowser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
@@ -21,6 +25,7 @@ from gradcheck_suite.page.violation import ViolationPage
 
 if TYPE_CHECKING:
     import jinja2
+    from markupsafe import Markup
 
 
 # Links from bugs, as they are cited, to their threads on GitHub.
@@ -63,18 +68,34 @@ AXIS = 70
 """Pixels beside each of such plots."""
 
 
+_DIGITS = re.compile(r"(\.\d)\d+")
+
+
 def svg(spec: Mapping[str, Any], alt: str) -> str:
     """Return a plot as the text of an SVG file, in light colours on a light ground."""
+    return with_palette(_drawing(spec, alt, {"background": LIGHT["card"]}))
+
+
+def static(figure: Figure) -> Markup:
+    """Return a plot for a page that runs no script, in the page's colours; empty where nothing here draws it."""
+    from markupsafe import Markup
+
+    if importlib.util.find_spec("vl_convert") is None:
+        return Markup("")
+    # a tenth of a pixel is seen by nobody
+    return Markup(_DIGITS.sub(r"\1", _drawing(figure.spec, figure.alt, {})))
+
+
+def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any]) -> str:
     import vl_convert
 
     sized = copy.deepcopy(dict(spec))
     panels = sized.get("hconcat")
     for panel in panels or [sized]:
         panel["width"] = WIDTH // len(panels) - AXIS if panels else WIDTH
-    drawing = vl_convert.vegalite_to_svg({**sized, "config": {**config(), "background": LIGHT["card"]}})
+    drawing = str(vl_convert.vegalite_to_svg({**sized, "config": {**config(), **further}}))
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    named = re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
-    return with_palette(named)
+    return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
 
 
 # The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it all comes from.
@@ -156,14 +177,26 @@ def report_html(report: Report) -> str:
     return _html("report.html.j2", parts, report=report, title=report.title)
 
 
-def violations_html(title: str, lines: Sequence[str], violations: Sequence[ViolationPage]) -> str:
+def open_page(path: Path) -> bool:
+    """Open a file in the browser, and return whether a browser took it.
+
+    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a browser of text in
+    the terminal there.
+    """
+    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
+
+
+def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -> str:
     """Return the pages of some violations as one HTML document.
 
     Args:
-        title: of the document.
-        lines: on the run that found them: versions, one line for each loop.
         violations: in order.
+        lines: on the run that found them: versions, one line for each loop.
     """
+    loops = ", ".join(dict.fromkeys(page.loop for page in violations))
+    titles = ", ".join(dict.fromkeys(page.title for page in violations))
+    title = f"{loops}: {titles}" if violations else "No violation"
     return _html("violations.html.j2", violations, title=title, lines=lines, violations=violations)
 
 
@@ -232,6 +265,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
     environment.globals |= {
         "shown": shown,
+        "static": static,
         "cell_class": cell_class,
         "is_number": _is_number,
         "sort_key": _sort_key,
