@@ -104,7 +104,8 @@ def run(argv: Sequence[str]) -> int:
                 status: int = found.run(arguments)
             if (fault := _output_fault()) is None:
                 return status
-            return _fail(program, fault, status or exit_status.BAD_USAGE)
+            status = status or exit_status.BAD_USAGE
+            return _fail(program, fault, status) if fault else status
     except (BadUsageError, UsageError) as error:
         return _fail(program, str(error))
     except SystemExit as error:
@@ -114,10 +115,10 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail(program, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:
-        _output_fault()  # the reader closed the pipe, as `| head` does
+        _output_fault()
         return exit_status.BAD_USAGE
     except Exception as error:
-        if isinstance(error, OSError) and (fault := _output_fault()) is not None:
+        if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
             return _fail(program, fault)
         if isinstance(error, ValueError) and sys.stdout.closed:
             return _fail(program, "the code under test has closed standard output, where the verdict goes")
@@ -143,16 +144,24 @@ def _fail(program: str, message: str, status: int = exit_status.BAD_USAGE) -> in
     return exit_status.fail(program, message, status)
 
 
-def _output_fault() -> str | None:
-    """Return why standard output took not all, None where it did or the code under test has closed it.
+def _output_fault(more: str = "") -> str | None:
+    """Return why standard output took not all; None where it did, or where the code under test has closed it.
+
+    Nothing, `""`, is to be said where the reader closed the pipe, as `| head` does.
 
     What it did not take is dropped: Python would try again at its exit, complain, and end with status 120.
+
+    Args:
+        more: written first, where a write has failed and left nothing to flush.
     """
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return ""
         return f"standard output cannot be written ({error.strerror or error}): send it elsewhere"
     except ValueError:  # closed
         return None

@@ -44,7 +44,8 @@ def script(tmp_path):
 
 def command(*arguments, cwd, **settings):
     """Run the command line in a process of its own."""
-    settings = {"capture_output": True, "text": True, **settings}
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    settings = {"capture_output": True, "text": True, "env": buffered, **settings}
     given = [sys.executable, "-m", "gradcheck_suite", *map(str, arguments)]
     return subprocess.run(given, cwd=cwd, timeout=300, check=False, **settings)
 
@@ -136,18 +137,29 @@ def test_a_full_standard_output_is_said_in_one_line_and_changes_no_violation(scr
     assert "train.py  holds" in done.stderr or not sound
 
 
-def test_verify_whose_verdict_goes_nowhere_fails_at_once(tmp_path):
+UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", "1"])
+
+
+@UNBUFFERED
+def test_verify_whose_verdict_goes_nowhere_fails_at_once(tmp_path, unbuffered):
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = command("verify", "--list", cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+        done = command(
+            "verify", "--list", cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, capture_output=False
+        )
     assert done.returncode == 2
     said = "standard output cannot be written (No space left on device): send it elsewhere"
     assert done.stderr == f"gradcheck-suite verify: error: {said}\n"
 
 
-def test_a_closed_pipe_ends_the_command_without_a_word(tmp_path):
+@UNBUFFERED
+def test_a_closed_pipe_ends_the_command_without_a_word(tmp_path, unbuffered):
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     read, write = os.pipe()
     os.close(read)
-    done = command("doctor", "--help", cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, capture_output=False)
+    done = command(
+        "verify", "--list", cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, capture_output=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (2, "")
 
