@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
+import textwrap
 import tomllib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +37,9 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises in place of printing its usage, and takes no abbreviations."""
 
     def __init__(self, **settings: Any) -> None:
+        # the examples at the end keep their lines, and the formatter that keeps them wraps no description
+        width = shutil.get_terminal_size().columns - 2
+        settings["description"] = textwrap.fill(settings.get("description") or "", width)
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
