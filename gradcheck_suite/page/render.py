@@ -68,7 +68,9 @@ AXIS = 70
 """Pixels beside each of such plots."""
 
 
+_PLACES = re.compile(r' (?:d|transform|x|y|x1|x2|y1|y2|width|height)="[^"]*"')
 _DIGITS = re.compile(r"(\.\d)\d+")
+_SAID = re.compile(r' (?:aria-[a-z]+|role)="[^"]*"')
 
 
 def svg(spec: Mapping[str, Any], alt: str) -> str:
@@ -82,8 +84,9 @@ def static(figure: Figure) -> Markup:
 
     if importlib.util.find_spec("vl_convert") is None:
         return Markup("")
-    # a tenth of a pixel is seen by nobody
-    return Markup(_DIGITS.sub(r"\1", _drawing(figure.spec, figure.alt, {})))
+    # the element around it says what it shows; a tenth of a pixel is seen by nobody
+    drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}))
+    return Markup(_PLACES.sub(lambda place: _DIGITS.sub(r"\1", place[0]), drawing))
 
 
 def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any]) -> str:

@@ -184,3 +184,16 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
                      "bounds have not been calibrated yet", "Not verified yet."):  # fmt: skip
         assert expected in text
     assert page.open == []
+
+
+def test_a_static_picture_keeps_its_words_and_drops_only_digits_of_places(tmp_path):
+    from gradcheck_suite.page.violation import weights_plot
+
+    rows = [{"micro_batches": "0", "count": 4, "expected": 0.0714, "observed": 0.25}]
+    plot = pages.Figure("weights", weights_plot(rows), "weights of <items>")
+    drawn, whole = str(pages.static(plot)), pages.svg(plot.spec, plot.alt)
+    words = re.compile(r">([^<]+)</(?:text|title)>")
+    assert words.findall(drawn) == words.findall(whole)
+    assert "0.25" in words.findall(drawn)
+    assert len(drawn) < len(whole)
+    assert "var(--c4)" in drawn  # a theme changes its colours

@@ -64,6 +64,8 @@ def answers(records: Records) -> tuple[Answer, ...]:
 
 MOST_RUNS = 6
 """Commits whose verdicts on own loops and scripts are shown."""
+MOST_NAMED = 3
+"""Violated loops and scripts that the answer names."""
 
 
 def own(records: Records) -> list[Record]:
@@ -95,7 +97,9 @@ def _own(records: Records) -> Answer:
     holding = sum(data["verdict"] == "holds" for data in last.values())
     what = "loop or script" if len(found) == 1 else "loops and scripts"
     if violated:
-        brief = f"No: {len(violated)} of {len(found)} {what} violated: {violated[0]} ({_diagnosis(last[violated[0]])})"
+        named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
+        rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
+        brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
     else:
         brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} hold"
     turned = [
