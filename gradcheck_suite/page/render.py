@@ -64,6 +64,8 @@ def with_links(html: str) -> str:
 
 WIDTH = 640
 """Pixels of a picture; two plots beside each other share it."""
+STATIC_WIDTH = 380
+"""Pixels of a picture on a page that runs no script, which a telephone shows too."""
 AXIS = 70
 """Pixels beside each of such plots."""
 
@@ -85,17 +87,17 @@ def static(figure: Figure) -> Markup:
     if importlib.util.find_spec("vl_convert") is None:
         return Markup("")
     # the element around it says what it shows; a tenth of a pixel is seen by nobody
-    drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}))
+    drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}, STATIC_WIDTH))
     return Markup(_PLACES.sub(lambda place: _DIGITS.sub(r"\1", place[0]), drawing))
 
 
-def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any]) -> str:
+def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], width: int = WIDTH) -> str:
     import vl_convert
 
     sized = copy.deepcopy(dict(spec))
     panels = sized.get("hconcat")
     for panel in panels or [sized]:
-        panel["width"] = WIDTH // len(panels) - AXIS if panels else WIDTH
+        panel["width"] = WIDTH // len(panels) - AXIS if panels else width
     drawing = str(vl_convert.vegalite_to_svg({**sized, "config": {**config(), **further}}))
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
